@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         load_sync,
         open_checkpoint,
     )
-    from pccheck_async.convert import Exported, export_checkpoint, import_checkpoint
+    from pccheck_async.convert import Exported, Imported, export_checkpoint, import_checkpoint
     from pccheck_async.engine import CheckpointProgress, Decisions, Distribution, EngineStatistics, PendingCheckpoint
     from pccheck_async.errors import (
         CheckpointError,
@@ -101,8 +101,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Adaptive", "CheckFreqInterval", "CheckedCheckpoint", "CheckpointEngine", "CheckpointError", "CheckpointInfo",
     "CheckpointProgress", "ClosedError", "Comparison", "CorruptStoreError", "Damage", "DamagedError", "Decisions",
-    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "FlatShard",
-    "Group", "GroupError", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
+    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "FlatShard", "Group",
+    "GroupError", "Imported", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
     "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval", "PendingCheckpoint", "Point", "Policy",
     "RNGState", "ReadError", "Recovery", "Removal", "Restored", "ResumableLoader", "ResumableSampler", "Shelf",
     "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError", "StoreFailedError", "StoreFullError",
@@ -120,7 +120,7 @@ _HOMES = {
         "CheckpointEngine", "OpenCheckpoint", "StoredState", "StoredTensor", "SyncCheckpointEngine", "list_checkpoints",
         "load", "load_sync", "open_checkpoint",
     ),
-    "convert": ("Exported", "export_checkpoint", "import_checkpoint"),
+    "convert": ("Exported", "Imported", "export_checkpoint", "import_checkpoint"),
     "engine": ("CheckpointProgress", "Decisions", "Distribution", "EngineStatistics", "PendingCheckpoint"),
     "format": ("CheckpointInfo", "Restored"),
     "group": ("Group",),

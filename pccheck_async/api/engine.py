@@ -7,9 +7,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
+import torch
+
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, note_closing_failure_on, run
-from pccheck_async.format import CheckpointInfo, Metadata, Restored
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -52,7 +54,9 @@ class CheckpointEngine(EngineBase):
     Args:
         path: Folder of the store; created if it does not exist.
         max_in_flight: Most checkpoints that are copied and written at a time (PCcheck's N); a further one waits.
-        keep_last: How many of the newest committed checkpoints are kept.
+        keep_last: How many of the newest committed checkpoints are kept. "all": nothing is dropped, until
+            :meth:`remove` drops it; a commit record names 64 checkpoints, so that :meth:`checkpoint` raises
+            StoreFullError, before it captures anything, where these are there or on their way.
         keep_every: Also keep the first checkpoint at or after each multiple of this many steps, as long as the commit
             record has room (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
         keep_best: Also keep the best by a number in their metadata, for example ``("loss", 3, "min")``.
@@ -83,6 +87,11 @@ class CheckpointEngine(EngineBase):
             checkpoint is abandoned. The time that GPUs wait for copies queued on them does not count.
         check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
             costs the time and the memory of that copy.
+        allow_pickle: Save values of types that an engine does not know (a loss scaler without ``state_dict``, a
+            namespace, an enum, a function) as ``torch.save`` pickles them, each as a whole, and :meth:`restore` them.
+            Unpickling runs code: give this only where you trust whoever wrote the store. The log says so at the first
+            such save and at each such restore. Without it such values raise UnsupportedStateError, when they are saved
+            and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
         on_error: "raise" a failure that nobody awaited at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
@@ -172,6 +181,8 @@ class CheckpointEngine(EngineBase):
         *,
         step: int | None = None,
         metadata: Metadata | None = None,
+        name: str | None = None,
+        replace: bool = False,
         overlap: bool = False,
     ) -> PendingCheckpoint:
         """Capture ``state``; return when it is safe to mutate, while the bytes are still being written.
@@ -186,6 +197,11 @@ class CheckpointEngine(EngineBase):
                 will.
             step: The user's number; by default the engine's counter.
             metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
+            name: What to call it, such as "epoch=3": :func:`pccheck_async.load`, :meth:`restore`, :meth:`remove` and
+                the command line find it by that. It counts into the 512 bytes of ``metadata``. Names of the checkpoints
+                in a store, and of those in flight, differ. In a group all ranks give the same.
+            replace: The record that commits it drops the checkpoint that has its ``name``, pinned or not: after a crash
+                either the one or the other is there.
             overlap: Return earlier. The tensors that attached optimizers train are captured while training goes on;
                 the next step of such an optimizer waits for the capture (on GPUs without blocking the host, if all
                 copies are queued there). Everything else is captured before this returns, except large tensors that
@@ -206,8 +222,10 @@ class CheckpointEngine(EngineBase):
                 values: FakeTensorMode, a function of torch.compile or a transform of torch.func.
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
+            ValueError: there is a checkpoint of this ``name`` already, or in flight.
+            StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
-        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)
         try:
             await pending.eager_captured()
         except asyncio.CancelledError:
@@ -226,7 +244,9 @@ class CheckpointEngine(EngineBase):
         state: Mapping[str, Any],
         *,
         step: int | None = None,
+        name: str | None = None,
         strict: bool = True,
+        dtype: torch.dtype | None = None,
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
@@ -237,12 +257,16 @@ class CheckpointEngine(EngineBase):
         Args:
             state: Shaped like the state that was saved.
             step: Restore this step instead (the newest checkpoint of it); damage then raises.
+            name: Restore the checkpoint with this name instead.
             strict: False restores the leaves that both have. What only the state has stays as it is, what only the
                 checkpoint has is not read, and the result names both (``missing``, ``unexpected``). Modules load their
                 own state with the stored part put in its place; other objects get what they saved. These still raise:
                 another shape, dtype or type; an optimizer of other parameters (leave such an object out of ``state``);
                 a module or an entry of ``state`` of which the checkpoint has nothing below its name; a model that
                 only one of them has in a wrapper.
+            dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
+                dtype, cast as ``copy_`` does, and so does what an optimizer keeps for parameters of it. (Not where a
+                tensor lies on several ranks in another way than it was saved.) None: another dtype raises.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
                 where a damaged checkpoint is passed over). It must be quick.
 
@@ -260,11 +284,14 @@ class CheckpointEngine(EngineBase):
             DamagedError: no checkpoint is whole; ``state`` may hold a mixture.
             CorruptStoreError: this version, or this torch, does not understand it; nothing is dropped.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
-            NoCheckpointError: there is none of ``step``.
+            NoCheckpointError: there is none of ``step``, or with this ``name``.
             ReadError: the device failed, and there is nothing older to fall back to.
             CheckpointError: an earlier checkpoint failed and nobody awaited it; nothing was read.
         """
-        restored: Restored | None = await run(self._core, self._core.restore(state, step, progress, strict=strict))
+        which = which_one(step, name)
+        restored: Restored | None = await run(
+            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)
+        )
         return restored
 
     @_counted_until_awaited
@@ -288,6 +315,36 @@ class CheckpointEngine(EngineBase):
         """End :meth:`pin`: the next commit drops the checkpoint if no rule keeps it."""
         info: CheckpointInfo = await run(self._core, self._core.pin(step, False))
         return info
+
+    @_counted_until_awaited
+    async def remove(
+        self, *, step: int | None = None, name: str | None = None, force: bool = False
+    ) -> list[CheckpointInfo]:
+        """Remove the checkpoint called ``name``, or every one of ``step``, pinned or not, in one commit.
+
+        Those of them that are in flight are waited for first. Where none would be left, all that are in flight are
+        waited for: save the next one, then remove the last one. In a group all ranks call this alike.
+
+        Args:
+            step: A step, or give
+            name: a name.
+            force: Remove them also where no checkpoint is left then.
+
+        Returns:
+            What was removed, newest first.
+
+        Durability: when this returns they are gone also after a power failure. A crash before that leaves all of them,
+        or none. (In a group, one that a crash left on some ranks alone is not complete any more, and not restored.)
+
+        Cancellation: raised once the record is written.
+
+        Raises:
+            NoCheckpointError: there is none of this step, or with this name.
+            StoreError: no checkpoint would be left; nothing was removed.
+            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+        """
+        removed: list[CheckpointInfo] = await run(self._core, self._core.remove(which_one(step, name), force=force))
+        return removed
 
     @_counted_until_awaited
     async def drain(self) -> None:

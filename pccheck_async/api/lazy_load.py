@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -19,13 +19,24 @@ from msgspec import structs
 from pccheck_async.api.reading import open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
-from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
+from pccheck_async.format import CheckpointInfo, Entry, Which, dtypes, which_one
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.group import MergedPayload, PartReader, Payload
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild, refuse_boxes
+from pccheck_async.state import (
+    Allocation,
+    Array,
+    Targets,
+    below,
+    opened,
+    paths,
+    rebuild,
+    refuse_boxes,
+    refuse_pickled,
+    unpickle,
+)
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 
@@ -38,8 +49,10 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     device: str | torch.device = "cpu",
+    allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
 ) -> OpenCheckpoint:
@@ -52,8 +65,11 @@ def open_checkpoint(
             and tensors that lie on several ranks in full.
         step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
             (with a warning). A damaged tensor is found only when it is read.
+        name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
         rank: Of a group: whose part. By default that of rank 0.
         device: Where tensors go.
+        allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only where you trust whoever wrote it. Without it reading such a value is refused.
         host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -62,24 +78,28 @@ def open_checkpoint(
         once neither it nor any state or tensor taken from it is referenced.
 
     Raises:
-        NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
+        NoCheckpointError: there is none, or not the one asked for, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
-        DamagedError: it is damaged, and there is no older one (or ``step`` was given).
+        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for what is no group's folder.
+        ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
     """
-    return OpenCheckpoint(Connection(path, check_step(step), torch.device(device), host_memory, io, rank))
+    connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank)
+    connection.allow_pickle = allow_pickle
+    return OpenCheckpoint(connection)
 
 
 class Connection:
     """An open, locked slot and the loop that reads it."""
 
+    allow_pickle = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],
-        step: int | None,
+        which: Which,
         device: torch.device,
         host_memory: int | Auto,
         io: IO,
@@ -92,14 +112,14 @@ class Connection:
         self._closed = True
         self._loop = EngineLoop("pccheck-open")
         try:
-            self._loop.call(self._open(step, rank, host_memory, io))
+            self._loop.call(self._open(which, rank, host_memory, io))
         except BaseException:
             self.close()  # where the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
-    async def _open(self, step: int | None, rank: int | None, host_memory: int | Auto, io: IO) -> None:
-        reader = await open_reader(self.path, io, host_memory, step=step, rank=rank)
+    async def _open(self, which: Which, rank: int | None, host_memory: int | Auto, io: IO) -> None:
+        reader = await open_reader(self.path, io, host_memory, which=which, rank=rank)
         opened = reader.opened
         try:
             pool = staging_pool(reader, host_memory)
@@ -110,7 +130,7 @@ class Connection:
                     return entry, merged.manifest, merged
                 return entry, manifest, VerifiedChunks(opened, file, manifest, pool)
 
-            self.entry, self.manifest, self.chunks = await reader.read(self.path, step, use, keep=True)
+            self.entry, self.manifest, self.chunks = await reader.read(self.path, which, use, keep=True)
         except BaseException:
             await opened.close()
             raise
@@ -168,7 +188,8 @@ class Connection:
         refuse_boxes(node)
         allocation = Allocation(self.manifest, sorted(arrays(node)))
         await self.chunks.fill(Targets(allocation.targets()))
-        return rebuild(node, lambda index: allocation.array(index, self.device))
+        pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
+        return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
 
     def read(self, entry: TensorEntry) -> Array:
         """Read what ``entry`` views."""

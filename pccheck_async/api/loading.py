@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
-from pccheck_async.format import CheckpointInfo, Entry, check_step
+from pccheck_async.format import CheckpointInfo, Entry, Which, which_one
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium import File
@@ -23,14 +23,18 @@ from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
 
+Device: TypeAlias = str | torch.device | Mapping[str, Any] | Callable[[torch.UntypedStorage, str], Any]
+
 
 async def load(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
+    allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
@@ -42,11 +46,17 @@ async def load(
             and tensors that lie on several ranks in full.
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
+        name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
         rank: Of a group: whose part. By default that of rank 0.
         keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
             (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
             (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
-        device: Where the tensors go.
+        device: Where the tensors go: a device, or a dict or a function as ``torch.load(map_location=)`` takes them. A
+            checkpoint does not say where tensors were, so all count as tensors of the "cpu": a dict is asked for that
+            key, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or None for
+            the same.
+        allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only where you trust whoever wrote it. Without it such a checkpoint is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
@@ -58,34 +68,41 @@ async def load(
     Cancellation: ends once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
+        NoCheckpointError: there is none, or not the one asked for, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
             one rank, and a tensor lies on several.
-        DamagedError: it is damaged, and there is no older one (or ``step`` was given).
+        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
+        UnsupportedStateError: something in it is pickled, and ``allow_pickle`` is not given, or that fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for what is no group's folder.
+        ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
     """
     async with EngineLoop("pccheck-read") as loop:
-        return await loop.run(_load(path, step, rank, keys, device, host_memory, io, progress))
+        return await loop.run(
+            _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
+        )
 
 
 def load_sync(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
+    allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(_load(path, step, rank, keys, device, host_memory, io, progress))
+        return loop.call(
+            _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
+        )
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
@@ -118,16 +135,16 @@ async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[Checkpoi
 
 async def _load(
     path: str | os.PathLike[str],
-    step: int | None,
+    which: Which,
     rank: int | None,
     keys: Sequence[str] | None,
-    device: str | torch.device,
+    device: Device,
+    allow_pickle: bool,
     host_memory: int | Auto,
     io: IO,
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
-    step = check_step(step)
-    reader = await open_reader(path, io, host_memory, step=step, rank=rank)
+    reader = await open_reader(path, io, host_memory, which=which, rank=rank)
     async with reader.opened as opened:
         pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
@@ -135,13 +152,13 @@ async def _load(
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             if isinstance(reader, PartReader):
                 async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
-                    loading = allocate(payload.manifest, keys, torch.device(device))
+                    loading = allocate(payload.manifest, keys, device, allow_pickle=allow_pickle)
                     await payload.fill(loading.targets, advance)
             else:
-                loading = allocate(manifest, keys, torch.device(device))
+                loading = allocate(manifest, keys, device, allow_pickle=allow_pickle)
                 buffers = pool_for(manifest, pool)
                 await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()
             return state
 
-        return await reader.read(path, step, read)
+        return await reader.read(path, which, read)

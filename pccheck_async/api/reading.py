@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pccheck_async.engine import Auto, Decisions, EngineConfig, decide
+from pccheck_async.format import Which
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
@@ -34,7 +35,7 @@ async def open_reader(
     io: IO,
     host_memory: int | Auto = "auto",
     *,
-    step: int | None = None,
+    which: Which = None,
     rank: int | None = None,
 ) -> StoreReader:
     """Open a store for reading, or in a group's folder the parts of one rank; close its ``opened``.
@@ -43,7 +44,7 @@ async def open_reader(
         path: Folder of a store, or of a group.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         host_memory: Most staging memory in bytes.
-        step: The checkpoint that is to be read, by default the newest.
+        which: The checkpoint that is to be read, by default the newest.
         rank: Whose part of a group's checkpoint is to be read, by default that of rank 0.
 
     Raises:
@@ -54,7 +55,7 @@ async def open_reader(
     listing, place = None, path
     if isinstance(io, str) and is_group_folder(path):
         listing = list_group(path)
-        place = listing.folder_of_part(step, rank or 0)
+        place = listing.folder_of_part(which, rank or 0)
     elif rank is not None:
         raise ValueError(f"{os.fspath(path)} is no folder of a group's checkpoints: rank={rank} means nothing there")
     opened = await open_folder(place, io, host_memory)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
+import torch
+
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on, note_closing_failure_on
-from pccheck_async.format import CheckpointInfo, Metadata, Restored
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -54,13 +56,15 @@ class SyncCheckpointEngine(EngineBase):
         *,
         step: int | None = None,
         metadata: Metadata | None = None,
+        name: str | None = None,
+        replace: bool = False,
         overlap: bool = False,
     ) -> PendingCheckpoint:
         """Capture ``state``; return when it is safe to mutate (see :meth:`pccheck_async.CheckpointEngine.checkpoint`).
 
         A KeyboardInterrupt while it waits aborts the checkpoint.
         """
-        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)
         try:
             pending.wait_eager_captured()
         except Exception as error:
@@ -78,11 +82,16 @@ class SyncCheckpointEngine(EngineBase):
         state: Mapping[str, Any],
         *,
         step: int | None = None,
+        name: str | None = None,
         strict: bool = True,
+        dtype: torch.dtype | None = None,
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
-        restored: Restored | None = block_on(self._core, self._core.restore(state, step, progress, strict=strict))
+        which = which_one(step, name)
+        restored: Restored | None = block_on(
+            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)
+        )
         return restored
 
     def pin(self, step: int) -> CheckpointInfo:
@@ -94,6 +103,11 @@ class SyncCheckpointEngine(EngineBase):
         """End :meth:`pin`: the next commit drops it where no rule keeps it."""
         info: CheckpointInfo = block_on(self._core, self._core.pin(step, False))
         return info
+
+    def remove(self, *, step: int | None = None, name: str | None = None, force: bool = False) -> list[CheckpointInfo]:
+        """Remove checkpoints, in one commit (see :meth:`pccheck_async.CheckpointEngine.remove`)."""
+        removed: list[CheckpointInfo] = block_on(self._core, self._core.remove(which_one(step, name), force=force))
+        return removed
 
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""

@@ -108,6 +108,9 @@ Step: TypeAlias = Annotated[
 ]
 
 
+Name: TypeAlias = Annotated[str | None, typer.Option(help="The checkpoint with this name, instead of a step.")]
+
+
 def no_file(option: str, file: Path | None) -> str | None:
     """Return why an option's file cannot be written."""
     if file is not None and file.is_dir():
@@ -197,7 +200,12 @@ def captured_at(info: CheckpointInfo, *, iso: bool = False) -> str | None:
 def as_json(info: CheckpointInfo) -> dict[str, Any]:
     """Return a checkpoint as every ``--json`` shows it."""
     facts = pick(info, "step", "counter", "nbytes", "time")
-    return facts | {"created": captured_at(info, iso=True), "pinned": info.pinned, "metadata": dict(info.metadata)}
+    return facts | {
+        "created": captured_at(info, iso=True),
+        "pinned": info.pinned,
+        "name": info.name,
+        "metadata": dict(info.metadata),
+    }
 
 
 def pick(thing: object, *names: str, **renamed: str) -> dict[str, Any]:

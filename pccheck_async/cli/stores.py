@@ -21,6 +21,7 @@ from pccheck_async.cli.output import (
     NOTHING,
     AnyFolder,
     Json,
+    Name,
     Rank,
     Report,
     Step,
@@ -71,14 +72,16 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     if not infos:
         complain(f"no committed checkpoint: {nothing_in(path)}" if listing is None else listing.nothing(None))
         return Report(document, notes if listing is not None else (), NOTHING)
-    rows = table("step", "counter", "size", "captured (UTC)", "", "metadata", right=3)
+    names = ("name",) if any(info.name is not None for info in infos) else ()
+    rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
     for info in infos:
         # In JSON's notation no string reaches the terminal as a control sequence.
         metadata = ", ".join(
             f"{jsonlib.dumps(key)[1:-1]}={f'{value:.6g}' if isinstance(value, float) else jsonlib.dumps(value)}"
             for key, value in info.metadata.items()
         )
-        rows.add_row(*_columns(info), captured_at(info), "pinned" if info.pinned else "", metadata)
+        name = [printable(info.name or "")] if names else []
+        rows.add_row(*_columns(info), captured_at(info), "pinned" if info.pinned else "", *name, metadata)
     return Report(document, [rows, *filter(None, notes)])
 
 
@@ -93,6 +96,7 @@ def _columns(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
 def show(
     path: AnyFolder,
     step: Step = None,
+    name: Name = None,
     rank: Rank = None,
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Show what each rank of a group has of each checkpoint, and the slowest.")
@@ -108,10 +112,10 @@ def show(
     Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
     """
     if ranks:
-        if rank is not None or step is not None:
-            raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step")
+        if rank is not None or step is not None or name is not None:
+            raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step nor --name")
         return heat_map(path)
-    description = pccheck.describe_checkpoint(path, step=step, rank=rank)
+    description = pccheck.describe_checkpoint(path, step=step, name=name, rank=rank)
     document = {
         **as_json(description.info),
         **pick(description, "rank", "store_id", "block_bytes", "slot", "slot_nbytes"),
@@ -178,7 +182,8 @@ def _described(description: pccheck.Description) -> Iterator[str | Tree]:
         f"{size(description.manifest_nbytes)}."
     )
     metadata = ", ".join(f"{key}={json_value(value)!r}" for key, value in info.metadata.items())
-    yield f"Counter {info.counter}, captured {captured_at(info)} UTC{', pinned' if info.pinned else ''}." + (
+    named = "" if info.name is None else f"Named {printable(info.name)}. "
+    yield f"{named}Counter {info.counter}, captured {captured_at(info)} UTC{', pinned' if info.pinned else ''}." + (
         f" Metadata: {printable(metadata)}." if metadata else ""
     )
 
@@ -207,6 +212,7 @@ def _sharded(leaf: ShardedLeaf, boxes: tuple[StoredLeaf, ...]) -> str:
 def verify(
     path: AnyFolder,
     step: Step = None,
+    name: Name = None,
     every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,
     json: Json = False,
 ) -> Report:
@@ -217,10 +223,10 @@ def verify(
     Exit status: 0 every byte is what was written, 1 the store cannot be read, 2 wrong usage, 3 there is no such
     checkpoint, 4 something is damaged.
     """
-    if every and step is not None:
-        raise typer.BadParameter("--all and --step exclude each other")
+    if every and (step is not None or name is not None):
+        raise typer.BadParameter("--all excludes --step and --name")
     with progress_bar("verifying") as progress:
-        verification = pccheck.verify_checkpoints(path, step=step, every=every, progress=progress)
+        verification = pccheck.verify_checkpoints(path, step=step, name=name, every=every, progress=progress)
     document = {
         "whole": verification.whole,
         "records": [pick(copy, "offset", "generation", "state", "rank", copy="name") for copy in verification.records],
@@ -374,6 +380,7 @@ def copy(
     source: Annotated[Path, path_argument("SOURCE", "Store that has the checkpoint.")],
     target: Annotated[Path, path_argument("TARGET", "Store that gets it; made where there is none.")],
     step: Step = None,
+    name: Name = None,
     rank: Rank = None,
     pin: Annotated[
         bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
@@ -389,7 +396,7 @@ def copy(
     """
     start = time.perf_counter()
     with progress_bar("copying") as progress:
-        info = pccheck.copy_checkpoint(source, target, step=step, rank=rank, pinned=pin, progress=progress)
+        info = pccheck.copy_checkpoint(source, target, step=step, name=name, rank=rank, pinned=pin, progress=progress)
     seconds = time.perf_counter() - start
     lines = [
         f"Step {info.step} ({size(info.nbytes)}) copied and verified in {seconds:.2f} s; it is the newest checkpoint "
@@ -403,20 +410,29 @@ def copy(
 @reporting
 def rm(
     path: StoreFolder,
-    steps: Annotated[list[int], typer.Argument(help="Steps to remove, pinned or not.")],
+    steps: Annotated[list[int] | None, typer.Argument(help="Steps to remove, pinned or not.")] = None,
+    names: Annotated[list[str] | None, typer.Option("--name", help="A name to remove; may be repeated.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
     json: Json = False,
 ) -> Report | int:
-    """Remove checkpoints, all of these steps or none, in one commit, and free their space. No trainer has PATH open.
+    """Remove checkpoints, all of these steps and names or none, in one commit, and free their space.
 
-    Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps.
+    No trainer has PATH open.
+
+    Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps, or
+    with one of the names.
     """
+    steps, names = steps or [], names or []
+    if not steps and not names:
+        raise typer.BadParameter("say which: steps, or --name")
     if not (infos := pccheck.list_checkpoints(path)):
         raise NoCheckpointError(nothing_in(path))
     if missing := sorted(set(steps) - {info.step for info in infos}):
         raise NoCheckpointError(f"{path} holds no checkpoint of step {', '.join(map(str, missing))}")
-    doomed = [info for info in infos if info.step in steps]
+    if unknown := sorted(set(names) - {info.name for info in infos}):
+        raise NoCheckpointError(f"{path} holds no checkpoint named {', '.join(map(repr, unknown))}")
+    doomed = [info for info in infos if info.step in steps or info.name in names]
     what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
     nbytes = size(sum(info.nbytes for info in doomed))
     if (
@@ -426,7 +442,7 @@ def rm(
     ):
         complain("nothing was removed")
         return FAILED
-    removal = pccheck.remove_checkpoints(path, steps, force=force)
+    removal = pccheck.remove_checkpoints(path, steps, names=names, force=force)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
         [f"Removed step {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
@@ -534,8 +550,11 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
 def export(
     path: AnyFolder,
     out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
-    to: Annotated[Literal["safetensors", "torch", "dcp"], typer.Option(help="The format.")],
+    to: Annotated[
+        Literal["safetensors", "torch", "dcp", "lightning", "transformers"], typer.Option(help="The format.")
+    ],
     step: Step = None,
+    name: Name = None,
     rank: Rank = None,
     keys: Annotated[
         list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
@@ -545,6 +564,9 @@ def export(
         str | None,
         typer.Option(help="safetensors: write a folder of files of at most this size, such as 5GB, and an index."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT in one step, where it is an earlier export.")
+    ] = False,
     json: Json = False,
 ) -> Report:
     """Write a checkpoint, or a part of it, as a file or folder that others read without this package.
@@ -556,7 +578,16 @@ def export(
     if most is not None and to != "safetensors":
         raise typer.BadParameter("--max-file-size is for --to safetensors")
     exported = pccheck.export_checkpoint(
-        path, out, to=to, step=step, rank=rank, keys=keys or None, root=root, max_file_size=most
+        path,
+        out,
+        to=to,
+        step=step,
+        name=name,
+        rank=rank,
+        keys=keys or None,
+        root=root,
+        max_file_size=most,
+        overwrite=overwrite,
     )
     document = {
         "checkpoint": as_json(exported.info),
@@ -579,10 +610,18 @@ def _exported(exported: pccheck.Exported) -> Iterator[str]:
 @reporting
 def import_(
     file: Annotated[
-        Path, path_argument("FILE", "A file of torch.save or safetensors, or a folder (safetensors, dcp).")
+        Path,
+        path_argument(
+            "FILE",
+            "A .ckpt of Lightning, a file of torch.save or safetensors; or a folder (transformers: "
+            "checkpoint-N; safetensors, dcp).",
+        ),
     ],
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
-    source: Annotated[Literal["torch", "safetensors", "dcp"], typer.Option("--from", help="The format.")],
+    source: Annotated[
+        Literal["lightning", "transformers", "torch", "safetensors", "dcp"] | None,
+        typer.Option("--from", help="The format (default: what it looks like)."),
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
     ] = None,
@@ -591,7 +630,16 @@ def import_(
 ) -> Report:
     """Save what a file or folder holds as the newest checkpoint of a store. Runs no code from it.
 
+    Says what it took it for, and what a run that goes on from it will not find in it.
+
     Exit status: 0 imported, 1 it failed, 2 wrong usage.
     """
     info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root)
-    return Report(as_json(info), [f"{file}: step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}"])
+    document = as_json(info) | {"source": info.source, "missing": [printable(line) for line in info.missing]}
+    return Report(document, _imported(info, file, path))
+
+
+def _imported(info: pccheck.Imported, file: Path, path: Path) -> Iterator[str]:
+    yield f"{file} ({info.source}): step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}"
+    for line in info.missing:
+        complain(f"missing: {line}")

@@ -1,10 +1,10 @@
-"""Checkpoints as the files of others (torch.save, safetensors, torch.distributed.checkpoint), and back.
+"""Checkpoints as the files of others (torch, safetensors, DCP, Lightning, Hugging Face), and back.
 
 One module per format, which knows what that format can hold; memory is bounded by a few chunks on either way. May
 import ``api`` and what is below it.
 """
 
 from pccheck_async.convert.exporting import Exported, export_checkpoint
-from pccheck_async.convert.importing import import_checkpoint
+from pccheck_async.convert.importing import Imported, import_checkpoint
 
-__all__ = ["Exported", "export_checkpoint", "import_checkpoint"]
+__all__ = ["Exported", "Imported", "export_checkpoint", "import_checkpoint"]

@@ -23,7 +23,7 @@ from pccheck_async.api import Connection, StoredTensor
 from pccheck_async.convert.selection import Selection, refusal
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
-from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
+from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode, PickledNode
 from pccheck_async.state import below, mapping_keys, opened, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
 
@@ -131,6 +131,9 @@ class _Planner(DefaultSavePlanner):
                 return dict(zip(mapping_keys(node), inside(node), strict=True))
             case ListNode():
                 return inside(node)
+            case PickledNode():
+                selection.refused.append(f"{path} (a pickled {node.kind})")
+                return None
             case _:
                 stand_ins = {
                     leaf.index: _Lazy(self._stored_tensor(leaf, name, selection, pickled=True))

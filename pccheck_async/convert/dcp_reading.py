@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from pccheck_async.convert.pickled_values import NotReadableError, read_value
+from pccheck_async.convert.mapped_memory import give_back, tensors_in_a_file
+from pccheck_async.convert.pickled_values import NotReadableError, Section, read_value
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.state import as_bits
@@ -34,8 +35,8 @@ _MOST_KEYS: Final = 100
 _Sizes: TypeAlias = tuple[int, ...]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Return the state in a folder; its tensors are in memory once, and the largest part of one beside them.
+def read(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Return the state in a folder. One part of a tensor is in memory at a time, the tensors in a file of ``scratch``.
 
     Raises:
         UnsupportedStateError: it holds what cannot be read without running code, or was saved through an extension.
@@ -51,7 +52,7 @@ def read(folder: Path) -> dict[str, Any]:
         what = str(error) if isinstance(error, _BadError) else f"{type(error).__name__}: {error}"
         raise CorruptStoreError(f"{file} is damaged: {what}") from error
     content.check_files(folder)
-    return _nested(_read(folder, content), content.paths)
+    return _nested(_read(folder, content, scratch), content.paths)
 
 
 class _BadError(Exception):
@@ -308,18 +309,24 @@ def _place(info: Mapping[str, Any], name: str, offsets: _Sizes | None) -> _Place
 # -- the files
 
 
-def _read(folder: Path, content: _Content) -> dict[str, Any]:
+def _read(folder: Path, content: _Content, scratch: Path) -> dict[str, Any]:
     """Read every part once, forwards."""
     values: dict[str, Any] = dict.fromkeys(content.entries)
+    tensors = {name: entry for name, entry in content.entries.items() if entry is not None}
+    wanted = [(entry.shape, entry.dtype) for entry in tensors.values()]
+    values |= zip(tensors, tensors_in_a_file(scratch, wanted), strict=True)
     refused: list[str] = []
     for title, places in groupby(content.places, key=lambda place: place.file):
         with (folder / title).open("rb") as file:
             for place in places:
                 try:
-                    file.seek(place.start)
-                    part = read_value(file.read(place.nbytes))
+                    part = read_value(Section(file, place.start, place.nbytes))
                     entry = content.entries[place.name]
-                    values[place.name] = part if entry is None else _put(part, entry, place, values[place.name])
+                    if entry is None:
+                        values[place.name] = part
+                    else:
+                        _put(part, entry, place, values[place.name])
+                        give_back([values[place.name]])
                 except NotReadableError as error:
                     refused.append(f"{place.name} ({error})")
                 except CorruptStoreError as error:
@@ -330,37 +337,23 @@ def _read(folder: Path, content: _Content) -> dict[str, Any]:
             f"{folder} holds values that cannot be read without running code: {listed}. If you trust what is named, "
             "allow it (torch.serialization.add_safe_globals)"
         )
-    for name, entry in content.entries.items():
-        if entry is not None:
-            values[name] = _finished(values[name], entry)
+    for name, entry in tensors.items():
+        if entry.requires_grad and (entry.dtype.is_floating_point or entry.dtype.is_complex):
+            values[name].requires_grad_()
     return values
 
 
-def _put(part: Any, entry: _Tensor, place: _Place, whole: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor with one box more in it; a box that is all of it is the tensor."""
+def _put(part: Any, entry: _Tensor, place: _Place, whole: torch.Tensor) -> None:
+    """Put one box of a tensor into it."""
     assert place.offsets is not None
     sizes = entry.boxes[place.offsets]
     if not isinstance(part, torch.Tensor) or part.dtype != entry.dtype or tuple(part.shape) != sizes:
         what = f"{part.dtype}, {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
         raise CorruptStoreError(f"it is {what}, not {entry.dtype}, {sizes}, as the metadata says")
-    if sizes == entry.shape:
-        return part.detach()
     if part.layout is not torch.strided or part.is_quantized or part.is_meta:
         raise NotReadableError(f"a part of a tensor of layout {part.layout}, on {part.device}")
-    whole = _empty(entry) if whole is None else whole
     box = tuple(slice(low, low + size) for low, size in zip(place.offsets, sizes, strict=True))
     as_bits(whole)[box] = as_bits(part.resolve_conj().resolve_neg())
-    return whole
-
-
-def _empty(entry: _Tensor) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=dtypes.carrier(entry.dtype)).view(entry.dtype)
-
-
-def _finished(tensor: torch.Tensor | None, entry: _Tensor) -> torch.Tensor:
-    tensor = _empty(entry) if tensor is None else tensor  # of no elements
-    grad = entry.requires_grad and (entry.dtype.is_floating_point or entry.dtype.is_complex)
-    return tensor.requires_grad_() if grad else tensor
 
 
 # -- the state

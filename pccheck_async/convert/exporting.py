@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 from pccheck_async.api import Connection
-from pccheck_async.convert import safetensors_file, torch_file
+from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
 from pccheck_async.convert.selection import select_part
-from pccheck_async.format import CheckpointInfo, check_step
+from pccheck_async.convert.target import replacing
+from pccheck_async.format import CheckpointInfo, which_one
 from pccheck_async.medium.open_medium import IO
 
 __all__ = ["Exported", "export_checkpoint"]
+
+
+_WHOLE: Final = ("lightning", "transformers")
+_PARTS: Final = {
+    "safetensors": ("model*.safetensors", safetensors_file.INDEX),
+    "dcp": (".metadata", "*.distcp"),
+    "transformers": transformers_folder.WRITTEN,
+}
+"""Names in a folder that an export makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +56,22 @@ def export_checkpoint(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    to: Literal["torch", "safetensors", "dcp"],
+    to: Literal["torch", "safetensors", "dcp", "lightning", "transformers"],
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     root: str | None = None,
     max_file_size: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
     host_memory: int = 64 << 20,
     io: IO = "auto",
 ) -> Exported:
-    """Write a checkpoint, or a part of it, as a file or folder of another format. Works beside a writer.
+    """Write a checkpoint, or a part of it, as a file or folder of another format.
+
+    Works beside a writer, also one of this process: of a checkpoint in flight, call ``pending.result()`` first, and
+    keep it (by a name and ``keep_last="all"``, or a pin) as long as the export takes to begin.
 
     Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, whatever the size of the
     checkpoint, where tensors lie contiguous; for "dcp" within 128 MiB more. The result
@@ -86,46 +103,70 @@ def export_checkpoint(
     Args:
         path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is exported, and
             tensors that lie on several ranks in full.
-        out: The new file, or folder ("dcp", or with ``max_file_size``); there must be nothing of that name, not even a
-            symbolic link.
+        out: The new file, or folder ("dcp", or with ``max_file_size``); without ``overwrite`` there must be nothing of
+            that name, not even a symbolic link.
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
+        name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
         rank: Of a group: whose part. By default that of rank 0.
         keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
         root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
         max_file_size: For "safetensors": most bytes of tensors in one file (``max_shard_size`` in transformers). A
             larger tensor has a file of its own.
+        metadata: For "safetensors": strings for the metadata of the file (in several files, of the index).
+        overwrite: Replace what is at ``out``, in one step: a file (or a link, not what it leads to), or a folder in
+            which there is nothing but such an export. Where a filesystem cannot exchange names (NFS), a folder's name
+            is gone for a moment.
         host_memory: Most staging memory in bytes; at least a chunk of the checkpoint is taken.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
         StateMismatchError: ``keys`` or ``root`` name nothing.
-        NoCheckpointError: there is none, or none of ``step``.
+        NoCheckpointError: there is none, or not the one asked for.
         IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
-        FileExistsError: there is something at ``out``.
+        FileExistsError: there is something at ``out``, or with ``overwrite`` something else than such an export.
         ReadError, WriteError: a device failed.
-        ValueError: there is no such format, or ``max_file_size`` means nothing.
+        ValueError: there is no such format, or ``max_file_size`` or ``metadata`` means nothing.
     """
-    if to not in ("torch", "safetensors", "dcp"):
-        raise ValueError(f"to is 'torch', 'safetensors' or 'dcp', not {to!r}")
+    formats = ("torch", "safetensors", "dcp", "lightning", "transformers")
+    if to not in formats:
+        raise ValueError(f"to is {', '.join(map(repr, formats))}, not {to!r}")
+    if to in _WHOLE and (keys is not None or root is not None):
+        raise ValueError(f"what a trainer resumes from is the whole checkpoint: no keys and no root for {to!r}")
     if max_file_size is not None and (to != "safetensors" or max_file_size < 1):
         raise ValueError(f"max_file_size is at least one byte, and for 'safetensors'; not {max_file_size} for {to!r}")
+    if metadata is not None:
+        if to != "safetensors":
+            raise ValueError(f"metadata is for 'safetensors', not {to!r}")
+        safetensors_file.check_metadata(metadata)
     target = Path(out)
-    with closing(Connection(path, check_step(step), torch.device("cpu"), host_memory, io, rank)) as connection:
+    if overwrite:
+        parts = () if to == "safetensors" and max_file_size is None else _PARTS.get(to, ())
+        replaced: AbstractContextManager[Path] = replacing(target, parts)
+    else:
+        replaced = nullcontext(target)
+    which = which_one(step, name)
+    connecting = partial(Connection, path, which, torch.device("cpu"), host_memory, io, rank)
+    with replaced as fresh, closing(connecting()) as connection:
         selection = select_part(connection, keys, root)
         if to == "torch":
-            connection.call(torch_file.write(selection, connection.chunks, target))
+            connection.call(torch_file.write(selection, connection.chunks, fresh))
+        elif to == "lightning":
+            selection = lightning_file.to_file(selection)
+            connection.call(torch_file.write(selection, connection.chunks, fresh))
+        elif to == "transformers":
+            transformers_folder.write(selection, connection, fresh)
         elif max_file_size is not None:
-            safetensors_file.write_folder(selection, connection, target, max_file_size)
+            safetensors_file.write_folder(selection, connection, fresh, max_file_size, metadata or {})
         elif to == "safetensors":
-            connection.call(safetensors_file.write(selection, connection, target))
+            connection.call(safetensors_file.write(selection, connection, fresh, metadata or {}))
         else:
             from pccheck_async.convert import dcp_folder  # torch.distributed takes as much memory as the export
 
-            dcp_folder.write(selection, connection, target)
-        nbytes = sum(part.stat().st_size for part in (target, *target.rglob("*")) if part.is_file())
+            dcp_folder.write(selection, connection, fresh)
+        nbytes = sum(part.stat().st_size for part in (fresh, *fresh.rglob("*")) if part.is_file())
         info = connection.entry.info
     tensors = len(selection.arrays)
     return Exported(info, target, nbytes, tensors, len(selection.leaves) - tensors, tuple(selection.changed))

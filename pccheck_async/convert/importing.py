@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import errno
 import os
-import tarfile
-import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Literal
-
-import torch
+from typing import Any, Final, Literal, get_args
 
 from pccheck_async.api import SyncCheckpointEngine, list_checkpoints
-from pccheck_async.convert import dcp_reading, safetensors_reading
-from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
-from pccheck_async.format import CheckpointInfo, Metadata, check_metadata, new_step
+from pccheck_async.convert import dcp_reading, lightning_file, mapped_memory, safetensors_reading, transformers_folder
+from pccheck_async.convert.pickled_values import read_file
+from pccheck_async.errors import StoreFullError, UnsupportedStateError
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import arrange, flatten
 
-__all__ = ["import_checkpoint", "read_torch"]
+__all__ = ["Imported", "Source", "import_checkpoint"]
+
+Source = Literal["lightning", "transformers", "torch", "safetensors", "dcp"]
+_SOURCES: Final[tuple[Source, ...]] = get_args(Source)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported(CheckpointInfo):
+    """The new checkpoint, and what it was made of. It equals the :class:`CheckpointInfo` of that checkpoint.
+
+    Attributes:
+        source: The format that was read.
+        missing: What a run that goes on from it will not find in it, and what was left out; each with the reason.
+    """
+
+    source: Source = "torch"
+    missing: tuple[str, ...] = ()
+
+    __eq__ = Restored.__eq__
+    __hash__ = CheckpointInfo.__hash__
 
 
 def import_checkpoint(
     file: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    source: Literal["torch", "safetensors", "dcp"],
+    source: Source | None = None,
     step: int | None = None,
     root: str | None = None,
     metadata: Metadata | None = None,
     host_memory: int = 128 << 20,
     io: IO = "auto",
-) -> CheckpointInfo:
+) -> Imported:
     """Save what a file or folder holds as the newest checkpoint of a store. Checkpoints that are there stay.
 
     No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole.
@@ -77,14 +93,21 @@ def import_checkpoint(
         ValueError: there is no such format.
     """
     name = Path(file)
-    if source not in ("torch", "safetensors", "dcp"):
-        raise ValueError(f"source is 'torch', 'safetensors' or 'dcp', not {source!r}")
-    place = _find(name, source)
-    known, facts = None, None
-    if source == "safetensors":
+    if source not in (None, *_SOURCES):
+        raise ValueError(f"source is {', '.join(map(repr, _SOURCES))} or None, not {source!r}")
+    place, kind = _find(name, source)
+    known: int | None = None
+    facts: Metadata | None = None
+    missing: tuple[str, ...] = ()
+    if kind == "safetensors":
         held, known, facts = safetensors_reading.read(place)
+    elif kind == "transformers":
+        held, known, missing = transformers_folder.read(place)
     else:
-        held = read_torch(place) if source == "torch" else dcp_reading.read(place)
+        held = dcp_reading.read(place, Path(path)) if kind == "dcp" else read_file(place)
+    if kind == "lightning" or (source is None and lightning_file.is_checkpoint(held)):
+        kind = "lightning"
+        held, known, missing = lightning_file.to_state(held, place)
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
@@ -92,7 +115,8 @@ def import_checkpoint(
         )
     step = known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
-    arrange(flatten(state).leaves)  # what cannot be saved is refused before a store is made for it
+    leaves = flatten(state).leaves
+    arrange(leaves)  # what cannot be saved is refused before a store is made for it
     check_metadata(metadata or {})
     there = list_checkpoints(path)
     while True:
@@ -100,43 +124,75 @@ def import_checkpoint(
         with SyncCheckpointEngine(path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io) as engine:
             there = engine.checkpoints()
             if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
-                return engine.checkpoint(state, step=step, metadata=metadata).result()
+                with mapped_memory.given_back(leaves.values):
+                    info = engine.checkpoint(state, step=step, metadata=metadata).result()
+                known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
+                return Imported(**known_facts, source=kind, missing=missing)
 
 
-def _find(name: Path, source: str) -> Path:
-    """Return the file to read. Raise where it is of another format: what would fail to read it could not say so."""
-    if (name / dcp_reading.METADATA).is_file():
-        if source == "dcp":
-            return name
-        raise UnsupportedStateError(
-            f"{name} is a folder of torch.distributed.checkpoint: import it as such (--from dcp, source='dcp')"
-        )
+def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
+    """Return the file or folder to read, and as what; a checkpoint of Lightning counts as "torch" where it is not said.
+
+    Raise where it is of another format: what would fail to read it could not say so.
+    """
     if (name / IDENTITY_NAME).is_file() or (name / GROUP_NAME).is_file():
         raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
+    if not name.is_dir() and not name.is_file():
+        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
+    looks = _look(name)
+    if source is None and looks is None:
+        raise UnsupportedStateError(f"{name} is of no format that can be told; say of which (--from, source=...)")
+    if looks is not None and source not in (None, looks, _ALSO.get(looks)):
+        what = (
+            f"is a folder of {_FOLDERS[looks]}" if name.is_dir() else f"begins like a file of {looks}, not of {source}"
+        )
+        raise UnsupportedStateError(f"{name} {what}: import it as such (--from {looks}, source={looks!r})")
+    kind = source or looks
+    assert kind is not None
+    if kind == "safetensors" and name.is_dir():
+        return safetensors_reading.find_in_folder(name), kind
+    if looks is None:
+        _check_place(name, kind)
+    return name, kind
+
+
+_ALSO: Final[dict[Source, Source]] = {"torch": "lightning", "transformers": "safetensors"}
+"""What a file or folder that looks like one may be read as, too."""
+_FOLDERS: Final[dict[Source, str]] = {
+    "dcp": "torch.distributed.checkpoint",
+    "transformers": "Hugging Face's Trainer",
+    "safetensors": "files of safetensors",
+}
+
+
+def _look(name: Path) -> Source | None:
+    """Return what a file or folder looks like."""
     if name.is_dir():
-        if source == "safetensors":
-            return safetensors_reading.find_in_folder(name)
-        if source == "torch":
-            raise FileNotFoundError(f"{name} is a folder; give a file")
+        if (name / dcp_reading.METADATA).is_file():
+            return "dcp"
+        if (name / transformers_folder.TRAINER_STATE).is_file():
+            return "transformers"
+        return "safetensors" if safetensors_reading.lies_in(name) else None
+    with name.open("rb") as file:
+        head = file.read(9)
+    if head[5:] == b"\0\0\0{" or safetensors_reading.is_index(name):
+        return "safetensors"
+    return "torch" if head.startswith((b"PK", b"\x80")) else None  # before torch 1.6 a file was but pickles
+
+
+def _check_place(name: Path, kind: Source) -> None:
+    """Raise where what looks like nothing cannot be it."""
+    if kind in ("dcp", "transformers") and not name.is_dir():
+        raise FileNotFoundError(f"{name} is a file; give the folder that {_FOLDERS[kind]} saved to")
+    if kind == "dcp":
         if any(name.glob(f"__*{dcp_reading.METADATA}")):
             text = f"{name} was saved with use_collectives=False: nothing in it says what belongs together"
             raise UnsupportedStateError(text)
         raise FileNotFoundError(f"{name} is a folder without {dcp_reading.METADATA}, which such a save writes last")
-    if not name.is_file():
-        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
-    with name.open("rb") as file:
-        head = file.read(9)
-    begins = "torch" if head.startswith(b"PK") else "safetensors" if head[5:] == b"\0\0\0{" else source
-    if safetensors_reading.is_index(name):
-        begins = "safetensors"
-    if begins != source:
-        raise UnsupportedStateError(
-            f"{name} begins like a file of {begins}, not of {source}: import it as such (--from {begins}, "
-            f"source={begins!r})"
-        )
-    if source == "dcp":
-        raise FileNotFoundError(f"{name} is a file; give the folder that torch.distributed.checkpoint saved to")
-    return name
+    if kind == "transformers":
+        raise FileNotFoundError(f"{name} is a folder without {transformers_folder.TRAINER_STATE}")
+    if name.is_dir():
+        raise FileNotFoundError(f"{name} is a folder; give a file")
 
 
 def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
@@ -148,20 +204,3 @@ def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
         raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
     # Pinned ones stay whatever the rules say, and would need their room twice.
     return 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)
-
-
-def read_torch(file: Path) -> Any:
-    """Read a file of ``torch.save`` without running code in it. Raises UnsupportedStateError, CorruptStoreError."""
-    try:
-        mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
-        if not mapped and tarfile.is_tarfile(file):
-            raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
-                f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
-            )
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except UnpicklingError as error:
-        raise UnsupportedStateError(f"{file} cannot be read without running code in it: {error}") from error
-    except (CheckpointError, OSError, MemoryError):
-        raise
-    except Exception as error:  # torch and zipfile let anything through that damaged bytes lead to
-        raise CorruptStoreError(f"{file} is no whole file of torch.save: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Reading what ``torch.save`` pickled, one value in memory, without running code.
+"""Reading what ``torch.save`` wrote, a file or one value in memory, without running code.
 
 torch's restricted unpickler knows no numpy. Its arrays, scalars and dtypes are made here, by what this package knows of
 their formats: numpy's own functions would trust what the pickle says.
@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import io
 import re
+import tarfile
+import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import torch
 
-from pccheck_async.errors import CheckpointError, CorruptStoreError
+from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 
-__all__ = ["NotReadableError", "read_value"]
+__all__ = ["NotReadableError", "Section", "read_file", "read_value"]
 
 _WITH_NAMES: Final = (2, 6)
 """torch's version from which the unpickler can be told what stands for a name."""
@@ -28,23 +33,105 @@ class NotReadableError(Exception):
     """A pickle that cannot be read without running code; says of what."""
 
 
-def read_value(data: bytes) -> Any:
+class Section(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what comes next."""
+        view = memoryview(buffer)[: max(0, self._nbytes - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go elsewhere."""
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Bytes before what comes next."""
+        return self._at
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+
+def read_value(data: Section) -> Any:
     """Return what was saved. Raises NotReadableError; CorruptStoreError where the bytes are no whole file."""
-    if not data.startswith(b"PK"):  # older formats: up to torch 2.5 they let a tar archive run code (CVE-2025-32434)
+    if data.read(2) != b"PK":  # older formats: up to torch 2.5 they let a tar archive run code (CVE-2025-32434)
         raise CorruptStoreError("it does not begin as torch.save begins")
+    data.seek(0)
+    with _damage_named(""):
+        return _load(data, mapped=False)
+
+
+def read_file(file: Path) -> Any:
+    """Return what a file holds; its tensors are mapped, not read.
+
+    Raises:
+        UnsupportedStateError: some of it cannot be read without running code; names all of that.
+        CorruptStoreError: it is no whole file of ``torch.save``.
+    """
     try:
-        if tuple(map(int, torch.__version__.split(".")[:2])) < _WITH_NAMES:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        with torch.serialization.safe_globals(_STAND_INS):
-            return _plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        with _damage_named(f"{file} is no whole file of torch.save: "):
+            mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
+            if not mapped and _begins_as_zip(file):
+                raise CorruptStoreError(f"{file} is no whole file of torch.save: its end is missing")
+            if not mapped and tarfile.is_tarfile(file):
+                raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
+                    f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
+                )
+            return _load(file, mapped=mapped)
+    except NotReadableError as error:
+        what = ", ".join(_unknown_names(file)) or error
+        raise UnsupportedStateError(f"{file} cannot be read without running code in it: {what}") from error
+
+
+def _begins_as_zip(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(2) == b"PK"
+
+
+@contextmanager
+def _damage_named(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, NotReadableError, OSError, MemoryError):
+        raise
+    except Exception as error:  # damaged pickles lead to anything
+        raise CorruptStoreError(f"{where}{type(error).__name__}: {error}") from error
+
+
+def _load(source: Any, *, mapped: bool) -> Any:
+    try:
+        with _numpy_known():
+            return _plain(torch.load(source, map_location="cpu", weights_only=True, mmap=mapped))
     except UnpicklingError as error:
         reason = str(error.__context__ or error)  # torch puts advice around it
         unknown = re.search(r"GLOBAL (\S+)", reason)
         raise NotReadableError(unknown[1] if unknown else reason[:200]) from error
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # damaged pickles lead to anything
-        raise CorruptStoreError(f"{type(error).__name__}: {error}") from error
+
+
+def _unknown_names(file: Path) -> list[str]:
+    """Return all the classes and functions in the way, where this torch can list them."""
+    with suppress(Exception), _numpy_known():
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    return []
+
+
+def _numpy_known() -> Any:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _WITH_NAMES:
+        return nullcontext()
+    return torch.serialization.safe_globals(_STAND_INS)
 
 
 class _Dtype:

@@ -9,7 +9,7 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -27,7 +27,9 @@ from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node
 from pccheck_async.state import Array, as_bits, paths
 
-__all__ = ["INDEX", "STATE", "WHOLE", "StoredArray", "StoredStructure", "parts", "write", "write_folder"]
+__all__ = [
+    "INDEX", "STATE", "WHOLE", "StoredArray", "StoredStructure", "check_metadata", "parts", "write", "write_folder",
+]  # fmt: skip
 
 WHOLE: Final = "model.safetensors"
 """In a folder, the only file."""
@@ -36,6 +38,7 @@ INDEX: Final = "model.safetensors.index.json"
 
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
+_TAKEN: Final = frozenset({"format", "total_size", STATE, _VALUES})
 _PART: Final = 32 << 20
 _MOST_HEADER: Final = 100_000_000
 """Bytes; what reads the format refuses more."""
@@ -70,21 +73,30 @@ class StoredStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrays: list[StoredArray]
 
 
-async def write(selection: Selection, connection: Connection, path: Path) -> None:
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise TypeError where a user's metadata are no strings, ValueError where names are taken."""
+    if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise TypeError("metadata of safetensors maps str to str")
+    if taken := sorted(_TAKEN & metadata.keys()):
+        raise ValueError(f"metadata has {', '.join(taken)}, which the export writes itself")
+
+
+async def write(selection: Selection, connection: Connection, path: Path, metadata: Mapping[str, str]) -> None:
     """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
     names = _checked_names(selection)
     order = _aligned(_in_payload_order(selection))
-    header = _header(selection, _metadata(selection, connection, names), names, order)
+    header = _header(selection, {**_metadata(selection, connection, names), **metadata}, names, order)
     await _write(connection, header, order, path)
 
 
-def write_folder(selection: Selection, connection: Connection, path: Path, most: int) -> None:
+def write_folder(selection: Selection, connection: Connection, path: Path, most: int, about: Mapping[str, str]) -> None:
     """Write the selection as files of at most ``most`` bytes of tensors and an index; as one without, if it fits.
 
-    What describes the state as a whole is in the index. Raises what :func:`write` does.
+    What describes the state as a whole is in the index, with ``about``, a user's metadata. Raises what :func:`write`
+    does.
     """
     names = _checked_names(selection)
-    metadata = _metadata(selection, connection, names)
+    metadata = {**_metadata(selection, connection, names), **about}
     files = [_aligned(file) for file in _divided(_in_payload_order(selection), most)]
     if len(files) == 1:
         headers, titles = [_header(selection, metadata, names, files[0])], [WHOLE]
@@ -98,8 +110,8 @@ def write_folder(selection: Selection, connection: Connection, path: Path, most:
             places = {name: title for title, file in zip(titles, files, strict=True) for name, _ in file}
             weight_map = {names[name]: places[name] for name in selection.arrays}
             del metadata["format"]  # of a file
-            about = {"total_size": sum(map(_nbytes, selection.arrays.values())), **metadata}
-            index = json.dumps({"metadata": about, "weight_map": weight_map}, indent=2)
+            whole = {"total_size": sum(map(_nbytes, selection.arrays.values())), **metadata}
+            index = json.dumps({"metadata": whole, "weight_map": weight_map}, indent=2)
             (folder / INDEX).write_text(index + "\n")
 
 

@@ -17,7 +17,7 @@ from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import Metadata
 from pccheck_async.state import rebuild
 
-__all__ = ["find_in_folder", "is_index", "read"]
+__all__ = ["files_of", "find_in_folder", "is_index", "lies_in", "read"]
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -30,6 +30,11 @@ class _Index(msgspec.Struct, frozen=True):
 def is_index(file: Path) -> bool:
     """Whether a file is called like an index of files of safetensors, with any word before."""
     return file.name.endswith(INDEX.removeprefix("model"))
+
+
+def lies_in(folder: Path) -> bool:
+    """Whether a folder has a file of safetensors as transformers name it, or an index of several."""
+    return (folder / WHOLE).is_file() or any(map(is_index, folder.iterdir()))
 
 
 def find_in_folder(folder: Path) -> Path:
@@ -48,13 +53,16 @@ def find_in_folder(folder: Path) -> Path:
     return found[0]
 
 
-def _read_index(place: Path) -> _Index | None:
-    if not is_index(place):
-        return None
+def files_of(place: Path) -> list[Path]:
+    """Return the files that an index names. Raises CorruptStoreError; FileNotFoundError where one is not there."""
+    return [place.parent / title for title in sorted(set(_read_index(place).weight_map.values()))]
+
+
+def _read_index(place: Path) -> _Index:
     try:
         index = msgspec.json.decode(place.read_bytes(), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptStoreError(f"{place} is no index of files of safetensors: {error}") from error
+        raise CorruptStoreError(f"{place} is no index of the files of a model: {error}") from error
     titles = sorted(set(index.weight_map.values()))
     if outside := [title for title in titles if Path(title).name != title or "\0" in title]:
         raise CorruptStoreError(f"{place} names {_listed(outside)}, which cannot be files beside it")
@@ -77,7 +85,7 @@ def read(place: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("importing from safetensors needs that package: pip install safetensors") from error
-    index = _read_index(place)
+    index = _read_index(place) if is_index(place) else None
     files = [place.parent / name for name in sorted(set(index.weight_map.values()))] if index else [place]
     opened: dict[str, Any] = {}
     try:

@@ -52,6 +52,15 @@ class Selection:
         troubles = {path: refusal(entry, to) for path, entry in self.arrays.items()}
         self.refused += [f"{path} {trouble}" for path, trouble in troubles.items() if trouble]
 
+    def saved_by(self, adapter: str, *parts: str) -> dict[str, Node]:
+        """Return the parts by name of what the callback of ``integrations`` saved. Raises UnsupportedStateError."""
+        there = dict(below(self.node))
+        if lacking := [part for part in parts if part not in there]:
+            raise UnsupportedStateError(
+                f"PCcheckCallback of integrations.{adapter} saved no such checkpoint: it has no {', no '.join(lacking)}"
+            )
+        return there
+
     def check(self, what: str) -> None:
         """Raise UnsupportedStateError where anything was refused; lists it."""
         if self.refused:
@@ -109,6 +118,8 @@ def native(node: Node, path: str, selection: Selection) -> Node:
             trouble = "a frozenset"
         case NumpyDtypeNode():
             trouble = "a dtype of numpy"
+        case nodes.PickledNode():
+            trouble = f"a pickled {node.kind}"
         case nodes.BytesNode() if not node.data:
             trouble = "bytes, but none; it takes a pickle that is not allowed"
         case nodes.BigIntNode() if len(node.data) > _MOST_INT_BYTES:

@@ -8,8 +8,9 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.medium.folder import sync
 from pccheck_async.transfer import uninterrupted
 
-__all__ = ["Sink", "new_file", "new_folder", "publish", "rename_new"]
+__all__ = ["Sink", "new_file", "new_folder", "publish", "rename_new", "replacing"]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -74,6 +76,62 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def replacing(path: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Give another name in the same folder; what the body makes there whole takes the place of what is at ``path``.
+
+    At every moment either the one or the other has that name, also after a crash, which may leave one of them beside it
+    as ``.NAME.*.tmp``. Where the kernel or the filesystem cannot exchange two names (NFS), a folder's name is gone for
+    a moment: then, after a crash, both may be there under such names.
+
+    Args:
+        path: What is replaced: a file, or a folder; there need not be any.
+        parts: Patterns of the names in a folder that may be replaced, none for a file.
+
+    Raises:
+        FileExistsError: a folder stands in the place of a file or the reverse, or holds something else.
+    """
+    _check_replaceable(path, parts)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        _replace(temporary, path)
+        sync(path.parent)
+    finally:
+        _remove(temporary)
+
+
+def _check_replaceable(path: Path, parts: Sequence[str]) -> None:
+    if not os.path.lexists(path):
+        return
+    is_folder = path.is_dir() and not path.is_symlink()
+    if is_folder != bool(parts):
+        raise FileExistsError(f"{path} is {'a' if is_folder else 'no'} folder; give another name, or remove it first")
+    if is_folder and (others := [one for one in sorted(os.listdir(path)) if not any(fnmatch(one, p) for p in parts)]):
+        few = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise FileExistsError(f"{path} holds what is no such export, and would be lost: {few}; remove it first")
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    if not path.is_dir():
+        temporary.replace(path)
+        return
+    failure = _rename(temporary, path, _RENAME_EXCHANGE)
+    if failure in (errno.EINVAL, errno.ENOSYS):
+        old = temporary.with_suffix(".old.tmp")
+        path.rename(old)
+        temporary.rename(path)
+        old.rename(temporary)
+    elif failure:
+        raise write_error(OSError(failure, os.strerror(failure)), path)
+
+
+def _remove(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):
+        temporary.unlink()
+
+
+@contextmanager
 def _unnamed(path: Path) -> Iterator[Path]:
     """Give another name in the same folder; what the body makes there is renamed to ``path``, or removed."""
     if os.path.lexists(path):
@@ -83,9 +141,7 @@ def _unnamed(path: Path) -> Iterator[Path]:
         yield temporary
         publish(temporary, path)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):
-            temporary.unlink()
+        _remove(temporary)
         if isinstance(error, OSError) and not isinstance(error, (CheckpointError, FileExistsError)):
             raise write_error(error, path) from error.__cause__
         raise
@@ -105,11 +161,15 @@ def publish(temporary: Path, path: Path) -> None:
 
 def rename_new(temporary: Path, path: Path) -> int:
     """Return 0, or why not: EEXIST where there is something of that name, EINVAL where the filesystem cannot tell."""
+    return _rename(temporary, path, _RENAME_NOREPLACE)
+
+
+def _rename(one: Path, other: Path, flags: int) -> int:
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
         return errno.ENOSYS
-    names = (os.fsencode(temporary), os.fsencode(path))
-    return ctypes.get_errno() if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) else 0
+    names = (os.fsencode(one), os.fsencode(other))
+    return ctypes.get_errno() if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags) else 0
 
 
 def _claim_and_rename(temporary: Path, path: Path) -> int:

@@ -14,6 +14,7 @@ The :class:`Capture` goes from there to the engine's loop, which copies what is 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from array import array
 from collections import deque
@@ -44,6 +45,7 @@ from pccheck_async.state import (
     no_functions,
     refuse_tracing,
 )
+from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, PackedPiece, contiguous_buffer
 from pccheck_async.transfer.copying import CopyBackend, Fence, Fenced
 from pccheck_async.transfer.operations import Operations
@@ -150,10 +152,13 @@ class Captures:
 
     Attributes:
         owners: Who of a group saves which boxes of tensors that lie on several ranks; None: those are refused.
+        allow_pickle: Whether what only pickle can hold is pickled; else it is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, allow_pickle: bool = False) -> None:
         self.owners: Owners | None = None
+        self.allow_pickle = allow_pickle
+        self._told_pickled = False
         self._last: tuple[Outline | None, LayoutCache | None] = (None, None)
         self._splitter = Splitter()
 
@@ -181,7 +186,11 @@ class Captures:
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last
         tally = None if self.owners is None else self.owners.begin(state)
-        flat = flatten_unchecked(state, outline, tally=tally)
+        flat = flatten_unchecked(state, outline, tally=tally, allow_pickle=self.allow_pickle)
+        if flat.pickled and not self._told_pickled:
+            self._told_pickled = True
+            text = "allow_pickle: %d values are pickled, whoever unpickles them runs code of theirs: %s"
+            write(logging.WARNING, "pickled", text, len(flat.pickled), ", ".join(flat.pickled[:5]))
         with no_functions(), no_dispatch():
             layout, layout_cache = cached_layout(flat.leaves, layout_cache)
             self._last = flat.outline, layout_cache
@@ -201,7 +210,8 @@ class Captures:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise UnsupportedStateError where a state cannot be saved."""
-        flatten(state, None if self.owners is None else self.owners.begin(state))
+        tally = None if self.owners is None else self.owners.begin(state)
+        flatten(state, tally, allow_pickle=self.allow_pickle)
 
     def note_access(self, owner: Any) -> None:
         """Note that code reaches for the memory of a tensor or storage, past torch's counters."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pccheck_async.format import align, check_count
 from pccheck_async.medium.open_medium import MediumName
-from pccheck_async.store import Best, Retention, make_best
+from pccheck_async.store import Best, KeepAll, Retention, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 
@@ -32,7 +32,7 @@ class EngineConfig:
     """What the user asked for, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
 
     max_in_flight: int = 2
-    keep_last: int = 1
+    keep_last: int | Literal["all"] = 1
     keep_every: int | None = None
     keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
     chunk_bytes: int | Auto = "auto"
@@ -42,6 +42,7 @@ class EngineConfig:
     device: Literal["auto", "snapshot", "stream"] = "auto"
     max_stall: float | None = None
     check_captures: bool = False
+    allow_pickle: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
     replicated: Sequence[str] = ()
     on_error: Literal["raise", "warn"] = "raise"
@@ -67,12 +68,17 @@ class EngineConfig:
         _check_seconds("lock_timeout", self.lock_timeout)
         _check_seconds("exit_timeout", self.exit_timeout)
         check_flag("check_captures", self.check_captures)
+        check_flag("allow_pickle", self.allow_pickle)
         if isinstance(self.replicated, str) or not all(isinstance(glob, str) for glob in self.replicated):
             raise ValueError(f"replicated is a list of globs over paths, not {self.replicated!r}")
 
     @property
     def retention(self) -> Retention:
         """The rules for what is kept."""
+        if self.keep_last == "all":
+            if self.keep_every is not None or self.keep_best is not None:
+                raise ValueError("keep_last='all' keeps every checkpoint: give neither keep_every nor keep_best")
+            return KeepAll()
         best = None if self.keep_best is None else make_best(self.keep_best)
         return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
+import torch
+
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.capture import Captures
 from pccheck_async.engine.config import EngineConfig
@@ -31,15 +33,17 @@ from pccheck_async.format import (
     Entry,
     Metadata,
     Restored,
+    Which,
     check_metadata,
-    check_step,
+    check_name,
+    in_words,
     new_step,
     whole_step,
 )
 from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
-from pccheck_async.store import Store
+from pccheck_async.store import KeepAll, Store
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
 
@@ -57,6 +61,7 @@ class EngineCore:
     :func:`.loop.run` drive them.
 
     Attributes:
+        keeps: The rules for what is kept.
         training: Answers for the training around the engine; whoever runs training steps puts its own in this place.
         trace: Records spans, where something does.
         unawaited: Calls of the facade's coroutine methods that have not begun, with the methods' names.
@@ -67,6 +72,7 @@ class EngineCore:
         check_io(io)
         self.path = store_path(path) if isinstance(io, str) else os.fspath(path)
         self.config = config
+        self.keeps = config.retention
         self.io = io
         self.made_at = _caller()
         self.training = TrainingHooks()
@@ -79,7 +85,7 @@ class EngineCore:
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
-        self.captures = Captures()
+        self.captures = Captures(allow_pickle=config.allow_pickle)
         self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_step, self.captures.note_access)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
@@ -267,6 +273,8 @@ class EngineCore:
         step: int | None,
         metadata: Metadata | None,
         *,
+        name: str | None = None,
+        replace: bool = False,
         overlap: bool = False,
         last: bool = False,
     ) -> tuple[PendingCheckpoint, float]:
@@ -284,10 +292,12 @@ class EngineCore:
         if not last:
             self.in_flight.raise_untold()
         step = None if step is None else new_step(step)
-        plain = check_metadata(metadata) if metadata else {}
+        name = None if name is None else check_name(name)
+        plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
         skipped = None if last else self.in_flight.skip(step)
         if skipped is not None:
             return skipped, start
+        self._check_place(name, replace=replace)
         optimizers = self.guard.optimizers if overlap else None
         check, inline = self.config.check_captures, assembly.inline_captures
         capture = self.captures.start(state, assembly.backend, optimizers, check_bytes=check, inline=inline)
@@ -300,10 +310,11 @@ class EngineCore:
                 skipped = None if last else self.in_flight.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
                     return skipped, start
+                self._check_place(name, replace=replace)
                 # One that waits for its turn keeps its caller waiting, too: else they would pile up.
                 captured = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
                 # Before the engine hears of it: an interrupt must not give it away twice.
-                pending = self.in_flight.add(step)
+                pending = self.in_flight.add(step, name)
                 if assembly.publisher is not None:
                     assembly.publisher.start()
                 overlapped = None if capture.lazy is None else self.guard.watch(pending, capture.lazy)
@@ -323,6 +334,24 @@ class EngineCore:
             if not taken:  # skipped after all, or the engine was closed meanwhile
                 capture.release()
         return pending, start
+
+    def _check_place(self, name: str | None, *, replace: bool) -> None:
+        """Raise ValueError where a checkpoint of this name is there already, StoreFullError where no record names more.
+
+        Those in flight count: the caller would not get to know before they are written.
+        """
+        if name is None and not isinstance(self.keeps, KeepAll):
+            return
+        there = {pending.counter: pending.name for pending in self.in_flight.checkpoints()}
+        there.update((info.counter, info.name) for info in self.infos)
+        if name is not None and name in there.values():
+            if not replace:
+                raise ValueError(
+                    f"{self.path} has a checkpoint named {name!r} already, or in flight: remove(name={name!r}) first, "
+                    "give another name, or replace=True"
+                )
+            there = {counter: other for counter, other in there.items() if other != name}
+        self.keeps.check_place(len(there))
 
     @property
     def newest_step(self) -> int | None:
@@ -394,38 +423,53 @@ class EngineCore:
         entry: Entry = yield self.check_alive().store.pin(whole_step(step), pinned)
         return entry.info
 
+    def remove(self, which: Which, *, force: bool) -> Handoff:
+        """Remove checkpoints of a step or with a name, once those in flight that it needs have ended."""
+        if which is None:
+            raise TypeError("give the step or the name of what is to be removed")
+        assembly = self.check_alive()
+        in_flight = self.in_flight.checkpoints()
+        others = any(which not in (info.step, info.name) for info in self.infos)
+        for pending in in_flight:
+            if which in (pending.step, pending.name) or not others:
+                yield pending.ended
+        removed: list[Entry] = yield assembly.store.remove(which, force=force)
+        return [entry.info for entry in removed]
+
     def restore(
         self,
         state: Mapping[str, Any],
-        step: int | None,
+        which: Which,
         progress: ReadProgress | None = None,
         *,
         strict: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> Handoff:
-        """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
+        """Restore the newest checkpoint (or the one asked for) into ``state``, falling back where one is damaged."""
         assembly = self.check_alive()
         self.in_flight.raise_untold()
-        step = check_step(step)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
                 yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from self._restore(assembly, state, step, progress, strict=strict)
-        if restored is None and step is not None:
-            raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
+        how = {"strict": strict, "dtype": dtype, "allow_pickle": self.config.allow_pickle}
+        restored: Restored | None = yield from self._restore(assembly, state, which, progress, how)
+        if restored is None and which is not None:
+            raise NoCheckpointError(f"{self.path} has no checkpoint{in_words(which)}")
         return restored
 
     def _restore(
         self,
         assembly: Assembly,
         state: Mapping[str, Any],
-        step: int | None,
+        which: Which,
         progress: ReadProgress | None,
-        *,
-        strict: bool,
+        how: Mapping[str, Any],
     ) -> Handoff:
-        return restore(assembly, state, step, progress, strict=strict)
+        return restore(assembly, state, which, progress, how)
 
     # -- statistics
 

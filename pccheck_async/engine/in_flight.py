@@ -65,10 +65,10 @@ class InFlight:
         with self.lock:
             return list(self._in_flight)
 
-    def add(self, step: int | None) -> PendingCheckpoint:
+    def add(self, step: int | None, name: str | None = None) -> PendingCheckpoint:
         """Admit a checkpoint: give the next counter away, and note all of it before the engine's loop hears of it."""
         self.counter += 1
-        pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
+        pending = PendingCheckpoint(self.counter if step is None else step, self.counter, name)
         self._reporter.tell(Admitted, step=pending.step, counter=pending.counter)
         # No call from here on: an interrupt would leave one in flight that nobody knows.
         self.counts.admitted += 1

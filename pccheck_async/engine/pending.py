@@ -152,6 +152,7 @@ class PendingCheckpoint:
     Attributes:
         step: The user's number.
         counter: The engine's number; checkpoints are admitted in the order of their counters.
+        name: What the user calls it, None for nothing.
         superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
         skipped: ``max_in_flight`` checkpoints were in flight and ``on_busy="skip"``: nothing was captured, and this
             object stands for the newest one in flight.
@@ -161,9 +162,10 @@ class PendingCheckpoint:
         failure_told: Whether the user got to know of its failure.
     """
 
-    def __init__(self, step: int, counter: int) -> None:
+    def __init__(self, step: int, counter: int, name: str | None = None) -> None:
         self.step = step
         self.counter = counter
+        self.name = name
         self.superseded = False
         self.skipped = False
         self._pid = os.getpid()
@@ -304,6 +306,11 @@ class PendingCheckpoint:
     def out_of_reach(self) -> Until:
         """A wait until nothing reads the live state any more. A failure is not raised, and not told."""
         return Until(self._captured.future())
+
+    @property
+    def ended(self) -> Until:
+        """A wait until it is durable, superseded or failed. A failure is not raised, and not told."""
+        return Until(self._durable.future())
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Promise[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.loop import Handoff
 from pccheck_async.errors import DamagedError, StateMismatchError
-from pccheck_async.format import Entry, Restored
+from pccheck_async.format import Entry, Restored, Which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
 from pccheck_async.state import BoxTargets, JointTargets, Restoration, Targets, match
@@ -35,19 +35,22 @@ _NAMED = 5
 
 
 def restore(
-    parts: Assembly, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None, *, strict: bool
+    parts: Assembly, state: Mapping[str, Any], which: Which, progress: ReadProgress | None, how: Mapping[str, Any]
 ) -> Handoff:
-    """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none."""
+    """Restore the newest checkpoint (or the one asked for), falling back where one is damaged; None: there is none.
+
+    ``how`` is for :func:`pccheck_async.state.match`.
+    """
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
-    fallback, committed = Fallback(step), parts.store.committed
+    fallback, committed = Fallback(which), parts.store.committed
 
     def find() -> tuple[Entry, bool] | None:
         """Return what to read, and whether it was superseded; what is known to be damaged comes last, for its error."""
         entries, record = committed.entries, committed.record
-        if (entry := choose(entries, step, fallback.unreadable, record.superseded)) is not None:
+        if (entry := choose(entries, which, fallback.unreadable, record.superseded)) is not None:
             return entry, entry not in entries
-        damaged = choose(record.entries, step, fallback.unreadable)
+        damaged = choose(record.entries, which, fallback.unreadable)
         return None if damaged is None else (damaged, False)
 
     while (found := find()) is not None:
@@ -56,7 +59,7 @@ def restore(
             fallback.failure = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
         with fallback.trying(entry, superseded, find):
             try:
-                restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
+                restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, how, begun)
             except UnreadableError as unreadable:
                 if isinstance(unreadable.error, DamagedError) and not superseded:  # else it may be read the next time
                     parts.loop.post(committed.damaged.add, entry.counter)
@@ -142,16 +145,15 @@ class Reading:
         self,
         state: Mapping[str, Any],
         *,
-        strict: bool,
-        generators: bool = True,
         merged: tuple[Manifest, Collection[str]] | None = None,
+        **how: Any,
     ) -> None:
         """Compare it with the live state, changing nothing. Raises StateMismatchError.
 
-        Without ``generators`` those of random numbers stay as they are. ``merged`` is what :func:`merge_parts` returns.
+        ``merged`` is what :func:`merge_parts` returns; the rest is for :func:`pccheck_async.state.match`.
         """
         manifest, added = (self._manifest, ()) if merged is None else merged
-        backend, how = self._parts.backend, {"strict": strict, "generators": generators}
+        backend = self._parts.backend
         self.restoration = match(state, manifest, lambda: backend.by_address, **how, added=added)
 
     def begin(self, boxes: BoxTargets | None = None) -> None:
@@ -192,7 +194,7 @@ def _restore_one(
     entry: Entry,
     superseded: bool,
     progress: ReadProgress | None,
-    strict: bool,
+    how: Mapping[str, Any],
     begun: list[str],
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
@@ -206,7 +208,7 @@ def _restore_one(
 
     try:
         yield hold()
-        one.match(state, strict=strict)
+        one.match(state, **how)
         refuse_parts(entry.step, one.restoration, begun)
         begun += one.restoration.filled
         one.begin()

@@ -5,12 +5,24 @@ offered here, but by its module: :mod:`~pccheck_async.format.manifest` and :mod:
 """
 
 from pccheck_async.format.checksum import combine, crc32, piece_sums
-from pccheck_async.format.info import CheckpointInfo, Metadata, Restored, check_count, check_step, new_step, whole_step
+from pccheck_async.format.info import (
+    CheckpointInfo,
+    Metadata,
+    Restored,
+    Which,
+    check_count,
+    check_name,
+    check_step,
+    in_words,
+    new_step,
+    which_one,
+    whole_step,
+)
 from pccheck_async.format.parts import Applied, Key, Membership, Parts, Run
-from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata
+from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata, name_in
 
 __all__ = [
     "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata", "NewerFormatError", "Parts",
-    "Record", "Restored", "Run", "align", "check_count", "check_metadata", "check_step", "combine", "crc32", "new_step",
-    "piece_sums", "whole_step",
+    "Record", "Restored", "Run", "Which", "align", "check_count", "check_metadata", "check_name", "check_step",
+    "combine", "crc32", "in_words", "name_in", "new_step", "piece_sums", "which_one", "whole_step",
 ]  # fmt: skip

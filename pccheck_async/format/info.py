@@ -6,8 +6,11 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from typing import TypeAlias
 
 Metadata = Mapping[str, str | int | float | bool | None]
+Which: TypeAlias = int | str | None
+"""Which checkpoint: the newest of a step (int), the one that has a name (str), or the newest of all (None)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class CheckpointInfo:
         time: Time of the capture, seconds since the epoch (UTC).
         pinned: Kept until it is unpinned, whatever the rules (``keep_last`` and its like) say.
         metadata: What the user gave to ``checkpoint(metadata=...)``.
+        name: What the user gave to ``checkpoint(name=...)``, None for nothing.
     """
 
     step: int
@@ -29,6 +33,7 @@ class CheckpointInfo:
     time: float
     pinned: bool = False
     metadata: Metadata = field(default_factory=dict, hash=False)
+    name: str | None = None
 
     @property
     def created(self) -> datetime:
@@ -72,6 +77,31 @@ class Restored(CheckpointInfo):
 def check_step(step: object) -> int | None:
     """Return a user's step as an int, None for None. Raises TypeError, ValueError (see :func:`whole_step`)."""
     return None if step is None else whole_step(step)
+
+
+def which_one(step: object, name: object) -> Which:
+    """Return which checkpoint a user asks for. Raises ValueError where both are given, TypeError for other types."""
+    if name is None:
+        return check_step(step)
+    if step is not None:
+        raise ValueError(f"give a step or a name, not both ({step!r} and {name!r})")
+    return check_name(name)
+
+
+def check_name(name: object) -> str:
+    """Return the name of a checkpoint. Raises TypeError for what is no str, ValueError for an empty one."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a checkpoint is a str, not {name!r}")
+    if not name:
+        raise ValueError("the name of a checkpoint is not empty; give None for no name")
+    return name
+
+
+def in_words(which: Which) -> str:
+    """Return what stands behind "checkpoint" in a message: of which step, with which name, or nothing."""
+    if which is None:
+        return ""
+    return f" named {which!r}" if isinstance(which, str) else f" of step {which}"
 
 
 def new_step(step: object) -> int:

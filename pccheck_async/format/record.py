@@ -25,7 +25,8 @@ offset bytes field (little-endian)
 ====== ===== ==========================================================================
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
-slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. In version 2, that of the store of one rank
+slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The name of a checkpoint is in its metadata,
+as ``pccheck.name``. In version 2, that of the store of one rank
 of a group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is
 MessagePack too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
 
@@ -45,7 +46,7 @@ import msgspec
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import checksum
-from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.format.info import CheckpointInfo, Metadata, Which
 from pccheck_async.format.parts import Parts
 
 FORMAT_VERSION = 1
@@ -67,6 +68,8 @@ MOST_SLOT = 999_999_999
 """The largest number of a slot: its file name has at most nine digits."""
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
+NAME_KEY = "pccheck.name"
+"""The name of a checkpoint, in its metadata: so it is in version 1, too, and what does not know names keeps them."""
 
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
@@ -108,9 +111,21 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     metadata: dict[str, str | int | float | bool | None]
 
     @property
+    def name(self) -> str | None:
+        """What the user called it."""
+        return name_in(self.metadata)
+
+    @property
     def info(self) -> CheckpointInfo:
         """The part that users see."""
-        return CheckpointInfo(self.step, self.counter, self.nbytes, self.time, self.pinned, dict(self.metadata))
+        metadata, name = dict(self.metadata), self.name
+        if name is not None:
+            del metadata[NAME_KEY]
+        return CheckpointInfo(self.step, self.counter, self.nbytes, self.time, self.pinned, metadata, name)
+
+    def matches(self, which: Which) -> bool:
+        """Whether it is one of those that are asked for."""
+        return which is None or which == (self.name if isinstance(which, str) else self.step)
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -196,15 +211,27 @@ def decode_identity(data: bytes) -> Identity:
     return identity
 
 
-def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
-    """Return user metadata (names to plain values or numpy scalars) as plain values.
+def name_in(metadata: Metadata) -> str | None:
+    """Return the name of the checkpoint that has this metadata."""
+    name = metadata.get(NAME_KEY)
+    return name if isinstance(name, str) else None
 
-    Raises UnsupportedStateError: some value is of another type, or all together exceed 512 bytes encoded.
+
+def check_metadata(
+    metadata: Mapping[str, object], name: str | None = None
+) -> dict[str, str | int | float | bool | None]:
+    """Return user metadata (names to plain values or numpy scalars) as plain values, with the checkpoint's name in it.
+
+    Raises UnsupportedStateError: some value is of another type, a name is that of the checkpoint's name, or all
+    together exceed 512 bytes encoded.
     """
     try:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"not {type(metadata).__name__}")
-        encoded = msgspec.msgpack.encode(dict(metadata), enc_hook=_plain)
+        if NAME_KEY in metadata:
+            raise TypeError(f"{NAME_KEY!r} is where checkpoint(name=...) is kept")
+        named = {} if name is None else {NAME_KEY: name}
+        encoded = msgspec.msgpack.encode({**metadata, **named}, enc_hook=_plain)
         plain = _metadata_decoder.decode(encoded)
     except (TypeError, OverflowError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise UnsupportedStateError(
@@ -213,7 +240,8 @@ def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | floa
         ) from None
     if len(encoded) > MOST_METADATA_NBYTES:
         raise UnsupportedStateError(
-            f"metadata takes {len(encoded)} bytes, at most {MOST_METADATA_NBYTES} fit into the commit record; "
+            f"metadata{'' if name is None else ' and name'} takes {len(encoded)} bytes, at most "
+            f"{MOST_METADATA_NBYTES} fit into the commit record; "
             "put large values into the state"
         )
     return plain

@@ -159,9 +159,17 @@ class NumpyDtypeNode(_Named, frozen=True, gc=False, tag="npdtype"):
     """A numpy dtype by its name, byte order included (``<f4``)."""
 
 
+class PickledNode(_Struct, frozen=True, gc=False, tag="pickle"):
+    """A value of a user's type as ``torch.save`` wrote it: only who asks for that unpickles it, which may run code."""
+
+    kind: str
+    """Name of its type, with the module."""
+    data: bytes
+
+
 MappingNode: TypeAlias = DictNode | OrderedDictNode | CounterNode
 _Container: TypeAlias = MappingNode | ListNode | TupleNode | SetNode | FrozenSetNode
-_Value: TypeAlias = BigIntNode | ComplexNode | SurrogateStrNode | BytesNode | BytearrayNode
+_Value: TypeAlias = BigIntNode | ComplexNode | SurrogateStrNode | BytesNode | BytearrayNode | PickledNode
 _Torch: TypeAlias = SizeNode | TorchDtypeNode | TorchDeviceNode
 _Numpy: TypeAlias = NumpyScalarNode | NumpyDtypeNode
 _Array: TypeAlias = ArrayNode | ShardedNode

@@ -22,7 +22,7 @@ __all__ = [
     "Ready",
     "RemoveOrphans",
     "Resolve",
-    "ResolvePin",
+    "ResolveChange",
     "Scan",
     "TakeOver",
     "Unopened",
@@ -111,8 +111,11 @@ class Resolve(Action, frozen=True):
     """The one that failed."""
 
 
-class ResolvePin(Action, frozen=True):
-    """A call of ``pin`` has ended; with an error where ``why`` says one. Without, it is durable on this rank."""
+class ResolveChange(Action, frozen=True):
+    """A call that changes what is kept has ended; with an error where ``why`` says one.
+
+    Without one, the change is durable on this rank.
+    """
 
     index: int
     why: str | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import CheckpointError
+from pccheck_async.errors import CheckpointError, StoreFullError
 from pccheck_async.format import Entry
 from pccheck_async.group.messages import (
     Abort,
@@ -17,6 +17,8 @@ from pccheck_async.group.messages import (
     AnyDecision,
     AnyMessage,
     Broken,
+    Change,
+    ChangeRequest,
     Commit,
     Failed,
     Found,
@@ -28,14 +30,13 @@ from pccheck_async.group.messages import (
     Metadata,
     Ok,
     Opened,
-    Pin,
-    PinRequest,
     Preempted,
     Refused,
     RestoreRequest,
     Roster,
     Start,
     Verified,
+    Wanted,
 )
 from pccheck_async.group.parts import Key, Run, Settled, members_digest
 from pccheck_async.group.restore import LeadRestore
@@ -48,8 +49,9 @@ __all__ = ["Coordinator"]
 
 _UNEVEN = (
     "the ranks' states do not make whole tensors, those under {}: of a tensor that lies on several ranks, or that all "
-    "have alike, one of them has another shape or dtype, has it at another place in its state, or lacks it; or the "
-    "ranges of FlatShards leave a gap or overlap. Compare the names, shapes and order of the ranks' states"
+    "have alike, one of them has another shape, dtype or placement, has it at another place in its state, or lacks it; "
+    "or the ranges of FlatShards leave a gap or overlap. Compare the names, shapes, placements and order of the ranks' "
+    "states"
 )
 
 
@@ -65,6 +67,7 @@ class _Ballot:
     entry: Entry | None = None
     prepared: set[int] = field(default_factory=set)
     sums: Counter[str] = field(default_factory=Counter)
+    names: set[str | None] = field(default_factory=set)
 
 
 class Coordinator:
@@ -93,7 +96,7 @@ class Coordinator:
         self._view: View | None = None
         self._stores: dict[int, bytes] = {}
         self._ballots: dict[int, _Ballot] = {}
-        self._pins: dict[int, dict[int, PinRequest]] = {}
+        self._changes: dict[int, dict[int, ChangeRequest]] = {}
         self._left: dict[int, Goodbye] = {}
 
     @property
@@ -115,7 +118,7 @@ class Coordinator:
         """Take the next message of the inbox in; return what is decided, to be published in this order."""
         match message:
             # What is committed stays readable, ranks go when they are asked to, and rank 0 goes after the last one.
-            case Ok() | Failed() | Admitted() | Joined() | PinRequest() if self.broken is not None:
+            case Ok() | Failed() | Admitted() | Joined() | ChangeRequest() if self.broken is not None:
                 return []
             case Ok():
                 return self._receive_ok(message)
@@ -126,7 +129,7 @@ class Coordinator:
             case Preempted() | Acknowledge():
                 return self.schedule.receive(message)
             case RestoreRequest() | Matched() | Verified():
-                there = [(Key(one.counter, run), one.step) for run, one in self._newest_first()]
+                there = [(Key(one.counter, run), one.step, one.name) for run, one in self._newest_first()]
                 return self.restore.receive(message, there, self._lacking())
             case Hello():
                 return self._receive_hello(message)
@@ -135,8 +138,8 @@ class Coordinator:
             case Joined():
                 self._stores[message.rank] = message.store_id
                 return self._start() if self._may_start() else []
-            case PinRequest():
-                return self._receive_pin(message)
+            case ChangeRequest():
+                return self._receive_change(message)
             case Goodbye():
                 self._left[message.rank] = message
                 return self._abort_what_lacks_ranks() if self.broken is None else []
@@ -219,7 +222,11 @@ class Coordinator:
         ballot.prepared.add(message.rank)
         ballot.entry = message.entry or ballot.entry
         ballot.sums.update(message.sums)
+        ballot.names.add(message.name)
         if self._is_complete(ballot):
+            if len(ballot.names) > 1:
+                why = f"the ranks call it differently: {', '.join(sorted(map(repr, ballot.names)))}"
+                return [self._abort(message.counter, why, -1)]
             if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
                 return [self._abort(message.counter, _UNEVEN.format(", ".join(names)), -1)]
             return self._commit(message.counter, ballot)
@@ -265,11 +272,15 @@ class Coordinator:
         """Commit what all ranks prepared: retention over the agreed list, with rank 0's metadata."""
         assert self.run is not None
         assert ballot.entry is not None
+        committed = [entry for _, entry in self._newest_first()]
+        kept = self.retention.retain(committed, ballot.entry, self.restore.damaged).entries
+        try:
+            self.retention.check_place(len(kept) - 1)
+        except StoreFullError as error:
+            return [self._abort(counter, str(error), -1)]
         self.settled.add(counter)
         del self._ballots[counter]
         self.committed[counter] = (self.run, ballot.entry)
-        committed = [entry for _, entry in self._newest_first() if entry.counter != counter]
-        kept = self.retention.retain(committed, ballot.entry, self.restore.damaged).entries
         # A restore that is under way reads its candidate on all ranks: it goes with the commit after that.
         reading = self.restore.candidate.counter if self.restore.candidate is not None else None
         stays = {entry.counter for entry in kept} | {counter, reading}
@@ -299,22 +310,29 @@ class Coordinator:
     def _keep_list(self) -> tuple[Kept, ...]:
         return tuple(Kept(Key(entry.counter, run), entry.pinned) for run, entry in self._newest_first())
 
-    def _receive_pin(self, message: PinRequest) -> list[AnyDecision]:
-        requests = self._pins.setdefault(message.index, {})
+    def _receive_change(self, message: ChangeRequest) -> list[AnyDecision]:
+        requests = self._changes.setdefault(message.index, {})
         requests[message.rank] = message
         if len(requests) < self.world:
             return []
-        del self._pins[message.index]
-        wanted = {(one.step, one.pinned) for one in requests.values()}
+        del self._changes[message.index]
+        wanted = {one.wanted for one in requests.values()}
         if len(wanted) > 1:
-            return [Pin(message.index, (), (), f"ranks asked to pin different checkpoints: {sorted(wanted)}")]
-        entries = [entry for _, entry in self._newest_first()]
+            said = ", ".join(sorted(f"{change} {which!r}" for change, which in wanted))
+            return [Change(message.index, (), (), f"ranks asked for different changes: {said}")]
         try:
-            changed = self.retention.pin(entries, message.step, message.pinned)
+            changed = self._changed(message.wanted)
         except CheckpointError as error:  # there is none of that step, or no room for one more
-            return [Pin(message.index, (), (), str(error))]
+            return [Change(message.index, (), (), str(error))]
         self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in changed}
-        return [Pin(message.index, self._keep_list(), self.unproven, None)]
+        return [Change(message.index, self._keep_list(), self.unproven, None)]
+
+    def _changed(self, wanted: Wanted) -> list[Entry]:
+        entries = [entry for _, entry in self._newest_first()]
+        if wanted.change in ("pin", "unpin"):
+            assert isinstance(wanted.which, int)
+            return self.retention.pin(entries, wanted.which, wanted.change == "pin")
+        return self.retention.remove(entries, wanted.which, force=wanted.change == "remove even the last")
 
 
 def _difference(name: str, hellos: Sequence[Hello]) -> str | None:

@@ -27,7 +27,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
     StateMismatchError,
 )
-from pccheck_async.format import Key, Metadata, new_step
+from pccheck_async.format import Key, Metadata, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
@@ -53,7 +53,7 @@ class GroupCore(EngineCore):
         super().__init__(path, io, config)
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
-        group_retention(config)
+        self.keeps = group_retention(config)
         self.group = group
         self._server: Server | None = None
         self._met = False  # this rank said hello
@@ -129,13 +129,17 @@ class GroupCore(EngineCore):
         step: int | None,
         metadata: Metadata | None,
         *,
+        name: str | None = None,
+        replace: bool = False,
         overlap: bool = False,
         last: bool = False,
     ) -> tuple[PendingCheckpoint, float]:
         """Do what :meth:`EngineCore.start_checkpoint` does; a call that raises counts, and fails on all ranks."""
         counter = self.in_flight.counter
         try:
-            return super().start_checkpoint(state, step, metadata, overlap=overlap, last=last)
+            return super().start_checkpoint(
+                state, step, metadata, name=name, replace=replace, overlap=overlap, last=last
+            )
         except BaseException as error:
             with self.in_flight.lock:
                 if self.state == "open" and self.in_flight.counter == counter:
@@ -174,10 +178,9 @@ class GroupCore(EngineCore):
         self,
         assembly: Assembly,
         state: Mapping[str, Any],
-        step: int | None,
+        which: Which,
         progress: ReadProgress | None,
-        *,
-        strict: bool,
+        how: Mapping[str, Any],
     ) -> Handoff:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
@@ -191,7 +194,7 @@ class GroupCore(EngineCore):
         mismatch: Exception | None = None
         begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
         agreed = False
-        yield run.ask_restore(step)
+        yield run.ask_restore(which)
         try:
             while True:
                 action = yield run.restoring.get()
@@ -200,8 +203,8 @@ class GroupCore(EngineCore):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
-                        how = {"strict": strict, "generators": run.has_world_of(key)}
-                        outcome, why, mismatch = yield from _match(reading, parts, state, how, begun)
+                        matching = {**how, "generators": run.has_world_of(key)}
+                        outcome, why, mismatch = yield from _match(reading, parts, state, matching, begun)
                         yield run.tell_matched(outcome, why)
                     case FillArrays():
                         assert reading is not None

@@ -14,7 +14,7 @@ as late as they like. A rank says hello once it holds the lock of its own store.
 
 ``commit()`` of a store is split at its record: data durable before ``written``, the record by ``WriteRecord``, slots
 free by ``Free``. Applying a decision waits for the next prepare, which takes it along in its own record, unless an
-admission waits for a slot or a permit, a pin waits, or the engine drains.
+admission waits for a slot or a permit, a change of what is kept waits, or the engine drains.
 
 What holds (section numbers are those of the steps): a prepare names all that is kept (3), an ok follows the flush (4),
 all oks decide (5), a handle is resolved by whoever learns the decision (6), and a part goes only by an applied decision
@@ -31,7 +31,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from pccheck_async.format import Entry
+from pccheck_async.format import Entry, name_in
 from pccheck_async.group.actions import (
     Action,
     Admit,
@@ -42,7 +42,7 @@ from pccheck_async.group.actions import (
     Ready,
     RemoveOrphans,
     Resolve,
-    ResolvePin,
+    ResolveChange,
     Scan,
     TakeOver,
     Unopened,
@@ -55,6 +55,8 @@ from pccheck_async.group.messages import (
     AnyDecision,
     Broken,
     Candidate,
+    Change,
+    ChangeRequest,
     Commit,
     Confirm,
     Failed,
@@ -67,8 +69,6 @@ from pccheck_async.group.messages import (
     NotRestored,
     Ok,
     Opened,
-    Pin,
-    PinRequest,
     Preempted,
     Propose,
     Refused,
@@ -76,6 +76,7 @@ from pccheck_async.group.messages import (
     Roster,
     Start,
     Verify,
+    Wanted,
     Withdraw,
 )
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, Settled
@@ -108,6 +109,7 @@ class _Job:
 
     step: int
     sums: dict[str, int]
+    name: str | None = None
     phase: _Phase = _Phase.WAITING
     entry: Entry | None = None
     decided: int | None = None
@@ -121,7 +123,7 @@ class _Writing:
     parts: dict[Key, Part]
     decisions: int
     prepares: tuple[int, ...]
-    pins: tuple[int, ...]
+    changes: tuple[int, ...]
 
 
 class Member:
@@ -166,9 +168,9 @@ class Member:
         self._writing: _Writing | None = None
         self._latched: str | None = None
         self._draining = False
-        self._pins_asked = 0
-        self._unanswered: set[int] = set()  # pins
-        self._pins: tuple[int, ...] = ()  # decided, and not in a durable record of this rank
+        self._changes_asked = 0
+        self._unanswered: set[int] = set()  # changes
+        self._changes: tuple[int, ...] = ()  # decided, and not in a durable record of this rank
         self._left = False
 
     # -- opening
@@ -215,7 +217,7 @@ class Member:
             return [Resolve(counter, "failed", self.stopped.why, self.stopped.rank)]
         if (early := self._early.pop(counter, None)) is not None:
             return [early]
-        self._jobs[counter] = _Job(step, dict(sums or {}))
+        self._jobs[counter] = _Job(step, dict(sums or {}), name_in(metadata or {}))
         actions = self._join()
         if self.rank == 0:
             actions.append(Post(Admitted(self.rank, counter, step, metadata or {})))
@@ -265,7 +267,7 @@ class Member:
         for counter, job in list(self._jobs.items()):
             if job.phase is _Phase.PREPARED and job.decided is not None and job.decided <= written.decisions:
                 del self._jobs[counter]
-        actions += self._resolve_pins(written.pins)
+        actions += self._resolve_changes(written.changes)
         return actions + self._advance()
 
     def record_failed(self, why: str) -> list[Action]:
@@ -306,13 +308,21 @@ class Member:
         return [*actions, Post(Goodbye(self.rank, self.counter, why)), *self.drain()]
 
     def pin(self, step: int, pinned: bool) -> list[Action]:
-        """Pin the newest checkpoint of a step, or unpin all of that step. Calls are numbered from 0 on."""
-        index = self._pins_asked
-        self._pins_asked += 1
+        """Pin the newest checkpoint of a step, or unpin all of that step."""
+        return self._change(Wanted("pin" if pinned else "unpin", step))
+
+    def remove(self, which: int | str, *, force: bool) -> list[Action]:
+        """Drop all checkpoints of a step, or that of a name."""
+        return self._change(Wanted("remove even the last" if force else "remove", which))
+
+    def _change(self, wanted: Wanted) -> list[Action]:
+        """Ask for a change of what is kept. Calls are numbered from 0 on."""
+        index = self._changes_asked
+        self._changes_asked += 1
         if self.stopped is not None:
-            return [ResolvePin(index, self.stopped.why)]
+            return [ResolveChange(index, self.stopped.why)]
         self._unanswered.add(index)
-        return [*self._join(), Post(PinRequest(self.rank, index, step, pinned))]
+        return [*self._join(), Post(ChangeRequest(self.rank, index, wanted))]
 
     def _join(self) -> list[Action]:
         """At a run's first admission: until then opening it has written nothing."""
@@ -327,7 +337,7 @@ class Member:
             return []
         assert self.run is not None
         entry = job.entry if self.rank == 0 else None
-        return [Post(Ok(self.rank, self.run, counter, job.step, entry, job.sums))]
+        return [Post(Ok(self.rank, self.run, counter, job.step, entry, job.sums, job.name))]
 
     def _advance(self) -> list[Action]:
         """Admit what may be, and write the record that is due."""
@@ -360,7 +370,7 @@ class Member:
         prepares = tuple(counter for counter, job in self._jobs.items() if job.phase is _Phase.WRITTEN)
         # Again under the record's lock: only what is still undecided is prepared.
         parts = apply_decisions(self.parts, run, self.keep, self.unproven, self.settled)
-        applies = self._pins or (parts != self.parts and self._apply_is_due())
+        applies = self._changes or (parts != self.parts and self._apply_is_due())
         if not prepares and not applies:
             return None
         for counter in prepares:
@@ -369,8 +379,8 @@ class Member:
             assert job.entry is not None
             part = Part(run, self.rank, self.world, committed=False, entry=job.entry)
             parts[part.key] = part
-        self._writing = _Writing(parts, self.learned, prepares, self._pins)
-        self._pins = ()
+        self._writing = _Writing(parts, self.learned, prepares, self._changes)
+        self._changes = ()
         newest_first = tuple(sorted(parts.values(), key=lambda part: -part.entry.counter))
         return WriteRecord(newest_first, self._applied(run))
 
@@ -381,8 +391,8 @@ class Member:
         """Whether an apply does not wait for the next prepare."""
         return self._draining or any(job.phase is _Phase.WAITING for job in self._jobs.values())
 
-    def _resolve_pins(self, indices: Collection[int], why: str | None = None) -> list[Action]:
-        actions: list[Action] = [ResolvePin(index, why) for index in indices]
+    def _resolve_changes(self, indices: Collection[int], why: str | None = None) -> list[Action]:
+        actions: list[Action] = [ResolveChange(index, why) for index in indices]
         self._unanswered.difference_update(indices)
         return actions
 
@@ -415,8 +425,8 @@ class Member:
                 return self._learn_commit(decision)
             case Abort():
                 return [*self._settle(decision.counter, "failed", decision.why, decision.rank), *self._advance()]
-            case Pin():
-                return self._learn_pin(decision)
+            case Change():
+                return self._learn_change(decision)
 
     def _learn_commit(self, decision: Commit) -> list[Action]:
         self.keep, self.unproven = dict(decision.keep), frozenset()
@@ -425,15 +435,15 @@ class Member:
             actions += self._settle(counter, "superseded")
         return [*actions, *self._remove_orphans(), *self._advance()]
 
-    def _learn_pin(self, decision: Pin) -> list[Action]:
+    def _learn_change(self, decision: Change) -> list[Action]:
         if decision.why is not None:
-            return self._resolve_pins((decision.index,), decision.why)
+            return self._resolve_changes((decision.index,), decision.why)
         self.keep, self.unproven = dict(decision.keep), frozenset(decision.unproven)
-        return [*self._note_pin(decision.index), *self._advance()]
+        return [*self._note_change(decision.index), *self._advance()]
 
-    def _note_pin(self, index: int) -> list[Action]:
-        """Let a pin's caller wait for the record that says so: until then a crash may undo it."""
-        self._pins += (index,)
+    def _note_change(self, index: int) -> list[Action]:
+        """Let a change's caller wait for the record that says so: until then a crash may undo it."""
+        self._changes += (index,)
         return []
 
     def _settle(self, counter: int, outcome: _Outcome, why: str = "", rank: int = -1) -> list[Action]:
@@ -464,8 +474,8 @@ class Member:
         waiting = [counter for counter, job in self._jobs.items() if job.decided is None]
         actions: list[Action] = [Resolve(counter, "failed", broken.why, broken.rank) for counter in waiting]
         actions += [Cancel(counter) for counter, job in self._jobs.items() if job.phase in _LEASED]
-        self._jobs, self._early, self._pins = {}, {}, ()
-        actions += self._resolve_pins(sorted(self._unanswered), broken.why)
+        self._jobs, self._early, self._changes = {}, {}, ()
+        actions += self._resolve_changes(sorted(self._unanswered), broken.why)
         return actions
 
 

@@ -10,18 +10,19 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pccheck_async.format import Entry
+from pccheck_async.format import Entry, Which
 from pccheck_async.group.parts import Key, Run, SeenStore
 from pccheck_async.group.view import View
 
 __all__ = [
-    "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Commit",
-    "Confirm", "Decision", "Failed", "Found", "Goodbye", "Hello", "Joined", "Kept", "Matched", "Message", "Metadata",
-    "Next", "NotRestored", "Ok", "Opened", "Pin", "PinRequest", "Preempted", "Propose", "Refused", "RestoreRequest",
-    "Restored", "Roster", "Start", "Verified", "Verify", "Withdraw", "decode_decision", "decode_message", "encode",
+    "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Change",
+    "ChangeRequest", "Commit", "Confirm", "Decision", "Failed", "Found", "Goodbye", "Hello", "Joined", "Kept",
+    "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose", "Refused",
+    "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted", "Withdraw", "decode_decision",
+    "decode_message", "encode",
 ]  # fmt: skip
 
-VERSION = 2
+VERSION = 3
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -121,6 +122,8 @@ class Ok(Message, frozen=True):
     sums: Mapping[str, int] = {}
     """By outermost names in the state, numbers that make 0 over all ranks, modulo 2**64, but where a tensor that
     several ranks have is saved by none or by several of them, or one of them lacks it."""
+    name: str | None = None
+    """What this rank calls it."""
 
 
 class Failed(Message, frozen=True):
@@ -149,16 +152,22 @@ class Abort(Decision, frozen=True):
     rank: int
 
 
-class PinRequest(Message, frozen=True):
+class Wanted(NamedTuple):
+    """A change of what is kept."""
+
+    change: Literal["pin", "unpin", "remove", "remove even the last"]
+    which: int | str
+
+
+class ChangeRequest(Message, frozen=True):
     """All ranks ask the same, each for itself."""
 
     index: int
     """So many were asked before."""
-    step: int
-    pinned: bool
+    wanted: Wanted
 
 
-class Pin(Decision, frozen=True):
+class Change(Decision, frozen=True):
     """An answer to the requests of one index."""
 
     index: int
@@ -233,7 +242,7 @@ class RestoreRequest(Message, frozen=True):
     """All ranks ask the same, each for itself."""
 
     index: int
-    step: int | None
+    which: Which
 
 
 class Candidate(Decision, frozen=True):
@@ -286,11 +295,11 @@ class NotRestored(Decision, frozen=True):
 
 
 AnyMessage = (
-    Hello | Found | Joined | Admitted | Ok | Failed | PinRequest | Goodbye | Preempted | Acknowledge
+    Hello | Found | Joined | Admitted | Ok | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
     | RestoreRequest | Matched | Verified
 )  # fmt: skip
 AnyDecision = (
-    Roster | Opened | Refused | Start | Commit | Abort | Pin | Broken | Next | Propose | Confirm | Withdraw
+    Roster | Opened | Refused | Start | Commit | Abort | Change | Broken | Next | Propose | Confirm | Withdraw
     | Candidate | Verify | Restored | NotRestored
 )  # fmt: skip
 

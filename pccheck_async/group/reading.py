@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import structs
 
 from pccheck_async.errors import DamagedError, IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
-from pccheck_async.format import CheckpointInfo, Entry, Key, Record
+from pccheck_async.format import CheckpointInfo, Entry, Key, Record, Which, in_words
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group.elsewhere import FolderLease
@@ -60,33 +60,32 @@ class GroupListing:
         """Return what users see of a complete checkpoint: the bytes of all ranks; the rest is rank 0's."""
         return replace(one.entry.info, nbytes=sum(part.entry.nbytes for part in self.parts(one.key).values()))
 
-    def choose(self, step: int | None) -> Complete:
-        """Return the newest complete checkpoint, or that of ``step``. Raises what :meth:`nothing` returns."""
-        found = next((one for one in self.complete if step in (None, one.entry.step)), None)
+    def choose(self, which: Which) -> Complete:
+        """Return the newest complete checkpoint, or the one asked for. Raises what :meth:`nothing` returns."""
+        found = next((one for one in self.complete if one.entry.matches(which)), None)
         if found is None:
-            raise self.nothing(step)
+            raise self.nothing(which)
         return found
 
-    def folder_of_part(self, step: int | None, rank: int) -> Path:
+    def folder_of_part(self, which: Which, rank: int) -> Path:
         """Return the folder of a rank that has a part of a complete checkpoint. Raises NoCheckpointError."""
-        world = self.choose(step).world
+        world = self.choose(which).world
         if not 0 <= rank < world:
-            which = "newest complete checkpoint" if step is None else f"checkpoint of step {step}"
+            what = "newest complete checkpoint" if which is None else f"checkpoint{in_words(which)}"
             there = f"the ranks 0 to {world - 1}" if world > 1 else "rank 0 alone"
-            text = f"the {which} in {self.folder} has {there}, and no rank {rank}"
+            text = f"the {what} in {self.folder} has {there}, and no rank {rank}"
             raise NoCheckpointError(text)
         return self.folder / rank_name(rank)
 
-    def nothing(self, step: int | None) -> NoCheckpointError:
-        """Return what to raise where there is no complete checkpoint, or none of ``step``."""
-        of_step = "" if step is None else f" of step {step}"
-        lacking = [one for one in self.incomplete if step in (None, one.step)]
+    def nothing(self, which: Which) -> NoCheckpointError:
+        """Return what to raise where there is no complete checkpoint, or not the one asked for."""
+        lacking = [one for one in self.incomplete if which in (None, one.step)]
         if not lacking:
-            return NoCheckpointError(f"{self.folder} holds no checkpoint{of_step}")
-        which = "; ".join(f"step {one.step} lacks the parts of {ranks(one.ranks)}" for one in lacking)
+            return NoCheckpointError(f"{self.folder} holds no checkpoint{in_words(which)}")
+        what = "; ".join(f"step {one.step} lacks the parts of {ranks(one.ranks)}" for one in lacking)
         return IncompleteCheckpointError(
-            f"{self.folder} holds no complete checkpoint{of_step}: {which}; what a rank has can be read from its own "
-            f"folder, such as {self.folder / rank_name(min(self.stores))}"
+            f"{self.folder} holds no complete checkpoint{in_words(which)}: {what}; what a rank has can be read from "
+            f"its own folder, such as {self.folder / rank_name(min(self.stores))}"
         )
 
 
@@ -189,6 +188,6 @@ class PartReader(StoreReader):
     def _key(self, entry: Entry) -> Key:
         return next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
 
-    def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
-        """Return what to raise where no checkpoint is complete, or none of ``step``."""
-        return self.listing.nothing(step)
+    def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
+        """Return what to raise where no checkpoint is complete, or not the one asked for."""
+        return self.listing.nothing(which)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from pccheck_async.format import Which, in_words
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, Matched, NotRestored, Restored, RestoreRequest, Verified, Verify
 from pccheck_async.group.parts import Key
 
-__all__ = ["LeadRestore", "Restore"]
+__all__ = ["LeadRestore", "Restore", "There"]
+
+There: TypeAlias = tuple[Key, int, str | None]
+"""A complete checkpoint with its step and name."""
 
 _Reason = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
 
@@ -33,16 +37,16 @@ class Restore:
     """The last candidate."""
     abandoned: str | None = None
     """Why this rank's call ended although the restore is under way: it answers for itself, and nobody learns of it."""
-    _next: tuple[int | None, ...] = ()
-    """The step that was asked for meanwhile."""
+    _next: tuple[Which, ...] = ()
+    """What was asked for meanwhile."""
 
-    def request(self, step: int | None) -> list[Action]:
-        """Ask for the newest checkpoint, or for the newest of a step."""
+    def request(self, which: Which) -> list[Action]:
+        """Ask for the newest checkpoint, for the newest of a step, or for that of a name."""
         if self.abandoned is not None:  # rank 0 begins no other one before that ended
-            self._next = (step,)
+            self._next = (which,)
             return []
         self.index, self.attempt, self.active = self.index + 1, -1, True
-        return [Post(RestoreRequest(self.rank, self.index, step))]
+        return [Post(RestoreRequest(self.rank, self.index, which))]
 
     def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
         """Tell how the manifest of the candidate compares with the state."""
@@ -102,7 +106,7 @@ class LeadRestore:
     index: int = 0
     """Of the restore that is under way, or comes next."""
     attempt: int = 0
-    step: int | None = None
+    which: Which = None
     candidate: Key | None = None
     requests: dict[int, RestoreRequest] = field(default_factory=dict)
     matches: dict[int, Matched] = field(default_factory=dict)
@@ -111,13 +115,13 @@ class LeadRestore:
     """Counters of checkpoints that some rank found damaged: the next commit drops them."""
 
     def receive(
-        self, message: RestoreRequest | Matched | Verified, there: Sequence[tuple[Key, int]], lacking: str
+        self, message: RestoreRequest | Matched | Verified, there: Sequence[There], lacking: str
     ) -> list[Candidate | Verify | Restored | NotRestored]:
         """Take a message in; return what is decided.
 
         Args:
             message: From any rank.
-            there: The complete checkpoints and their steps, newest first.
+            there: The complete checkpoints, newest first.
             lacking: What is known of checkpoints that lack parts; empty for none.
         """
         if message.index != self.index:
@@ -136,27 +140,25 @@ class LeadRestore:
     def _all_in(self, answers: dict[int, Matched] | dict[int, Verified]) -> bool:
         return len(answers) == self.world
 
-    def _begin(
-        self, there: Sequence[tuple[Key, int]], lacking: str
-    ) -> list[Candidate | Verify | Restored | NotRestored]:
-        steps = {request.step for request in self.requests.values()}
-        if len(steps) > 1:
-            asked = {rank: _asked(request.step) for rank, request in self.requests.items()}
+    def _begin(self, there: Sequence[There], lacking: str) -> list[Candidate | Verify | Restored | NotRestored]:
+        wanted = {request.which for request in self.requests.values()}
+        if len(wanted) > 1:
+            asked = {rank: _asked(request.which) for rank, request in self.requests.items()}
             return [self._end("disagreement", asked)]
-        self.step = steps.pop()
-        if self.step is not None and not any(step == self.step for _, step in there):
-            why = f"there is no complete checkpoint of step {self.step}"
+        self.which = wanted.pop()
+        if self.which is not None and not any(self.which in named for _, *named in there):
+            why = f"there is no complete checkpoint{in_words(self.which)}"
             return [self._end("no step", {-1: f"{why}; {lacking}" if lacking else why})]
         if not there:
             return [self._end("incomplete", {-1: lacking}) if lacking else self._end("none", {})]
         return self._try_next(there, {})
 
     def _try_next(
-        self, there: Sequence[tuple[Key, int]], damage: dict[int, str]
+        self, there: Sequence[There], damage: dict[int, str]
     ) -> list[Candidate | Verify | Restored | NotRestored]:
         """Propose the newest one that nobody found damaged."""
-        whole = [key for key, step in there if key.counter not in self.damaged and self.step in (None, step)]
-        asked_again = self.step is not None and damage
+        whole = [key for key, *named in there if key.counter not in self.damaged and self.which in (None, *named)]
+        asked_again = self.which is not None and damage
         if not whole or asked_again:
             return [self._end("damaged", damage or {-1: "every complete checkpoint is damaged on some rank"})]
         self.candidate = whole[0]
@@ -164,16 +166,14 @@ class LeadRestore:
         self.matches, self.verified = {}, {}
         return [Candidate(self.index, self.attempt, self.candidate)]
 
-    def _conclude_match(self, there: Sequence[tuple[Key, int]]) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _conclude_match(self, there: Sequence[There]) -> list[Candidate | Verify | Restored | NotRestored]:
         damage = {rank: one.why for rank, one in self.matches.items() if one.outcome == "damaged"}
         mismatch = {rank: one.why for rank, one in self.matches.items() if one.outcome == "mismatch"}
         if damage:
             return self._fall_back(damage, there)
         return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]
 
-    def _conclude(
-        self, candidate: Key, there: Sequence[tuple[Key, int]]
-    ) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _conclude(self, candidate: Key, there: Sequence[There]) -> list[Candidate | Verify | Restored | NotRestored]:
         damage = {rank: one.damage for rank, one in self.verified.items() if one.damage is not None}
         if damage:
             return self._fall_back(damage, there)
@@ -182,7 +182,7 @@ class LeadRestore:
         return [ended]
 
     def _fall_back(
-        self, damage: dict[int, str], there: Sequence[tuple[Key, int]]
+        self, damage: dict[int, str], there: Sequence[There]
     ) -> list[Candidate | Verify | Restored | NotRestored]:
         assert self.candidate is not None
         self.damaged.add(self.candidate.counter)
@@ -198,5 +198,7 @@ class LeadRestore:
         self.requests, self.matches, self.verified = {}, {}, {}
 
 
-def _asked(step: int | None) -> str:
-    return "asked for the newest" if step is None else f"asked for step {step}"
+def _asked(which: Which) -> str:
+    if which is None:
+        return "asked for the newest"
+    return f"asked for {which!r}" if isinstance(which, str) else f"asked for step {which}"

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import msgspec
 
 from pccheck_async.engine import EngineConfig, Lease
 from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError
-from pccheck_async.format import Applied, Entry, Key, Metadata
+from pccheck_async.format import Applied, Entry, Key, Metadata, Which
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group.actions import (
     Action,
@@ -33,7 +34,7 @@ from pccheck_async.group.actions import (
     Ready,
     RemoveOrphans,
     Resolve,
-    ResolvePin,
+    ResolveChange,
     Scan,
     TakeOver,
     Unopened,
@@ -105,8 +106,8 @@ class GroupRun:
         self._outcomes: dict[int, asyncio.Future[Resolve]] = {}
         self._prepared: dict[int, asyncio.Future[bool]] = {}
         self._cancelled: set[int] = set()
-        self._pins: dict[int, asyncio.Future[None]] = {}
-        self._pins_asked = 0
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._changes_asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._scheduled = threading.Condition()  # held around every use of the schedule
@@ -293,16 +294,23 @@ class GroupRun:
 
     async def pin(self, step: int, pinned: bool) -> None:
         """Pin or unpin; returns when this rank's record says so. Raises NoCheckpointError, GroupError."""
-        answer = self._pins[self._pins_asked] = self._loop.create_future()
-        self._pins_asked += 1
-        self._do(self.member.pin(step, pinned))
+        await self._change(partial(self.member.pin, step, pinned))
+
+    async def remove(self, which: int | str, *, force: bool) -> None:
+        """Remove checkpoints; returns when this rank's record says so. Raises NoCheckpointError, GroupError."""
+        await self._change(partial(self.member.remove, which, force=force))
+
+    async def _change(self, ask: Callable[[], list[Action]]) -> None:
+        answer = self._changes[self._changes_asked] = self._loop.create_future()
+        self._changes_asked += 1
+        self._do(ask())
         await answer
 
-    async def ask_restore(self, step: int | None) -> None:
-        """Ask for the newest checkpoint, or for that of a step; the answers come by :attr:`restoring`."""
+    async def ask_restore(self, which: Which) -> None:
+        """Ask for the newest checkpoint, or for that of a step or name; the answers come by :attr:`restoring`."""
         if self.member.stopped is not None:
             raise GroupError(self.member.stopped.why)
-        self._do(self.member.restore.request(step))
+        self._do(self.member.restore.request(which))
 
     async def tell_matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str) -> None:
         """Answer what this rank's part of the candidate is to its state."""
@@ -420,8 +428,8 @@ class GroupRun:
                 case Unopened():
                     if not self._opened.done():
                         self._opened.set_exception(GroupError(action.why))
-                case ResolvePin():
-                    answer = self._pins.pop(action.index, None)
+                case ResolveChange():
+                    answer = self._changes.pop(action.index, None)
                     if action.why is None:
                         _set(answer, None)
                     elif answer is not None and not answer.done():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pccheck_async.format import Applied, Entry, Metadata, Record
+from pccheck_async.format import Applied, Entry, Metadata, Record, Which
 from pccheck_async.format.record import GROUP_VERSION
 from pccheck_async.group.folder import record_of
 from pccheck_async.group.parts import Part
@@ -100,3 +100,11 @@ class GroupStore(Store):
         """Pin the newest checkpoint of ``step`` on all ranks, which call this alike, or leave it to the rules again."""
         await self._run.pin(step, pinned)
         return next(entry for entry in self.entries if entry.step == step)
+
+    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
+        """Drop checkpoints on all ranks, which call this alike."""
+        assert which is not None
+        before = self.entries
+        await self._run.remove(which, force=force)
+        await self.slots.remove_surplus()
+        return [entry for entry in before if entry.matches(which)]

@@ -26,7 +26,7 @@ from pccheck_async.training.data import ResumableLoader
 __all__ = ["AcceleratedLoader"]
 
 
-class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
+class AcceleratedLoader(DataLoaderStateMixin):
     """A :class:`~pccheck_async.ResumableLoader` with what ``prepare`` gives others; the loader goes into the state.
 
     Batches come on the accelerator's device, and ``accelerator.accumulate`` sees the end of the data: the last,

@@ -9,6 +9,7 @@ from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_ran
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
+from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import Restoration, allocate, match
@@ -91,6 +92,7 @@ __all__ = [
     "private_mesh",
     "rebuild",
     "refuse_boxes",
+    "refuse_pickled",
     "refuse_tracing",
     "reshard",
     "select",
@@ -98,5 +100,6 @@ __all__ = [
     "stop_notifying",
     "storage_address",
     "stored_boxes",
+    "unpickle",
     "viewed_ranges",
 ]  # fmt: skip

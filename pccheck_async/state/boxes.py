@@ -242,7 +242,7 @@ class Holders(NamedTuple):
     """The ranks that a tensor lies on, as the world of torch.distributed calls them."""
 
     mesh: int
-    """A hash of all of them."""
+    """A hash of all of them, and of how the tensor is placed on them."""
     alike: tuple[int, ...]
     """Those that have the same boxes as this one."""
     by_boxes: tuple[tuple[int, ...], ...]
@@ -255,17 +255,18 @@ def holders_of(tensor: Any, everyone: Holders) -> Holders:
         return everyone
     if isinstance(tensor, FlatShard):
         return everyone if tensor.group is None else holders_in(tensor.group)
-    return _holders_on(tensor.device_mesh, tuple(placement.is_replicate() for placement in tensor.placements))
+    return _holders_on(tensor.device_mesh, tuple(tensor.placements))
 
 
 @lru_cache(1 << 10)
-def _holders_on(mesh: Any, replicated: tuple[bool, ...]) -> Holders:
+def _holders_on(mesh: Any, placements: tuple[Any, ...]) -> Holders:
+    replicated = [placement.is_replicate() for placement in placements]
     alike = tuple(slice(None) if free else at for free, at in zip(replicated, mesh.get_coordinate(), strict=True))
     sharded_first = sorted(range(mesh.mesh.ndim), key=replicated.__getitem__)
     copies = prod(size for free, size in zip(replicated, mesh.mesh.shape, strict=True) if free)
     by_boxes = mesh.mesh.permute(sharded_first).reshape(-1, copies).tolist()
-    ranks = hash_of(mesh.mesh.flatten().tolist())
-    return Holders(ranks, tuple(mesh.mesh[alike].flatten().tolist()), tuple(map(tuple, by_boxes)))
+    placed = _digest(f"{mesh.mesh.tolist()} {placements}")
+    return Holders(placed, tuple(mesh.mesh[alike].flatten().tolist()), tuple(map(tuple, by_boxes)))
 
 
 @lru_cache(1 << 10)
@@ -281,7 +282,10 @@ def alike(ranks: Sequence[int]) -> Holders:
 
 def hash_of(ranks: Sequence[int]) -> int:
     """Return a hash of ranks, the same in every process."""
-    text = ",".join(map(str, sorted(ranks)))
+    return _digest(",".join(map(str, sorted(ranks))))
+
+
+def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 

@@ -317,7 +317,8 @@ class _Builder:
 
         def pack(value: Any, storage: Any) -> PackedSource:
             if packed:
-                return PackedSource(value[(*kept, ...)])
+                with torch.no_grad():  # a view of integers that require gradients is an error
+                    return PackedSource(value[(*kept, ...)])
             flat = torch.empty(0, dtype=torch.uint8, device=value.device)  # a device whose memory has no plain address
             return PackedSource(flat.set_(storage, shift, (nbytes,), (1,)))
 

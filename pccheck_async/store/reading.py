@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
-from pccheck_async.format import Entry, align, combine, crc32
+from pccheck_async.format import Entry, Which, align, combine, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
@@ -39,15 +39,15 @@ __all__ = [
 
 
 def choose(
-    entries: Sequence[Entry], step: int | None, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
+    entries: Sequence[Entry], which: Which, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
 ) -> Entry | None:
-    """Return the checkpoint to read: the newest, or the newest of ``step``, without the ``unreadable`` ones.
+    """Return the checkpoint to read: the newest of those that are asked for, without the ``unreadable`` ones.
 
-    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by their step.
+    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by step or name.
     """
-    if superseded and step is None:
+    if superseded and which is None:
         entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
-    wanted = (entry for entry in entries if step is None or entry.step == step)
+    wanted = (entry for entry in entries if entry.matches(which))
     return next((entry for entry in wanted if entry.counter not in unreadable), None)
 
 
@@ -82,18 +82,18 @@ class Fallback:
                 return read(...)
 
     Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
-    is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a ``step`` was asked for,
-    damage raises, and nothing else is read.
+    is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a step or a name was asked
+    for, damage raises, and nothing else is read.
 
     Attributes:
         unreadable: Counters of those that were tried in vain.
         failure: The newest one of them, and its error; a superseded one only where there is no other.
     """
 
-    def __init__(self, step: int | None) -> None:
+    def __init__(self, which: Which) -> None:
         self.unreadable: set[int] = set()
         self.failure: tuple[Entry, Exception] | None = None
-        self._step = step
+        self._which = which
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
 
     @contextmanager
@@ -119,7 +119,7 @@ class Fallback:
         if self.failure is None or not superseded:
             self.failure = entry, error
         chosen = older()
-        if self._step is not None or chosen is None:
+        if self._which is not None or chosen is None:
             raise self.failure[1] from None
         if self._unread is not None and isinstance(error, ReadError):
             self._unread.add(entry.counter)

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import NoCheckpointError, StoreFullError
-from pccheck_async.format import Entry, Record, check_count
+from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError
+from pccheck_async.format import Entry, Record, Which, check_count, in_words
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
@@ -85,14 +85,18 @@ class Retention:
         """The most checkpoints that the rules keep at a time, those of ``keep_every`` left out: they have no end."""
         return self.keep_last + (self.keep_best.count if self.keep_best else 0)
 
+    def check_place(self, kept: int) -> None:
+        """Raise StoreFullError where nothing may be saved beside ``kept`` checkpoints, which no rule would drop."""
+
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
         """Return what the next record names; ``new`` is not among it where it is superseded.
 
         With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
+        Of checkpoints with one name the newest replaces the others, also pinned ones.
 
         ``damaged`` are the counters of checkpoints known to be damaged; these are dropped.
         """
-        candidates = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
+        candidates = _candidates(committed, new, damaged)
         kept = {entry.counter for entry in candidates[: self.keep_last]}
         kept.update([entry.counter for entry in candidates if entry.pinned])
         if self.keep_best is not None:
@@ -104,6 +108,19 @@ class Retention:
             kept.update([entry.counter for entry in periodic[:room]])
             crowded_out = periodic[room:]
         return Kept([entry for entry in candidates if entry.counter in kept], crowded_out)
+
+    @staticmethod
+    def remove(entries: Sequence[Entry], which: Which, *, force: bool) -> list[Entry]:
+        """Return ``entries`` without those asked for.
+
+        Raises NoCheckpointError where there are none, StoreError where nothing would be left, unless ``force``.
+        """
+        left = [entry for entry in entries if not entry.matches(which)]
+        if len(left) == len(entries):
+            raise NoCheckpointError(f"there is no checkpoint{in_words(which)}; nothing was removed")
+        if not left and not force:
+            raise StoreError("no checkpoint would be left; nothing was removed (force=True: remove it)")
+        return left
 
     def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
         """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
@@ -153,19 +170,30 @@ class Retention:
 
 
 class KeepAll(Retention):
-    """Drops nothing: for those who change a store whose rules they do not know."""
+    """Drops nothing: for callers that remove checkpoints themselves, or do not know the rules of a store."""
 
     @property
     def reserved(self) -> int:
         """No slot is reserved beyond those that are committed."""
         return 0
 
+    def space_needed(self, slot_bytes: int, in_flight: int, available_bytes: int) -> SpaceNeeded:
+        """Return the space of as many checkpoints as a record names."""
+        slots = {"in flight": in_flight, "all that a commit record names": self.most}
+        return SpaceNeeded(slot_bytes, slots, None, available_bytes)
+
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
-        """Return all that is not known to be damaged. Raises StoreFullError where a record cannot name as many."""
-        kept = sorted((entry for entry in (*committed, new) if entry.counter not in damaged), key=_by_counter)
-        if len(kept) > MOST_ENTRIES:
-            raise StoreFullError(errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first")
-        return Kept(kept, [])
+        """Return all that is not known to be damaged."""
+        return Kept(_candidates(committed, new, damaged), [])
+
+    def check_place(self, kept: int) -> None:
+        """Raise StoreFullError where a record names no more than are ``kept`` already."""
+        if kept >= self.most:
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"{kept} checkpoints are kept or on their way, and a commit record names {self.most} at most: remove "
+                "some first",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +281,12 @@ class Committed:
             write(logging.WARNING, "dropping", text, dropped)
 
     def decide(self, new: Entry) -> Record | None:
-        """Return the record that commits ``new``; None where newer checkpoints superseded it (I6). Changes nothing."""
+        """Return the record that commits ``new``; None where newer checkpoints superseded it (I6). Changes nothing.
+
+        Raises StoreFullError where all are kept, and a record has no room for one more.
+        """
         kept = self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
+        self.retention.check_place(len(kept.entries) - 1)
         self._warn_of(new, kept)
         return self.record_naming(kept.entries) if new in kept.entries else None
 
@@ -283,6 +315,13 @@ def make_best(best: object) -> Best:
     if found.mode not in ("min", "max"):
         raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
     return found
+
+
+def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]) -> list[Entry]:
+    """Return what may be kept, newest first."""
+    there = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
+    newest: dict[str, Entry] = {}
+    return [one for one in there if one.name is None or newest.setdefault(one.name, one) is one]
 
 
 def _by_counter(entry: Entry) -> int:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import ClassVar
 
 from pccheck_async.errors import StoreFailedError
-from pccheck_async.format import Entry, Metadata, Record, align
+from pccheck_async.format import Entry, Metadata, Record, Which, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import File, Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
@@ -318,6 +318,21 @@ class Store:
         """
         named = await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
         return next(entry for entry in named if entry.step == step)
+
+    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
+        """Drop what is asked for, pinned or not, in one record; return what was dropped, newest first.
+
+        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.remove` does.
+        """
+        before: list[Entry] = []
+
+        def change(entries: tuple[Entry, ...]) -> list[Entry]:
+            before[:] = entries
+            return self.committed.retention.remove(entries, which, force=force)
+
+        left = {entry.counter for entry in await self.amend(change)}
+        await self.slots.remove_surplus()
+        return [entry for entry in before if entry.counter not in left]
 
     async def adopt(self, entry: Entry) -> None:
         """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TypeVar
 
 from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
-from pccheck_async.format import Entry, Identity, Record
+from pccheck_async.format import Entry, Identity, Record, Which, in_words
 from pccheck_async.format.manifest import MIN_BLOCK, Manifest
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
 from pccheck_async.medium import File
@@ -126,28 +126,28 @@ class StoreReader:
     async def read(
         self,
         path: str | os.PathLike[str],
-        step: int | None,
+        which: Which,
         use: Callable[[Entry, File, Manifest], Awaitable[T]],
         *,
         keep: bool = False,
     ) -> T:
         """Lock the newest checkpoint and use it; the next older one where it is damaged, also a superseded one.
 
-        With a ``step``, that of this step is used, and damage raises. ``keep`` leaves the slot open and locked where
-        ``use`` returned; ``path`` is for messages.
+        Where a step or a name is asked for, that one is used, and damage raises. ``keep`` leaves the slot open and
+        locked where ``use`` returned; ``path`` is for messages.
 
         Raises:
-            NoCheckpointError: there is none, or none of ``step``.
+            NoCheckpointError: there is none, or not the one that is asked for.
             DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to.
             CorruptStoreError: this version does not understand it.
         """
-        fallback = Fallback(step)
+        fallback = Fallback(which)
         record: Record
 
         def pick(found: Record) -> Entry | None:
             nonlocal record
             record = found
-            return choose(record.entries, step, fallback.unreadable, record.superseded)
+            return choose(record.entries, which, fallback.unreadable, record.superseded)
 
         def older() -> tuple[Entry, bool] | None:
             chosen = pick(record)
@@ -176,12 +176,11 @@ class StoreReader:
                 finally:
                     if isinstance(file, File) and not (used and keep):
                         await self.opened.medium.close(file)
-        raise self.nothing(path, step)
+        raise self.nothing(path, which)
 
-    def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
-        """Return what to raise where there is no checkpoint, or none of ``step``."""
-        of_step = "" if step is None else f" of step {step}"
-        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
+    def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
+        """Return what to raise where there is no checkpoint, or not the one that is asked for."""
+        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{in_words(which)}")
 
 
 def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:

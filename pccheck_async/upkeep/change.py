@@ -14,7 +14,7 @@ from msgspec import structs
 
 from pccheck_async.api import open_folder, open_reader
 from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, StoreFullError, StoreLockedError
-from pccheck_async.format import CheckpointInfo, Entry, align, check_step, crc32
+from pccheck_async.format import CheckpointInfo, Entry, Which, align, check_name, check_step, crc32, in_words, which_one
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_number
 from pccheck_async.group import is_group_folder
@@ -44,38 +44,44 @@ class Removal:
 
 
 def remove_checkpoints(
-    path: str | os.PathLike[str], steps: Collection[int], *, force: bool = False, io: IO = "auto"
+    path: str | os.PathLike[str],
+    steps: Collection[int] = (),
+    *,
+    names: Collection[str] = (),
+    force: bool = False,
+    io: IO = "auto",
 ) -> Removal:
-    """Drop every checkpoint of these steps, pinned or not, in one commit; as many slots are removed.
+    """Drop every checkpoint of these steps, and those with these names, pinned or not, in one commit.
+
+    As many slots are removed.
 
     Durability: when this returns they are gone also after a power failure.
 
     Args:
         path: Folder of a store.
         steps: All of them are there, or nothing is dropped.
+        names: The same.
         force: Drop them also where no checkpoint is left then.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
-        NoCheckpointError: there is no checkpoint of one of the steps.
+        NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names.
         StoreError: no checkpoint would be left.
         StoreLockedError: a trainer has the store open.
         StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
     """
-    wanted = {check_step(step) for step in steps}
+    wanted: set[Which] = {*map(check_step, steps), *map(check_name, names)}
     removed: list[Entry] = []
 
     def change(entries: tuple[Entry, ...]) -> list[Entry]:
-        missing = wanted - {entry.step for entry in entries}
+        missing = wanted - {which for entry in entries for which in (entry.step, entry.name)}
         if missing:
-            raise NoCheckpointError(
-                f"{os.fspath(path)} holds no checkpoint of step {', '.join(map(str, sorted(missing, key=str)))}; "
-                "nothing was removed"
-            )
-        kept = [entry for entry in entries if entry.step not in wanted]
+            listed = " and none".join(sorted(map(in_words, missing)))
+            raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{listed}; nothing was removed")
+        kept = [entry for entry in entries if wanted.isdisjoint((entry.step, entry.name))]
         if not kept and not force:
             raise StoreError("no checkpoint would be left; nothing was removed (--force, force=True: remove them)")
-        removed[:] = [entry for entry in entries if entry.step in wanted]
+        removed[:] = [entry for entry in entries if entry not in kept]
         return kept
 
     async def drop(store: Store) -> None:
@@ -111,8 +117,9 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
     """Open an existing store for writing, and never make one."""
     if is_group_folder(path):
         raise StoreError(
-            f"{os.fspath(path)} holds a group's checkpoints, which only its ranks can change together: engine.pin() "
-            "and engine.unpin() on all of them; keep_last and the other rules drop what is neither pinned nor kept"
+            f"{os.fspath(path)} holds a group's checkpoints, which only its ranks can change together: engine.pin(), "
+            "engine.unpin() and engine.remove() on all of them; keep_last and the other rules drop what is neither "
+            "pinned nor kept"
         )
 
     async def change() -> T:
@@ -128,8 +135,8 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
                 )
             except StoreLockedError as error:
                 raise StoreLockedError(
-                    f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none "
-                    "of its rules keeps goes with its next commit"
+                    f"{error}. A trainer that has it open pins and removes with engine.pin(step), engine.unpin(step) "
+                    "and engine.remove(step=step); what none of its rules keeps goes with its next commit"
                 ) from None
             return await work(store)
 
@@ -144,6 +151,7 @@ def copy_checkpoint(
     target: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     pinned: bool | None = None,
     progress: Progress = lambda done, total: None,
@@ -162,6 +170,7 @@ def copy_checkpoint(
             trainer may write to it meanwhile.
         target: Store that gets it; no trainer has it open.
         step: The newest checkpoint of this step; by default the newest of all.
+        name: The checkpoint with this name instead.
         rank: Of a group: whose part. By default that of rank 0.
         pinned: Whether the copy is pinned; by default as it is in ``source``. One that is not pinned goes when a
             trainer that opens ``target`` commits, unless its rules keep it.
@@ -172,7 +181,7 @@ def copy_checkpoint(
         The checkpoint as ``target`` has it.
 
     Raises:
-        ValueError: both are one folder, or ``target`` is a URL or begins with ``~``.
+        ValueError: both are one folder, ``target`` is a URL or begins with ``~``, or it has a checkpoint of that name.
         NoCheckpointError: there is none to copy.
         IncompleteCheckpointError: tensors of it lie on several ranks, and a copy would have one rank's boxes of them.
         CorruptStoreError: it is damaged (DamagedError), or ``target`` is.
@@ -180,13 +189,13 @@ def copy_checkpoint(
         StoreFullError: there is no space for it, or a commit record has no room for it.
         ReadError, WriteError: a device failed.
     """
-    step, target = check_step(step), store_path(target)
+    which, target = which_one(step, name), store_path(target)
     with suppress(OSError):
         if os.path.samefile(source, target):
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
 
     async def copy() -> CheckpointInfo:
-        async with hold(source, step, io, rank) as held, await open_folder(target, io) as opened:
+        async with hold(source, which, io, rank) as held, await open_folder(target, io) as opened:
             refuse_boxes(held.manifest.skeleton)
             return await _copy(held, opened, target, pinned, progress)
 
@@ -198,6 +207,8 @@ async def _copy(held: Held, opened: OpenMedium, path: str, pinned: bool | None, 
     if len(store.committed.entries) >= MOST_ENTRIES:
         full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"
         raise StoreFullError(errno.ENOSPC, full, path)
+    if held.entry.name is not None and any(entry.name == held.entry.name for entry in store.committed.entries):
+        raise ValueError(f"{path} has a checkpoint named {held.entry.name!r} already; remove it first")
     entry = structs.replace(
         held.entry,
         counter=max(held.entry.counter, store.committed.largest_counter + 1),

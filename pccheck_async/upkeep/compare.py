@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import DamagedError
-from pccheck_async.format import CheckpointInfo, check_step, dtypes
+from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.group import PartReader, Payload
 from pccheck_async.medium.open_medium import IO, OpenMedium
@@ -180,9 +180,9 @@ class _Side:
 
 
 @asynccontextmanager
-async def _side(path: str | os.PathLike[str], step: int | None, io: IO, rank: int | None) -> AsyncIterator[_Side]:
+async def _side(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None) -> AsyncIterator[_Side]:
     """Hold one; of a group's, tensors that lie on several ranks are in full."""
-    async with hold(path, step, io, rank) as held:
+    async with hold(path, which, io, rank) as held:
         pool = make_pool(held.manifest)
         if isinstance(held.reader, PartReader):
             async with aclosing(await held.reader.merged(held.entry, held.file, held.manifest, pool)) as merged:

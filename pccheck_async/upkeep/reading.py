@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pccheck_async.api import open_reader
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import ReadError
-from pccheck_async.format import CheckpointInfo, Entry, check_step, combine, piece_sums
+from pccheck_async.format import CheckpointInfo, Entry, Which, combine, piece_sums, which_one
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.group import PartReader
@@ -50,17 +50,17 @@ class Held:
 
 
 @asynccontextmanager
-async def hold(path: str | os.PathLike[str], step: int | None, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
-    """Hold the newest checkpoint, or the newest of ``step``, until the context is left; of a group, a rank's part.
+async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
+    """Hold the newest checkpoint, or the one asked for, until the context is left; of a group, a rank's part.
 
     Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank of
     what is no group's folder.
     """
-    reader = await open_reader(path, io, step=step, rank=rank)
+    reader = await open_reader(path, io, which=which, rank=rank)
     async with reader.opened as opened:
-        held = await reader.lock(lambda record: choose(record.entries, step))
+        held = await reader.lock(lambda record: choose(record.entries, which))
         if held is None:
-            raise reader.nothing(path, step)
+            raise reader.nothing(path, which)
         entry, file = held
         if not isinstance(file, File):
             raise file
@@ -113,9 +113,16 @@ class Description:
 
 
 def describe_checkpoint(
-    path: str | os.PathLike[str], *, step: int | None = None, rank: int | None = None, io: IO = "auto"
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    name: str | None = None,
+    rank: int | None = None,
+    io: IO = "auto",
 ) -> Description:
-    """Describe the newest checkpoint, or the newest of ``step``. Reads its manifest and no tensor.
+    """Describe the newest checkpoint, the newest of ``step``, or the one called ``name``.
+
+    Reads its manifest and no tensor.
 
     In a group's folder it is one rank's part of a complete checkpoint, by default that of rank 0. Where tensors of it
     lie on several ranks, the manifests of all ranks are read.
@@ -125,10 +132,10 @@ def describe_checkpoint(
         CorruptStoreError: no record is valid, or a manifest is damaged.
         ReadError: the device failed.
     """
-    step = check_step(step)
+    which = which_one(step, name)
 
     async def describe() -> Description:
-        async with hold(path, step, io, rank) as held:
+        async with hold(path, which, io, rank) as held:
             listing = list_leaves(held.manifest)
             sharded = tuple([leaf async for leaf in _with_boxes(held, listing)])
             return Description(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pccheck_async.api import open_reader
 from pccheck_async.errors import DamagedError, ReadError
-from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
+from pccheck_async.format import CheckpointInfo, Entry, Record, which_one
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
 from pccheck_async.group import is_group_folder, list_group, parts_of, rank_name
@@ -123,6 +123,7 @@ def verify_checkpoints(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     every: bool = False,
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
@@ -134,6 +135,7 @@ def verify_checkpoints(
     Args:
         path: Folder of a store, or of a group.
         step: Check the newest checkpoint of this step; by default the newest of all.
+        name: Check the checkpoint with this name instead.
         every: Check all committed checkpoints. Those that a running writer drops meanwhile are left out.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
@@ -144,7 +146,7 @@ def verify_checkpoints(
             does not understand what is whole in a checkpoint.
         ReadError: the device failed where the records lie.
     """
-    step = check_step(step)
+    which = which_one(step, name)
 
     async def verify() -> Verification:
         async with (reader := await open_reader(path, io)).opened as opened:
@@ -152,9 +154,9 @@ def verify_checkpoints(
             reading = _Reading(progress)
             checks: list[CheckedCheckpoint] = []
             while not checks:  # a running writer may drop all of them before they can be held
-                wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
+                wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, which)) else []
                 if not wanted:
-                    raise reader.nothing(path, step)
+                    raise reader.nothing(path, which)
                 reading.total = sum(map(_nbytes, wanted))
                 checks = [checked for entry in wanted if (checked := await _check(reader, entry, reading.add))]
                 if not checks:
@@ -164,7 +166,7 @@ def verify_checkpoints(
     async def verify_group() -> Verification:
         while True:
             listing, reading = list_group(path), _Reading(progress)
-            chosen = listing.choose(step)
+            chosen = listing.choose(which)
             keys = {one.key for one in (listing.complete if every else (chosen,))}
             reading.total = sum(_nbytes(part.entry) for key in keys for part in listing.parts(key).values())
             copies: list[RecordCopy] = []

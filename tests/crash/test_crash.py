@@ -76,6 +76,13 @@ def test_what_is_pinned_or_kept_by_a_rule_stays(rules: dict[str, Any], judged: C
     assert len(findings.states) > 500
 
 
+def test_what_is_removed_is_gone_and_the_rest_stays(judged: Callable[[Findings], Findings]) -> None:
+    scenario = Scenario(2, "all", seed=12, bursts=5, deaths=2, images=12, removals=0.9, sampled=0.02)
+    findings = judged(explore(scenario))
+    assert findings.events["removed"] > 3
+    assert len(findings.states) > 300
+
+
 @pytest.mark.parametrize("keep_last", [1, 3])
 def test_damage_never_yields_another_state(keep_last: int, judged: Callable[[Findings], Findings]) -> None:
     findings = judged(explore_damage(keep_last, images=300))

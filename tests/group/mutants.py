@@ -125,7 +125,7 @@ SHARED = Scenario("shared", ("ss", "s"))
 QUORUM = (Coordinator, "_is_complete", lambda self, one: one.entry is not None and len(one.prepared) >= self.world - 1)
 ALL_REFUSE = (Coordinator, "_lacking", lambda self: " ".join(map(str, self._view.incomplete)))
 FEWER_SLOTS = (Member, "_capacity", lambda self: self.max_in_flight + self.reserved)
-PIN_LEARNT = (Member, "_note_pin", lambda self, index: self._resolve_pins((index,)))
+PIN_LEARNT = (Member, "_note_change", lambda self, index: self._resolve_changes((index,)))
 LOCAL: dict[str, Any] = {"nodes": 3, "power": False, "force": True}
 AB, AC, BA = (0, 1), (0, 2), (1, 0)
 

@@ -32,6 +32,7 @@ from pccheck_async import (
     SyncCheckpointEngine,
     UnsupportedStateError,
     list_checkpoints,
+    load_sync,
 )
 from tests.support.group_folders import spoil
 from tests.support.processes import forked
@@ -337,3 +338,24 @@ def test_an_engine_left_open_is_closed_at_the_exit(tmp_path: Path) -> None:
     assert "was not closed before the interpreter exited; " in done.stderr
     assert "in flight" in done.stderr
     assert [info.step for info in list_checkpoints(tmp_path / "run")] == [4]
+
+
+def test_names_and_removal_are_those_of_all_ranks(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last="all") as engine:
+            for step in range(4):
+                engine.checkpoint(state_of(group.rank, step), step=step, name=f"n{step}")
+            removed = [info.name for info in engine.remove(name="n3")]  # in flight
+            assert failure(lambda: engine.remove(step=17))[0] == NoCheckpointError.__name__
+            engine.remove(step=1)
+            state = state_of(group.rank, -1)
+            assert engine.restore(state, name="n0") is not None
+            differently = engine.checkpoint(state_of(group.rank, 8), step=8, name=f"of {group.rank}")
+            assert "the ranks call it differently: 'of 0', 'of 1'" in failure(differently.result)[1]
+            engine.checkpoint(state_of(group.rank, 9), step=9, name="n2", replace=True).result()
+            return [removed, state["step"], [(info.step, info.name) for info in engine.checkpoints()]]
+
+    there = [(9, "n2"), (0, "n0")]
+    assert run_ranks(2, rank_main) == [[["n3"], 0, there]] * 2
+    assert [(info.step, info.name) for info in list_checkpoints(tmp_path)] == there
+    assert load_sync(tmp_path, name="n0", rank=1)["rank"] == 1

@@ -24,13 +24,13 @@ from pccheck_async.group.actions import (
     Post,
     Ready,
     Resolve,
-    ResolvePin,
+    ResolveChange,
     Scan,
     TakeOver,
     Unopened,
     WriteRecord,
 )
-from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, Commit, Found, Hello, Ok, Pin, Start
+from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, Change, Commit, Found, Hello, Ok, Start
 from pccheck_async.group.restore import Restore
 from pccheck_async.store import Retention
 
@@ -242,7 +242,7 @@ def test_a_lost_log_fails_what_waits() -> None:
     group.carry_out(1, group.members[1].lost("rank 0 is gone"))
     assert Resolve(0, "failed", "rank 0 is gone", 0) in group.done[1]
     assert Cancel(0) in group.done[1]
-    assert ResolvePin(0, "rank 0 is gone") in group.done[1]
+    assert ResolveChange(0, "rank 0 is gone") in group.done[1]
     assert group.members[1].idle
     group.write(1, 0, 1)  # it had ended just before
     assert not [one for one in group.done[1] if isinstance(one, WriteRecord)]
@@ -297,9 +297,9 @@ def test_a_pin_returns_when_this_ranks_record_says_so() -> None:
         group.carry_out(rank, group.members[rank].pin(1, True))
     group.deliver()
     assert group.last(0, WriteRecord).applied.pinned == (group.last(0, WriteRecord).parts[0].key,)
-    assert not [one for one in group.done[0] if isinstance(one, ResolvePin)]
+    assert not [one for one in group.done[0] if isinstance(one, ResolveChange)]
     group.flush(0)
-    assert group.done[0][-1] == ResolvePin(0, None)
+    assert group.done[0][-1] == ResolveChange(0, None)
     group.flush(1)
     group.save_all(2)
     commit = [one for one in group.decisions() if isinstance(one, Commit)][-1]
@@ -313,11 +313,11 @@ def test_pins_that_cannot_be() -> None:
         group.carry_out(0, group.members[0].pin(step, True))
         group.carry_out(1, group.members[1].pin(other, True))
     group.deliver()
-    first, second = [one.why or "" for one in group.decisions() if isinstance(one, Pin)]
+    first, second = [one.why or "" for one in group.decisions() if isinstance(one, Change)]
     assert first == "there is no checkpoint of step 5"
-    assert second == "ranks asked to pin different checkpoints: [(1, True), (2, True)]"
-    assert ResolvePin(1, second) in group.done[1]
-    assert ResolvePin(0, first) in group.done[0]
+    assert second == "ranks asked for different changes: pin 1, pin 2"
+    assert ResolveChange(1, second) in group.done[1]
+    assert ResolveChange(0, first) in group.done[0]
 
 
 def test_every_pin_and_restore_that_waits_ends_when_rank_0_is_lost() -> None:
@@ -328,9 +328,9 @@ def test_every_pin_and_restore_that_waits_ends_when_rank_0_is_lost() -> None:
             group.carry_out(rank, group.members[rank].pin(step, True))
     group.carry_out(0, group.members[0].restore.request(None))
     group.deliver()
-    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1]
+    assert [one.index for one in group.done[0] if isinstance(one, ResolveChange)] == [1]
     group.carry_out(0, group.members[0].lost("rank 0 is gone"))
-    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1, 0]
+    assert [one.index for one in group.done[0] if isinstance(one, ResolveChange)] == [1, 0]
     assert group.done[0][-1] == EndRestore("lost", "rank 0 is gone")
 
 

@@ -16,12 +16,12 @@ from pccheck_async import CheckpointEngine, Group, StateMismatchError
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
-from pccheck_async.group.restore import LeadRestore, Restore
+from pccheck_async.group.restore import LeadRestore, Restore, There
 from tests.support.group_explorer import cloned, frozen
 from tests.support.ranks import run_ranks, wait_for
 
 RUN = Run(1, 1, 1)
-THERE = [(Key(5, RUN), 50), (Key(3, RUN), 30)]
+THERE = [(Key(5, RUN), 50, "best"), (Key(3, RUN), 30, None)]
 
 
 class State(NamedTuple):
@@ -34,7 +34,7 @@ class State(NamedTuple):
     ended: tuple[str, ...]  # how it ended for each rank
 
 
-def explore(world: int, steps: Sequence[int | None], there: Sequence[tuple[Key, int]], lacking: str = "") -> set[str]:
+def explore(world: int, steps: Sequence[int | None], there: Sequence[There], lacking: str = "") -> set[str]:
     """Return what it may end as, all ranks alike; violations begin with G5."""
     first = State(
         tuple(map(Restore, range(world))), LeadRestore(world), (), (0,) * world, ("",) * world, (), ("",) * world
@@ -56,7 +56,7 @@ def explore(world: int, steps: Sequence[int | None], there: Sequence[tuple[Key, 
 
 def begin(state: State, steps: Sequence[int | None], there: Any, lacking: str) -> State:
     for rank, step in enumerate(steps):
-        state = act(state, rank, partial(Restore.request, step=step), there, lacking)
+        state = act(state, rank, partial(Restore.request, which=step), there, lacking)
     return state
 
 

@@ -47,7 +47,7 @@ from pccheck_async.cli import app
 from pccheck_async.cli.ranks import placement
 from pccheck_async.format import Entry
 from pccheck_async.group import GroupListing, list_group
-from pccheck_async.state import ShardBox, ShardedLeaf
+from pccheck_async.state import PlannedBoxes, ShardBox, ShardedLeaf
 from pccheck_async.state.boxes import local_tensors
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
@@ -735,6 +735,12 @@ def torn(kind: str, folder: Path, group: Group) -> None:
             other["model"] = dict(reversed(sharded.items()))
         case "lacks one":
             other["model"] = {name: value for name, value in sharded.items() if name != "2"}
+        case "other placements":
+            across = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(1)], shape=torch.Size((4, 6)), stride=(6, 1))
+            whole["model"] = {
+                "0": DTensor.from_local(torch.zeros(2, 6), mesh, [Shard(0)], shape=torch.Size((4, 6)), stride=(6, 1))
+            }
+            other["model"] = {"0": across}
         case "gap":
             other["master"] = FlatShard(torch.zeros(high - low - 1), (3, 4), low + 1)
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
@@ -749,7 +755,7 @@ def torn(kind: str, folder: Path, group: Group) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["another order", "lacks one", "gap"])
+@pytest.mark.parametrize("kind", ["another order", "lacks one", "other placements", "gap"])
 def test_ranks_whose_states_do_not_fit_together_are_told_at_once(tmp_path: Path, kind: str) -> None:
     run_ranks(2, partial(torn, kind, tmp_path))
 
@@ -821,12 +827,9 @@ def test_tensors_without_elements_here_are_not_taken_for_tied(tmp_path: Path) ->
 
 
 def placed_otherwise(folder: Path, group: Group) -> str:
-    """Rank 0 says that it has the first row, rank 1 that it has the second column: as many elements as there are."""
-    mesh = mesh_of(folder, group)
-    local = torch.ones(1, 2) if group.rank == 0 else torch.ones(2, 1)
-    mine = DTensor.from_local(
-        local, mesh, [Shard(group.rank)], run_check=False, shape=torch.Size((2, 2)), stride=(2, 1)
-    )
+    """Rank 0 saves the first row, rank 1 the second column: as many elements as there are."""
+    row, column = ((0, 0), torch.ones(1, 2)), ((0, 1), torch.ones(2, 1))
+    mine = PlannedBoxes((2, 2), [column if group.rank else row])
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
         engine.checkpoint({"w": mine}, step=1).result()
         with pytest.raises(StateMismatchError) as caught:

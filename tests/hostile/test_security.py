@@ -117,7 +117,7 @@ CAGE = """
     from typer.testing import CliRunner
     from pccheck_async import (
         SyncCheckpointEngine, compare_checkpoints, copy_checkpoint, describe_checkpoint, list_checkpoints, load_sync,
-        open_checkpoint, recover_store, verify_checkpoints,
+        UnsupportedStateError, export_checkpoint, open_checkpoint, recover_store, verify_checkpoints,
     )
 
     def look(path, copied):
@@ -135,6 +135,30 @@ CAGE = """
             engine.restore(state)
         assert state["note"] == "plain"
 
+    def refused(read):
+        try:
+            read()
+        except UnsupportedStateError as error:
+            assert "a pickled" in str(error)
+        else:
+            raise AssertionError("it was read")
+
+    def look_at_pickles(path, copied):
+        list_checkpoints(path)
+        assert [leaf.kind for leaf in describe_checkpoint(path).leaves] == ["tensor", "pickled"]
+        assert verify_checkpoints(path).whole
+        assert not compare_checkpoints(path, path).differences
+        recover_store(path, search=True)
+        copy_checkpoint(path, copied)
+        refused(lambda: load_sync(path))
+        load_sync(path, keys=["x"])
+        with open_checkpoint(path) as found:
+            found["x"]
+            refused(lambda: found["runs"])
+        with SyncCheckpointEngine(copied) as engine:
+            refused(lambda: engine.restore({"x": torch.zeros(9), "runs": None}))
+        refused(lambda: export_checkpoint(path, copied / "out", to="torch"))
+
     forbidden = ("pickle.find_class", "marshal.", "compile", "exec", "subprocess.", "os.exec", "os.system",
                  "os.posix_spawn", "os.fork", "socket.", "ctypes.dlopen")
 
@@ -144,22 +168,29 @@ CAGE = """
             os.write(2, f"{event} {arguments!r}"[:2000].encode())
             os._exit(9)
 
-    path, copied, again = map(Path, sys.argv[1:])
+    path, copied, again, hostile, other, another = map(Path, sys.argv[1:])
+    look_at_pickles(hostile, other)
     look(path, copied)  # what Python imports when something is used first is not what is meant
     sys.addaudithook(watch)
     look(path, again)
+    look_at_pickles(hostile, another)
     print("read", flush=True)
     sys.modules["pickle"].loads(sys.modules["pickle"].dumps(Path))  # the cage holds
 """
 
 
+PLACES = ("store", "copied", "again", "hostile", "other", "another")
+
+
 @pytest.mark.slow
 def test_nothing_that_reads_a_store_unpickles_or_runs_anything(tmp_path: Path) -> None:
     save(tmp_path / "store")
+    with SyncCheckpointEngine(tmp_path / "hostile", allow_pickle=True) as engine:
+        engine.checkpoint({"x": torch.arange(9.0), "runs": Runs()}).result(60)
     script = tmp_path / "cage.py"
     script.write_text(textwrap.dedent(CAGE))
 
-    command = [sys.executable, str(script), *(str(tmp_path / each) for each in ("store", "copied", "again"))]
+    command = [sys.executable, str(script), *(str(tmp_path / each) for each in PLACES)]
     caged = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert caged.stdout == "read\n", caged.stderr
     assert caged.returncode == 9

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -98,13 +98,14 @@ class Scenario:
         dying: Boundaries at which the process may die.
         rules: Further rules of what is kept; all that a record names is then read, not only the newest.
         pins: Share of the rounds after which a checkpoint is pinned, or unpinned.
+        removals: Share of the rounds beside which a checkpoint is removed through the engine.
         sampled: Share of the distinct images that the readers look at as a whole: of the others they read what
             a record names.
         enough: Violations after which to look no further.
     """
 
     max_in_flight: int
-    keep_last: int
+    keep_last: int | Literal["all"]
     seed: int = 0
     bursts: int = 4
     deaths: int = 3
@@ -122,6 +123,7 @@ class Scenario:
     enough: int = 10
     rules: Mapping[str, Any] = field(default_factory=dict)
     pins: float = 0.0
+    removals: float = 0.0
     sampled: float = 1.0
 
 
@@ -133,11 +135,15 @@ class Promises:
         pinned: Steps that were pinned.
         multiples: Steps that end multiples of ``keep_every``.
         loss: The least one, where the best are kept.
+        kept: Steps that were acknowledged and not removed, where all are kept.
+        removed: Steps of which the removal was acknowledged.
     """
 
     pinned: frozenset[int] = frozenset()
     multiples: frozenset[int] = frozenset()
     loss: float = math.inf
+    kept: frozenset[int] = frozenset()
+    removed: frozenset[int] = frozenset()
 
     def with_saved(self, step: int, rules: Mapping[str, Any]) -> Promises:
         """Return the promises after ``step`` was acknowledged."""
@@ -151,6 +157,9 @@ class Promises:
             return f"the pinned steps {sorted(lost)} are lost"
         if lost := self.multiples - {info.step for info, _ in found}:
             return f"the steps {sorted(lost)}, which end multiples of keep_every, are lost"
+        steps = {info.step for info, _ in found}
+        if self.kept - steps or self.removed & steps:
+            return f"of the steps {sorted(steps)}, {sorted(self.kept)} are kept and {sorted(self.removed)} removed"
         if min((float(str(info.metadata["loss"])) for info, _ in found), default=math.inf) > self.loss:
             return f"the best, of loss {self.loss}, is lost"
         return None
@@ -211,7 +220,7 @@ class Judge:
                 if whole := scenario.sampled == 1 or rng.random() < scenario.sampled:
                     self._findings.events["read as a whole"] += 1
                     self._recovered[image.digest] = recover(image)
-                if scenario.rules or scenario.pins or not whole:
+                if scenario.rules or scenario.pins or scenario.removals or not whole:
                     self._listed[image.digest] = all_of(image)
             trouble = None
             if (recovered := self._recovered.get(image.digest)) is not None:
@@ -409,7 +418,7 @@ class Exploration:
             for _ in range(bursts):
                 count = self._rng.randint(1, 2 * scenario.max_in_flight + 2)
                 burst = [self._checkpoint(engine, disk) for _ in range(count)]
-                await asyncio.gather(*burst, self._read_beside(disk), self._pin(engine))
+                await asyncio.gather(*burst, self._read_beside(disk), self._pin(engine), self._remove(engine))
         finally:
             # What fails after it was cancelled, when its capture had just ended, nobody awaited: closing tells it.
             with suppress(CheckpointError, OSError):
@@ -476,6 +485,16 @@ class Exploration:
         except CheckpointError:  # a record failed, now or before
             self.findings.events["not pinned"] += 1
 
+    async def _remove(self, engine: CheckpointEngine) -> None:
+        """Remove one of the checkpoints that are not the newest, while others are written."""
+        if self._rng.random() >= self._scenario.removals or len(infos := engine.checkpoints()) < 2:
+            return
+        step = self._rng.choice(infos[1:]).step
+        self._promises = replace(self._promises, kept=self._promises.kept - {step})
+        await engine.remove(step=step)
+        self._promises = replace(self._promises, removed=self._promises.removed | {step})
+        self.findings.events["removed"] += 1
+
     async def _checkpoint(self, engine: CheckpointEngine, disk: CrashDisk) -> None:
         step = next(self._steps)
         saving = asyncio.ensure_future(engine.checkpoint(state_of(step), step=step, metadata=metadata_of(step)))
@@ -497,6 +516,8 @@ class Exploration:
             disk.acknowledge(info.step)
             if not pending.superseded:
                 self._promises = self._promises.with_saved(step, self._scenario.rules)
+                if self._scenario.keep_last == "all":
+                    self._promises = replace(self._promises, kept=self._promises.kept | {step})
 
 
 def explore(scenario: Scenario) -> Findings:

@@ -46,7 +46,7 @@ from pccheck_async.group.actions import (
     Post,
     RemoveOrphans,
     Resolve,
-    ResolvePin,
+    ResolveChange,
     Scan,
     TakeOver,
     Unopened,
@@ -747,7 +747,7 @@ class Step:
                     self._replace(2 * x.place[self.env.members[rank], store.rank], 0)  # power loss may bring it back
             case Resolve():
                 self._resolve(rank, action)
-            case ResolvePin():
+            case ResolveChange():
                 run = self._member(rank).run
                 if action.why is None and run is not None:
                     x.reached.add("pinned")

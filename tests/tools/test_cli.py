@@ -216,7 +216,7 @@ def test_demo(tmp_path: Path) -> None:
     assert sorted(read_losses(folder / "resumed.csv")) == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_demo_of_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

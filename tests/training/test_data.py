@@ -298,7 +298,7 @@ def process_group() -> Iterator[Callable[[int, int], None]]:
     """Be that rank of so many, as far as torch.distributed says."""
 
     def initialise(rank: int, world_size: int) -> None:
-        store = torch.distributed.HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
 
     yield initialise

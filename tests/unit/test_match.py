@@ -561,6 +561,22 @@ def test_tied_modules() -> None:
     assert "shares memory" in mismatch({"m": tied()}, untied).mismatched[0]
 
 
+@pytest.mark.parametrize("left_out", ["0.weight", "1.weight"])
+def test_a_tied_parameter_may_be_saved_under_one_name(left_out: str) -> None:
+    """As Hugging Face saves it."""
+    net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(5, 3, bias=False))
+    stored = {key: value.clone() for key, value in net.state_dict().items() if key != left_out}
+    assert mismatch({"m": net}, save({"m": stored})).missing == ("m." + left_out.replace(".", r"\."),)
+    net[1].weight = net[0].weight
+    stored["2.weight"] = torch.ones(3, 5)
+    save({"m": stored}).restore({"m": net})
+    other = {"0.weight": "1.weight", "1.weight": "0.weight"}[left_out]
+    assert net[0].weight is net[1].weight
+    assert all(same(value, (stored | {left_out: stored[other]})[key]) for key, value in net.state_dict().items())
+    del stored["2.weight"]
+    assert mismatch({"m": net}, save({"m": stored})).missing == (r"m.2\.weight",)
+
+
 def test_extra_state_and_hooks() -> None:
     one, two = Extra(2, 2), Extra(2, 2)
     one.extra = {"scale": torch.ones(3), "names": ["a"]}

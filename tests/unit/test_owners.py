@@ -185,6 +185,8 @@ def test_parts_on_ranks_outside_of_the_group_are_refused() -> None:
     assert tally.owns(NAMED, on([0, 2], [1, 3]), torch.zeros(5)), "replicas elsewhere are not needed"
     with pytest.raises(UnsupportedStateError, match=r"model\.weight: .*not in the engine's group"):
         tally.owns(NAMED, on([0], [2]), torch.zeros(5))
+    with pytest.raises(UnsupportedStateError, match=r"model\.weight: .*not in the engine's group"):
+        tally.note_range(NAMED, on([2, 3]), 0, 5)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import CorruptStoreError
@@ -86,6 +87,23 @@ class Targets(Iterable[Target]):
 
 # -- new memory
 
+Place: TypeAlias = torch.device | Callable[[torch.UntypedStorage, str], Any]
+"""Where tensors go: a device, or what returns the storage to use in the place of one on the host."""
+
+
+def place_of(device: object) -> Place:
+    """Return where ``torch.load(map_location=device)`` puts tensors that were saved on the host.
+
+    Raises RuntimeError for a device that torch does not know, TypeError for what names none.
+    """
+    if isinstance(device, Mapping):
+        device = device.get("cpu", "cpu")
+    if callable(device):
+        return cast("Place", device)
+    place: torch.device = torch.device(device)  # type: ignore[call-overload]
+    torch.empty(0, device=place)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
+    return place
+
 
 class _NewMemory(NamedTuple):
     """Uninitialised bytes for a storage, from byte ``base`` of the storage on; ``ranges`` of it are read."""
@@ -107,7 +125,7 @@ class Allocation:
         self, manifest: Manifest, wanted: Iterable[int], devices: Mapping[int, torch.device] = MappingProxyType({})
     ) -> None:
         self._manifest = manifest
-        self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._moved: dict[tuple[int | None, Place], torch.UntypedStorage] = {}
         views: dict[int, list[int]] = {}
         for index in wanted:
             if (storage := manifest.tensors[index].storage) is not None:
@@ -137,14 +155,15 @@ class Allocation:
             for low, high in memory.ranges:
                 yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
 
-    def array(self, index: int, device: torch.device = _HOST) -> Array:
-        """Return an array: where it was allocated, or a tensor on ``device``, where aliases share memory as well.
+    def array(self, index: int, place: Place = _HOST) -> Array:
+        """Return an array: where it was allocated, or a tensor at its ``place``, where aliases share memory as well.
 
         Raises CorruptStoreError where torch or numpy refuses to make an array of this shape and dtype.
         """
         entry = self._manifest.tensors[index]
+        storage = None if entry.kind == "ndarray" else self._storage(entry, place)
         try:
-            return self._ndarray(entry) if entry.kind == "ndarray" else self._tensor(entry, device)
+            return self._ndarray(entry) if storage is None else self._tensor(entry, storage)
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, OverflowError) as error:
@@ -158,26 +177,44 @@ class Allocation:
         flat = memory.flat if isinstance(memory.flat, np.ndarray) else memory.flat.numpy()
         return np.ndarray(entry.shape, dtype, flat.data, entry.offset - memory.base, _stored_steps(entry))
 
-    def _tensor(self, entry: TensorEntry, device: torch.device) -> torch.Tensor:
+    def _storage(self, entry: TensorEntry, place: Place) -> torch.UntypedStorage:
+        """Return the memory of a tensor at its place; an empty one where it has no elements."""
+        memory = None if entry.storage is None else self._memories[entry.storage]
+        flat = torch.empty(0, dtype=torch.uint8, device=_HOST) if memory is None else memory.flat
+        assert isinstance(flat, torch.Tensor)
+        if place == _HOST:
+            return flat.untyped_storage()
+        if (entry.storage, place) not in self._moved:
+            if isinstance(place, torch.device):
+                moved = flat.to(place).untyped_storage()
+            else:
+                moved = _untyped(place(flat.untyped_storage(), "cpu"), flat)
+            self._moved[entry.storage, place] = moved
+        return self._moved[entry.storage, place]
+
+    def _tensor(self, entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
         dtype = dtypes.torch_dtype(entry.dtype)
         bits = dtypes.carrier(dtype)
         if entry.storage is None:
-            tensor = torch.empty_strided(entry.shape, entry.stride, dtype=bits, device=device)
+            tensor = torch.empty_strided(entry.shape, entry.stride, dtype=bits, device=storage.device)
         else:
-            memory = self._memories[entry.storage]
-            flat = memory.flat
-            assert isinstance(flat, torch.Tensor)
-            if device.type != "cpu":
-                if (entry.storage, device) not in self._moved:
-                    self._moved[entry.storage, device] = flat.to(device)
-                flat = self._moved[entry.storage, device]
-            tensor = torch.empty(0, dtype=bits, device=flat.device)
-            offset = (entry.offset - memory.base) // dtype.itemsize
-            tensor.set_(flat.untyped_storage(), offset, entry.shape, entry.stride)
+            tensor = torch.empty(0, dtype=bits, device=storage.device)
+            offset = (entry.offset - self._memories[entry.storage].base) // dtype.itemsize
+            tensor.set_(storage, offset, entry.shape, entry.stride)
         tensor = tensor.view(dtype)
         if entry.kind == "parameter":
             return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
         return tensor.requires_grad_(entry.requires_grad)
+
+
+def _untyped(placed: Any, flat: torch.Tensor) -> torch.UntypedStorage:
+    """Return what a user's function put in the place of a storage. Raises TypeError, ValueError."""
+    storage = flat.untyped_storage() if placed is None else getattr(placed, "_untyped_storage", placed)
+    if not isinstance(storage, torch.UntypedStorage):
+        raise TypeError(f"the function given as device= returns a storage or None, not {type(placed).__qualname__}")
+    if storage.nbytes() < flat.nbytes:
+        raise ValueError(f"the function given as device= returned {storage.nbytes()} bytes for {flat.nbytes}")
+    return storage
 
 
 def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
@@ -209,7 +246,14 @@ class _Live:
     """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array."""
 
     def __init__(
-        self, path: str, index: int, entry: TensorEntry, array: Array, strict: bool, by_address: Callable[[], bool]
+        self,
+        path: str,
+        index: int,
+        entry: TensorEntry,
+        array: Array,
+        strict: bool,
+        by_address: Callable[[], bool],
+        cast: bool,
     ) -> None:
         self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
         self.steps = _steps(array)  # bytes from one element to the next along each dimension
@@ -220,7 +264,7 @@ class _Live:
         reached = self.device is None or (self.device.type == "cuda" and by_address())
         dense = is_dense(entry.shape, self.steps, entry.itemsize)
         # Read right into its memory, not copied there at the end:
-        self.in_place = reached and not self.negated and dense and _is_as_stored(entry, self.steps)
+        self.in_place = reached and not self.negated and not cast and dense and _is_as_stored(entry, self.steps)
 
     def extent(self) -> tuple[int, int]:
         """Return the addresses of the first byte and of the byte after the last."""
@@ -263,8 +307,13 @@ class Filling:
             self._preferred[index] = device
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
-        """Let ``array`` take the bytes of stored array ``index``, to which :func:`difference` found none."""
-        self._live[index] = _Live(path, index, self._manifest.tensors[index], array, strict, self._by_address)
+        """Let ``array`` take stored array ``index``, to which :func:`difference` found none; cast to its dtype."""
+        stored = self._manifest.tensors[index]
+        entry = stored
+        if isinstance(array, torch.Tensor):
+            entry = structs.replace(stored, dtype=dtypes.TORCH_NAMES[array.dtype])
+        cast = entry.dtype != stored.dtype
+        self._live[index] = _Live(path, index, entry, array, strict, self._by_address, cast)
 
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return the paths of strict ones, each with what it overlaps."""
@@ -330,8 +379,18 @@ def describe(entry: TensorEntry) -> str:
     return f"{entry.dtype} {tuple(entry.shape)}"
 
 
-def difference(entry: TensorEntry, array: Array) -> str:
-    """Return why ``array`` cannot take the bytes of the stored one; empty where it can."""
+def difference(entry: TensorEntry, array: Array, cast_to: torch.dtype | None = None) -> str:
+    """Return why ``array`` cannot take the bytes of the stored one; empty where it can.
+
+    A floating-point tensor of dtype ``cast_to`` can take another floating-point dtype, too.
+    """
+    if (
+        isinstance(array, torch.Tensor)
+        and array.dtype == cast_to
+        and entry.kind != "ndarray"
+        and dtypes.torch_dtype(entry.dtype).is_floating_point
+    ):
+        entry = structs.replace(entry, dtype=dtypes.TORCH_NAMES[array.dtype])
     if isinstance(array, torch.Tensor):
         kind, dtype, trouble = "tensor", dtypes.TORCH_NAMES.get(array.dtype, ""), _tensor_trouble(array)
     else:
@@ -418,7 +477,7 @@ def _copy(live: _Live, stored: Array) -> None:
         target, source = live.array.detach()[once], stored.detach()[once]
         writing: AbstractContextManager[Any] = torch.inference_mode() if live.array.is_inference() else torch.no_grad()
         with writing:
-            if live.negated:
+            if live.negated or target.dtype != source.dtype:
                 target.copy_(source)
             else:
                 as_bits(target).copy_(as_bits(source))

@@ -19,10 +19,12 @@ from pccheck_async.format.skeleton import (
     MappingNode,
     Node,
     OrderedDictNode,
+    PickledNode,
     ShardedNode,
     StatefulNode,
     children,
 )
+from pccheck_async.state.pickles import Pickled
 from pccheck_async.state.restore.tree import below, has_parts, rebuild
 
 _METADATA: Final = "._metadata"
@@ -62,11 +64,13 @@ class StoredLeaf:
         """``tensor``, ``parameter``, ``ndarray``, or the name of a plain value's type."""
         if self.entry is not None:
             return self.entry.kind
+        if isinstance(self.node, PickledNode):
+            return "pickled"
         return "object" if isinstance(self.node, StatefulNode) else type(self.value()).__name__
 
     def value(self) -> Any:
-        """Return a plain value. Raises CorruptStoreError where the node describes none."""
-        return rebuild(self.node, lambda _: None)
+        """Return a plain value, with stand-ins for pickled ones. Raises CorruptStoreError: the node describes none."""
+        return rebuild(self.node, lambda _: None, pickled=Pickled)
 
     def text(self, most: int = 80) -> str:
         """Return a plain value as Python writes it, cut to ``most`` characters; control characters are escaped."""
@@ -76,7 +80,7 @@ class StoredLeaf:
         elif isinstance(node, _DATA) and len(node.data) > 4 * most:
             return f"<{self.kind} of {len(node.data)} bytes>"
         try:
-            text = repr(rebuild(node, lambda _: None))
+            text = repr(rebuild(node, lambda _: None, pickled=Pickled))
         except ValueError:  # Python refuses to print very long ints in decimal
             text = f"<{self.kind} too long to show>"
         return text if len(text) <= most else text[: most - 3] + "..."

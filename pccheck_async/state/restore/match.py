@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from pccheck_async.format.skeleton import (
     ListNode,
     MappingNode,
     Node,
+    PickledNode,
     ShardedNode,
     StatefulNode,
     arrays,
@@ -33,8 +35,17 @@ from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
 from pccheck_async.state.leaves import Array
+from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore import objects
-from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference, memory_trouble
+from pccheck_async.state.restore.arrays import (
+    Allocation,
+    Filling,
+    Targets,
+    describe,
+    difference,
+    memory_trouble,
+    place_of,
+)
 from pccheck_async.state.restore.reshard import Wanted
 from pccheck_async.state.restore.tree import (
     count,
@@ -50,6 +61,7 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
 from pccheck_async.state.stateful import is_stateful
+from pccheck_async.telemetry import write
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
@@ -76,28 +88,48 @@ class Restoration:
     resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
 
 
-def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
+def allocate(
+    manifest: Manifest, keys: Sequence[str] | None = None, device: Any = "cpu", *, allow_pickle: bool = False
+) -> Restoration:
     """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
 
     Args:
         manifest: What is stored.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
-        device: Where tensors are in the end; numpy arrays stay on the host.
+        device: Where tensors are in the end (see :func:`place_of`); numpy arrays stay on the host.
+        allow_pickle: Whether pickled values are unpickled; else they are refused, before any byte is read.
 
     Raises:
+        UnsupportedStateError: There is a pickled value.
         StateMismatchError: One of ``keys`` selects nothing.
         IncompleteCheckpointError: A tensor lies on several ranks, of which this is one's part.
         CorruptStoreError: The skeleton describes no value.
         RuntimeError: There is no such device; raised by torch.
     """
-    torch.empty(0, device=device)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
+    place = place_of(device)
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     refuse_boxes(skeleton)
+    pickled = {
+        id(each): path for path, leaf in leaves(skeleton) for each in nodes.walk(leaf) if isinstance(each, PickledNode)
+    }
+    if pickled and not allow_pickle:
+        refuse_pickled(
+            *next((each, pickled[id(each)]) for each in nodes.walk(skeleton) if isinstance(each, PickledNode))
+        )
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
-    where = torch.device(device)
-    return Restoration(
-        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, where))
-    )
+
+    def finish() -> Any:
+        _tell_unpickled(pickled.values())
+        values = partial(rebuild, skeleton, lambda index: allocation.array(index, place))
+        return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
+
+    return Restoration(Targets(allocation.targets()), finish)
+
+
+def _tell_unpickled(where: Collection[str]) -> None:
+    if where:
+        text = "allow_pickle: %d values are unpickled, which runs code that the checkpoint names: %s"
+        write(logging.WARNING, "unpickled", text, len(where), ", ".join([*where][:5]))
 
 
 def match(
@@ -106,6 +138,8 @@ def match(
     by_address: Callable[[], bool] = lambda: False,
     *,
     strict: bool = True,
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
     generators: bool = True,
     added: Collection[str] = (),
 ) -> Restoration:
@@ -121,9 +155,10 @@ def match(
 
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
-    means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
-    CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every :class:`RNGState` stays
-    as it is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
+    and ``dtype`` mean, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked
+    when there is a CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every
+    :class:`RNGState` stays as it is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need
+    not be in the state.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -134,7 +169,7 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    return _Matching(state, manifest, by_address, strict, generators, added).restoration()
+    return _Matching(state, manifest, by_address, strict, dtype, allow_pickle, generators, added).restoration()
 
 
 class _Matching:
@@ -146,6 +181,8 @@ class _Matching:
         manifest: Manifest,
         by_address: Callable[[], bool],
         strict: bool,
+        dtype: torch.dtype | None,
+        allow_pickle: bool,
         generators: bool,
         added: Collection[str],
     ) -> None:
@@ -154,6 +191,9 @@ class _Matching:
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors
         self._strict = strict
+        self._dtype = dtype
+        self._allow_pickle = allow_pickle
+        self._unpickled: dict[int, tuple[str, Any]] = {}  # paths and values of those pickled, by identity of the node
         self._restores_generators = generators
         self._added = added
         self._names = cache(lambda: objects.names_in(state))
@@ -195,6 +235,7 @@ class _Matching:
             targets = Targets(self._filling.targets())
 
         def finish() -> Mapping[str, Any]:
+            _tell_unpickled([path for path, _ in self._unpickled.values()])
             with apart():
                 self._filling.finish()
             gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
@@ -262,6 +303,8 @@ class _Matching:
             self._stateful(live, node, path)
         elif isinstance(node, StatefulNode) and (_has_live_parts(live) or _savable(live)):
             self._value(live, node.child, path, replace, of_object=True)  # restored into the object's state
+        elif isinstance(node, PickledNode):
+            self._plain(live, node, path, replace)
         elif not _has_live_parts(live) and (not has_parts(node) or _savable(live)):
             if not of_object:
                 what = "an object in the checkpoint: put one there, or None for its state"
@@ -294,7 +337,7 @@ class _Matching:
             if strict:
                 self._differs(live, node, path)
             return
-        trouble = difference(self._tensors[node.index], live)
+        trouble = difference(self._tensors[node.index], live, self._dtype)
         if not trouble:
             with apart():
                 self._filling.add(path, node.index, live, strict=strict)
@@ -320,7 +363,7 @@ class _Matching:
         if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
             (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
         ]:
-            troubles = (difference(entry, view) for entry, (_, view) in zip(stored, views, strict=True))
+            troubles = (difference(entry, view, self._dtype) for entry, (_, view) in zip(stored, views, strict=True))
             if trouble := next(filter(None, troubles), ""):
                 self._mismatched.append(f"{path} ({trouble})")
                 return
@@ -347,7 +390,7 @@ class _Matching:
             return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
         if is_sharded(live):
             return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
-        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live)
+        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._dtype)
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
@@ -362,10 +405,18 @@ class _Matching:
 
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
-        rebuild(node, lambda index: index)
+        rebuild(node, lambda index: index, pickled=self._unpickle)
         self._make_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
+
+    def _unpickle(self, node: PickledNode) -> Any:
+        """Unpickle before anything changes: what fails, fails here. Raises UnsupportedStateError."""
+        if id(node) not in self._unpickled:
+            path = self._stored_paths().get(id(node), "")
+            value = unpickle(node, path) if self._allow_pickle else refuse_pickled(node, path)
+            self._unpickled[id(node)] = path, value
+        return self._unpickled[id(node)][1]
 
     def _make_sharded(self, node: Node) -> None:
         """Make the plain tensors that all ranks had alike; of what lay on several ranks, nothing says where it lies."""
@@ -393,7 +444,7 @@ class _Matching:
                 load = partial(_load_into, live, own)
         elif isinstance(live, torch.optim.Optimizer):
             child = self._optimizer(live, child, path)
-            load = partial(objects.load, live)
+            load = partial(objects.load, live, dtype=self._dtype)
             self._matched += 1
         elif isinstance(live, RNGState) and not self._restores_generators:
             self._matched += 1
@@ -406,7 +457,9 @@ class _Matching:
             with naming_owner("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
-        rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
+        rebuild(
+            child, lambda index: index, pickled=self._unpickle
+        )  # raises before anything changed where it describes no value
         self._make_sharded(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
@@ -429,6 +482,7 @@ class _Matching:
             return node, {}
         with naming_owner("state_dict", path, live):
             own = objects.live_state(live)
+        node = _with_tied(own, node)
         own_loading, missing = objects.own_loading(live), len(self._missing)
         common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
@@ -530,7 +584,7 @@ class _Matching:
         return common
 
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded)
+        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded, self._unpickle)
 
     def _stored_array(self, index: int) -> Array:
         if index in self._plain_made:
@@ -552,6 +606,22 @@ class _Matching:
         else:
             stored = f"a {type(node).__name__.removesuffix('Node')}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
+    """Return the stored state with the names that it lacks and that are the same tensors here as others that it has.
+
+    Hugging Face's files hold a tied parameter under one of its names.
+    """
+    stored = dict(zip(mapping_keys(node), node.values, strict=True))
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = {key: value for key, value in own.items() if type(value) in plain and not is_lazy(value)}
+    if tensors.keys() <= stored.keys():
+        return node
+    views = {key: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in tensors.items() if t.data_ptr()}
+    names = {view: key for key, view in views.items() if key in stored}
+    tied = {key: stored[names[view]] for key, view in views.items() if key not in stored and view in names}
+    return structs.replace(node, keys=[*node.keys, *tied], values=[*node.values, *tied.values()])
 
 
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:

@@ -176,42 +176,42 @@ def _items(node: Node) -> dict[Hashable, Node]:
 # -- optimizers: loading, and the repair after it
 
 
-def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
+def load(optimizer: torch.optim.Optimizer, state: Any, *, dtype: torch.dtype | None = None) -> None:
     """Load ``state``, and undo what torch changes in it on the way, between the hooks that users registered.
 
     ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
-    lose their low bits) and iterates over strings in it.
+    lose their low bits) and iterates over strings in it. What it cast to ``dtype`` stays so.
     """
     loaded = [state]  # the last is what torch gets; emptied once it is repaired
     with ExitStack() as hooks:
         if hasattr(optimizer, _HOOKS):  # a wrapper of another optimizer may have none
-            repair = partial(_repair, loaded=loaded)
+            repair = partial(_repair, loaded=loaded, dtype=dtype)
             hooks.enter_context(optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state)))
             hooks.enter_context(optimizer.register_load_state_dict_post_hook(repair, prepend=True))
         optimizer.load_state_dict(state)
-    _repair(optimizer, loaded)
+    _repair(optimizer, loaded, dtype)
 
 
-def _repair(optimizer: torch.optim.Optimizer, loaded: list[Any]) -> None:
+def _repair(optimizer: torch.optim.Optimizer, loaded: list[Any], dtype: torch.dtype | None) -> None:
     state = loaded[-1] if loaded else None
     loaded.clear()
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         return
     for number, parameter in _parameters(optimizer, state):
         if number in state["state"] and parameter in optimizer.state:
-            optimizer.state[parameter] = _repaired(optimizer.state[parameter], state["state"][number])
+            optimizer.state[parameter] = _repaired(optimizer.state[parameter], state["state"][number], dtype)
 
 
-def _repaired(loaded: Any, stored: Any) -> Any:
+def _repaired(loaded: Any, stored: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device)
+        return loaded if loaded.dtype in (stored.dtype, dtype) else stored.to(loaded.device)
     if isinstance(stored, str):
         return stored
     if isinstance(stored, dict) and isinstance(loaded, dict):
         for key in stored.keys() & loaded.keys():
-            loaded[key] = _repaired(loaded[key], stored[key])
+            loaded[key] = _repaired(loaded[key], stored[key], dtype)
     elif type(stored) in (list, tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
-        return type(stored)(_repaired(one, other) for one, other in zip(loaded, stored, strict=True))
+        return type(stored)(_repaired(one, other, dtype) for one, other in zip(loaded, stored, strict=True))
     return loaded
 
 

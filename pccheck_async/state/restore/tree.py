@@ -17,11 +17,12 @@ from pccheck_async.format.skeleton import (
     ListNode,
     MappingNode,
     Node,
+    PickledNode,
     ShardedNode,
     StatefulNode,
     TupleNode,
 )
-from pccheck_async.state import paths, values
+from pccheck_async.state import paths, pickles, values
 
 # -- from nodes to the values that were saved
 
@@ -31,6 +32,7 @@ def rebuild(
     array: Callable[[int], Any],
     stateful: Callable[[StatefulNode], Any] | None = None,
     sharded: Callable[[ShardedNode], Any] | None = None,
+    pickled: Callable[[PickledNode], Any] = pickles.refuse_pickled,
 ) -> Any:
     """Return the value that ``node`` describes, every part of it with the type that was saved.
 
@@ -39,10 +41,11 @@ def rebuild(
         array: Returns the array with an index in the manifest's table of tensors.
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
         sharded: Returns what takes the place of a tensor that lies on several ranks; by default, None.
+        pickled: Returns what takes the place of a pickled value; by default, it is refused.
 
-    Raises CorruptStoreError where the tree describes no value.
+    Raises CorruptStoreError where the tree describes no value, UnsupportedStateError for a pickled one.
     """
-    return _Builder(array, stateful, sharded).build(node, 0)
+    return _Builder(array, stateful, sharded, pickled).build(node, 0)
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class _Builder:
     array: Callable[[int], Any]
     stateful: Callable[[StatefulNode], Any] | None
     sharded: Callable[[ShardedNode], Any] | None
+    pickled: Callable[[PickledNode], Any]
 
     def each(self, items: list[Node], depth: int) -> list[Any]:
         return [item if type(item) in values.VERBATIM else self.build(item, depth) for item in items]
@@ -63,6 +67,8 @@ class _Builder:
                 return self.array(node.index)
             case ShardedNode():
                 return self.sharded(node) if self.sharded is not None else None
+            case PickledNode():
+                return self.pickled(node)
             case StatefulNode():
                 return self.stateful(node) if self.stateful is not None else self.build(node.child, depth + 1)
             case ListNode():

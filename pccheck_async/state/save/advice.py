@@ -86,7 +86,9 @@ def _advice(value: Any) -> str:
 
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
     """Return the error that refuses a value and says what to do."""
-    return UnsupportedStateError(f"{path}: a {full_name(value)} cannot be saved; {_advice(value)}")
+    return UnsupportedStateError(
+        f"{path}: a {full_name(value)} cannot be saved; {_advice(value)} (an engine with allow_pickle=True pickles it)"
+    )
 
 
 def full_name(value: object) -> str:

@@ -21,6 +21,7 @@ from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_view
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
+from pccheck_async.state.pickles import pickle
 from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.detached import refuse_unstepped
 from pccheck_async.state.save.owners import Named, Tally
@@ -38,10 +39,11 @@ class FlatState:
     leaves: Leaves
     outline: Outline | None  # what the next :func:`flatten_unchecked` of this state reuses
     objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
+    pickled: list[str]  # the paths of what only pickle can hold
     has_sharded: bool  # whether there are tensors in it that lie on several ranks
 
 
-def flatten(state: Mapping[str, Any], tally: Tally | None = None) -> FlatState:
+def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickle: bool = False) -> FlatState:
     """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
 
     Plain values are copied; tensors and arrays are the live ones.
@@ -49,28 +51,29 @@ def flatten(state: Mapping[str, Any], tally: Tally | None = None) -> FlatState:
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
     """
-    flat = flatten_unchecked(state, tally=tally)
+    flat = flatten_unchecked(state, tally=tally, allow_pickle=allow_pickle)
     flat.leaves.check()
     return flat
 
 
 def flatten_unchecked(
-    state: Mapping[str, Any], last: Outline | None = None, *, tally: Tally | None = None
+    state: Mapping[str, Any], last: Outline | None = None, *, tally: Tally | None = None, allow_pickle: bool = False
 ) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
     The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
     Of tensors that lie on several ranks those boxes become leaves that ``tally`` says; without it they are refused.
+    Values of other types are pickled with ``allow_pickle``, and else refused.
     """
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
-    flattener = _Flattener(tally)
+    flattener = _Flattener(tally, allow_pickle=allow_pickle)
     try:
         root, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.has_sharded)
+    return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, flattener.has_sharded)
 
 
 def check_outermost(state: object) -> None:
@@ -97,8 +100,10 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 class _Flattener:
     """One walk over a state. An outline ``last`` may be of another value: it is used only where the value fits it."""
 
-    def __init__(self, tally: Tally | None) -> None:
+    def __init__(self, tally: Tally | None, *, allow_pickle: bool = False) -> None:
         self._tally = tally
+        self._allow_pickle = allow_pickle
+        self.pickled: list[str] = []
         self.leaves = Leaves()
         self.objects: list[Any] = []
         self._open: set[int] = set()  # identities of the containers between the root and here
@@ -175,7 +180,10 @@ class _Flattener:
                 return skeleton.FrozenSetNode(_set(value, path, depth)), None
             if is_stateful(value):
                 return self.object(value, path, depth, last)
-            raise unsupported(value, path)
+            if not self._allow_pickle:
+                raise unsupported(value, path)
+            self.pickled.append(path)
+            return pickle(value, full_name(value), path), None
         finally:
             self._open.discard(id(value))
 

@@ -70,7 +70,7 @@ class Owners:
         """Return where a tensor is saved. Raises ValueError: nobody in the group has some of it."""
         in_group = [[*self._in_group(alike)] for alike in holders.by_boxes]
         if not all(in_group):
-            raise ValueError("parts of this DTensor lie on ranks that are not in the engine's group")
+            raise ValueError("parts of this tensor lie on ranks that are not in the engine's group")
         domain = self._domains[self.rank]
         return Places(
             tuple(rank for rank in self._in_group(holders.alike) if self._domains[rank] == domain),
@@ -124,10 +124,7 @@ class Tally:
 
         Raises UnsupportedStateError: nobody in the group has some of it.
         """
-        try:
-            places = self._owners.places(holders)
-        except ValueError as error:
-            raise UnsupportedStateError(f"{tensor.path}: {error}") from None
+        places = self._places(tensor, holders)
         # n times the one that is meant, less one of each: 0 where all n are there. Each box of each domain by itself.
         self._add(tensor, holders.mesh, places.holders * places.is_first - 1)
         if len(places.beside) <= 1:
@@ -137,13 +134,22 @@ class Tally:
         return owns
 
     def note_range(self, tensor: Named, holders: Holders, start: int, count: int) -> None:
-        """Note the elements of a flattened tensor that this rank has: over all its ranks they have to be all of it."""
+        """Note the elements of a flattened tensor that this rank has: over all its ranks they have to be all of it.
+
+        Raises UnsupportedStateError: a rank that should have some of it is not in the group.
+        """
         end = prod(tensor.shape)
         is_first = count > 0 and start == 0
         if end:
-            self._add(tensor, holders.mesh, self._owners.places(holders).holders * is_first - 1)
+            self._add(tensor, holders.mesh, self._places(tensor, holders).holders * is_first - 1)
         for at, times in ((start, -1), (start + count, 1), (0, is_first), (end, -is_first)):
             self._add(tensor, (holders.mesh, "element", at), times)
+
+    def _places(self, tensor: Named, holders: Holders) -> Places:
+        try:
+            return self._owners.places(holders)
+        except ValueError as error:
+            raise UnsupportedStateError(f"{tensor.path}: {error}") from None
 
     def _add(self, tensor: Named, what: object, times: int) -> None:
         name = paths.first(tensor.path)

@@ -1,0 +1,63 @@
+"""The ``.ckpt`` of Lightning, to the state of ``integrations.lightning`` and back.
+
+Here and not beside that adapter, because it takes the file only: Lightning need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pccheck_async.convert.selection import Selection
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.format.skeleton import DictNode
+from pccheck_async.state import below
+from pccheck_async.state.restore.tree import leaves
+
+__all__ = ["is_checkpoint", "to_file", "to_state"]
+
+_VERSION: Final = "pytorch-lightning_version"
+_NAMES: Final = {
+    "model": "state_dict",
+    "optimizers": "optimizer_states",
+    "lr_schedulers": "lr_schedulers",
+    "callbacks": "callbacks",
+    "loops": "loops",
+}
+"""Parts of the state, and what they are called in the file; what else the file has is ``others``."""
+
+
+def is_checkpoint(held: object) -> bool:
+    """Whether a file of ``torch.save`` held a checkpoint of Lightning."""
+    return isinstance(held, Mapping) and _NAMES["model"] in held and _VERSION in held
+
+
+def to_state(held: Any, file: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
+    """Return the state that a file held, its step, and what is missing in it.
+
+    Steps count from 0, as those of the callback: after ``global_step`` of them the last one is that less one.
+    """
+    if not is_checkpoint(held):
+        raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict and {_VERSION}")
+    if type(step := held.get("global_step")) is not int or not 0 <= step < 1 << 63:
+        raise CorruptStoreError(f"{file} has no global_step")
+    state = {part: held[name] for part, name in _NAMES.items() if name in held}
+    others = {name: value for name, value in held.items() if name not in _NAMES.values()}
+    missing = [f"{part} (the file has no {name})" for part, name in _NAMES.items() if name not in held]
+    return state | {"others": others}, max(0, step - 1), (*missing, "rng (a file of Lightning holds none)")
+
+
+def to_file(selection: Selection) -> Selection:
+    """Return the selection with the names of the file. Raises UnsupportedStateError where it is no such state."""
+    there = selection.saved_by("lightning", "model", "loops", "others")
+    file = {name: there[part] for part, name in _NAMES.items() if part in there}
+    file |= below(there["others"])
+    node = DictNode([*file], [*file.values()])
+    chosen = Selection(selection.manifest, node, dict(leaves(node)), selection.refused, selection.changed)
+    chosen.changed += [
+        f"{part} (left out: a file of Lightning has no place for it)"
+        for part in there
+        if part not in (*_NAMES, "others")
+    ]
+    return chosen

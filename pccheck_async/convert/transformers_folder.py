@@ -1,0 +1,164 @@
+"""The folder ``checkpoint-N`` of Hugging Face's Trainer, to the state of ``integrations.transformers`` and back.
+
+Here and not beside that adapter, because it takes files only: transformers need not be there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from pccheck_async.api import Connection
+from pccheck_async.convert import safetensors_file, safetensors_reading, torch_file
+from pccheck_async.convert.pickled_values import read_file
+from pccheck_async.convert.selection import Selection, select_part
+from pccheck_async.convert.target import new_folder
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.state import below
+
+__all__ = ["TRAINER_STATE", "WRITTEN", "read", "write"]
+
+TRAINER_STATE: Final = "trainer_state.json"
+_RNG: Final = "rng_state.pth"
+_FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+"""Parts of the state, and the files of ``torch.save`` that hold them."""
+_KNOWN: Final = ("model", *_FILES, "rng", "trainer", "state")
+_BIN: Final = "pytorch_model.bin"
+WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
+"""What :func:`write` makes."""
+
+
+# -- reading
+
+
+def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
+    """Return the state, its step, and what is missing in it. Tensors are mapped.
+
+    Raises:
+        FileNotFoundError: not all files of the model are there.
+        UnsupportedStateError: something cannot be read without running code, a link leads out of the folder, or the
+            model is saved in a way that only the Trainer reads.
+        CorruptStoreError: a file is damaged.
+    """
+    if outside := [file for file in folder.iterdir() if file.resolve().parent != folder.resolve() and file.is_file()]:
+        raise UnsupportedStateError(f"{outside[0]} is a link to {outside[0].resolve()}, outside the checkpoint")
+    missing: list[str] = []
+    text, step = _read_json(folder / TRAINER_STATE)
+    state: dict[str, Any] = {"model": _read_model(folder)}
+    for part, title in _FILES.items():
+        if (folder / title).is_file():
+            state[part] = read_file(folder / title)
+        elif part != "scaler":  # only where float16 was trained
+            missing.append(f"{part} (there is no {title})")
+    if (folder / _RNG).is_file():
+        state["rng"] = _rng(folder / _RNG)
+    else:
+        others = len([*folder.glob("rng_state_*.pth")])
+        missing.append(f"rng ({f'of {others} ranks, each its own' if others else f'there is no {_RNG}'})")
+    return state | {"trainer": {"state": text}}, step, tuple(missing)
+
+
+def _read_json(file: Path) -> tuple[str, int]:
+    try:
+        text = file.read_text()
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptStoreError(f"{file} is no JSON: {error}") from error
+    step = found.get("global_step") if isinstance(found, dict) else None
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise CorruptStoreError(f"{file} is no state of a Trainer: it has no global_step")
+    return text, step
+
+
+def _read_model(folder: Path) -> Mapping[str, Any]:
+    if (folder / _BIN).is_file():
+        return _mapping(read_file(folder / _BIN), folder / _BIN)
+    index = folder / f"{_BIN}.index.json"
+    if index.is_file():
+        titles = safetensors_reading.files_of(index)
+        return {name: value for title in titles for name, value in _mapping(read_file(title), title).items()}
+    if not safetensors_reading.lies_in(folder):
+        raise UnsupportedStateError(
+            f"{folder} has no {safetensors_file.WHOLE}, {_BIN} or index of several (PEFT, FSDP and DeepSpeed save "
+            "otherwise): attach PCcheckCallback and let the Trainer read it, train(resume_from_checkpoint=...)"
+        )
+    return safetensors_reading.read(safetensors_reading.find_in_folder(folder))[0]
+
+
+def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
+    if not isinstance(held, Mapping):
+        raise CorruptStoreError(f"{file} holds a {type(held).__name__}, not the tensors of a model")
+    return held
+
+
+def _rng(file: Path) -> dict[str, Any]:
+    """Return what :class:`pccheck_async.RNGState` saves."""
+    held = read_file(file)
+    try:
+        version, words, gauss = held["python"]
+        bit_generator, key, position, has_gauss, normal = held["numpy"]
+        cuda = held.get("cuda")
+        return {
+            "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+            "numpy": {
+                "bit_generator": bit_generator,
+                "state": {"key": key, "pos": position},
+                "has_gauss": has_gauss,
+                "gauss": normal,
+            },
+            "torch": held["cpu"],
+            "cuda": [cuda] if isinstance(cuda, torch.Tensor) else cuda,  # of the current device only, or of all
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptStoreError(f"{file} holds no states of generators: {type(error).__name__}: {error}") from error
+
+
+# -- writing
+
+
+def write(selection: Selection, connection: Connection, path: Path) -> None:
+    """Write what the Trainer resumes from; the parts that are there.
+
+    Raises UnsupportedStateError where it is no state of that adapter, or a file cannot hold some of it.
+    """
+    there = selection.saved_by("transformers", "model", "trainer")
+    for part, names in (("", there), ("trainer.", dict(below(there["trainer"])))):
+        others = [f"{part}{name} (left out: the Trainer has no place for it)" for name in names if name not in _KNOWN]
+        selection.changed += others
+    with new_folder(path) as folder:
+        for part, title in {"model": safetensors_file.WHOLE, **_FILES}.items():
+            if part not in there:
+                continue
+            chosen = select_part(connection, None, part)
+            if part == "model":
+                connection.call(safetensors_file.write(chosen, connection, folder / title, {}))
+            else:
+                connection.call(torch_file.write(chosen, connection.chunks, folder / title))
+            selection.changed += [f"{part}.{line}" for line in chosen.changed]
+        if "rng" in there:
+            torch.save(_rng_file(connection.rebuild(there["rng"])), folder / _RNG)
+        state = json.loads(connection.rebuild(there["trainer"])["state"])
+        (folder / TRAINER_STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+
+
+def _rng_file(state: Mapping[str, Any]) -> dict[str, Any]:
+    python, numpy = state["python"], state["numpy"]
+    held = {
+        "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+        "numpy": (
+            numpy["bit_generator"],
+            numpy["state"]["key"],
+            numpy["state"]["pos"],
+            numpy["has_gauss"],
+            numpy["gauss"],
+        ),
+        "cpu": state["torch"],
+    }
+    if state["cuda"] is not None:
+        held["cuda"] = state["cuda"][0] if len(state["cuda"]) == 1 else state["cuda"]
+    return held

@@ -1,0 +1,321 @@
+"""A callback that saves the whole training between two batches, and restores it there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch.distributed as dist
+from lightning import __version__
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer import call
+from torch.nn.parallel import DistributedDataParallel
+
+from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.format import Restored
+from pccheck_async.state import RNGState, paths
+from pccheck_async.training import TrainingStep
+
+__all__ = ["PRIVATE", "PCcheckCallback"]
+
+PRIVATE: Final = {
+    "Trainer.fit_loop": (
+        "on_advance_end", "on_iteration_done", "epoch_progress", "epoch_loop", "state_dict", "load_state_dict",
+        "_combined_loader", "_data_fetcher",
+    ),
+    "Trainer.fit_loop.epoch_loop": (
+        "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
+        "_num_ready_batches_reached",
+    ),
+    "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
+    "Trainer._logger_connector": ("_callback_metrics",),
+}  # fmt: skip
+"""What is used of Lightning beyond its documentation, and of ``call`` and ``fabric`` what is imported above.
+
+No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
+the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops is the last that
+happens.
+"""
+
+
+class PCcheckCallback(Callback):
+    """Saves the training as often as ``interval`` says, and goes on from the newest checkpoint when ``fit`` begins.
+
+    A checkpoint holds the model with its buffers, optimizers, schedulers, the precision plugin, loops, the states of
+    callbacks and the datamodule, what their hooks and those of the module add on saving, the positions of training
+    loaders that have a ``state_dict``, and the global generators. It is taken between two batches, after the validation
+    that follows the first of them, and not inside a window of gradient accumulation. Loaders without a position are
+    iterated over again, without using the batches.
+
+    Under several ranks each gives the same arguments, and they save one checkpoint together.
+
+    ``fit(ckpt_path=...)`` is refused where the folder holds a checkpoint. The first ``fit`` restores, later ones of the
+    same callback go on with what is in memory. ``fast_dev_run`` saves and restores nothing.
+
+    Args:
+        folder: Of the store.
+        interval: Optimizer steps (batches, in manual optimization) between two checkpoints, a ``timedelta`` or a
+            policy. The default saves as often as 3 % of the training time allow.
+        save_last: Also save where training ends: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
+        settings: Any other of :class:`pccheck_async.SyncCheckpointEngine`.
+
+    Attributes:
+        engine: While ``fit`` runs; else None.
+        restored: What was restored, or None.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, interval: Any = None, save_last: bool = True, **settings: Any
+    ) -> None:
+        SyncCheckpointEngine(folder, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
+        self._folder = folder
+        self._settings = {"interval": interval, **settings}
+        self._save_last = save_last
+        self.engine: SyncCheckpointEngine | None = None
+        self.restored: Restored | None = None
+        self._began = False
+        self._rng: dict[str, Any] | None = None
+        self._state: dict[str, Any] = {}
+        self._step = ExitStack()
+        self._this: TrainingStep | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the store, and restore everything but the generators."""
+        if trainer.fast_dev_run:
+            return
+        if [callback for callback in trainer.callbacks if isinstance(callback, PCcheckCallback)] != [self]:
+            raise ValueError("a Trainer takes one PCcheckCallback: two would restore two states")
+        settings = self._settings
+        if dist.is_initialized():
+            settings = {"group": dist.group.WORLD, "replicated": _replicated(trainer.model), **settings}
+        engine = SyncCheckpointEngine(self._folder, save_last=False, **settings)
+        self._state = _state(trainer)
+        self.engine = engine.open()
+        engine.attach(*trainer.optimizers)
+        if not self._began:
+            self.restored = _restore(engine, self._state)
+            self._rng = RNGState().state_dict() if self.restored else None
+            self._began = True
+        loop = trainer.fit_loop
+        _then(loop.epoch_loop, "on_advance_end", lambda: self._end_batch(trainer))
+        _then(loop, "on_advance_end", lambda: self._end_step(trainer))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
+        if self._rng is None:
+            return
+        if trainer.ckpt_path:
+            assert self.restored is not None
+            raise ValueError(
+                f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._folder} holds step {self.restored.step}: leave "
+                "ckpt_path out to resume, or give PCcheckCallback an empty folder"
+            )
+        loop = trainer.fit_loop
+        epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+        trainer._logger_connector._callback_metrics.update(self._state["others"].metrics)
+        if epoch.completed == epoch.ready:
+            _forget_restart(loop)
+        elif batch.completed == batch.ready:
+            if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
+                _skip(loop, epoch.processed, batch.ready)
+            _then(loop.epoch_loop, "on_run_start", lambda: _forget_restart(loop), once=True)
+        RNGState().load_state_dict(self._rng)
+        self._rng = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a step, unless one with gradient accumulation goes on."""
+        if self.engine is not None and self._this is None:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            step = trainer.global_step if pl_module.automatic_optimization else progress.total.ready - 1
+            self._this = self._step.enter_context(self.engine.step(self._state, step))
+
+    def _end_batch(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        if not loop._should_accumulate() and not loop._num_ready_batches_reached():
+            self._end_step(trainer)
+
+    def _end_step(self, trainer: Trainer) -> None:
+        """End the step, after a batch or, for the last batch of an epoch, after all that ends the epoch."""
+        if self.engine is None or self._this is None:
+            return
+        this, self._this = self._this, None
+        this.metadata["epoch"] = trainer.fit_loop.epoch_progress.current.ready - 1
+        self._step.close()
+        if _ends(trainer) and self._save_last and this.pending is None:
+            this.pending = self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata)
+        if _ends(trainer):
+            self.engine.wait_captured()  # callbacks may change the model when training has ended
+        if this.pending is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finish what is being saved, and close."""
+        if self.engine is not None:
+            self._close(trainer, exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait until everything is durable, and close."""
+        if self.engine is not None:
+            self._close(trainer, None)
+
+    def _close(self, trainer: Trainer, error: BaseException | None) -> None:
+        engine, self.engine, self._this = self.engine, None, None
+        for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+            for name in ("on_advance_end", "on_run_start"):
+                vars(loop).pop(name, None)
+        assert engine is not None
+        try:
+            if error is not None:
+                self._step.__exit__(type(error), error, error.__traceback__)
+            self._step = ExitStack()
+        finally:
+            engine.__exit__(type(error) if error else None, error, None)
+
+
+class _Loops:
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer._checkpoint_connector._get_loops_state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._trainer.fit_loop.load_state_dict(state["fit_loop"])
+
+
+class _Callbacks:
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        states: dict[str, Any] = call._call_callbacks_state_dict(self._trainer)
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state})
+
+
+class _Others:
+    """What a file of Lightning has beside the parts that have names: plugins, the datamodule, what hooks add."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.metrics: dict[str, Any] = {}
+
+    def _base(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": __version__,
+            "state_dict": dict(trainer.lightning_module.state_dict()),
+        }
+
+    def _plugins(self) -> dict[str, Any]:
+        """Return what saves under the name of its class."""
+        parts = (self._trainer.precision_plugin, self._trainer.datamodule)
+        return {type(part).__qualname__: part for part in parts if part is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, checkpoint = self._trainer, self._base()
+        weights = checkpoint["state_dict"]
+        checkpoint |= {name: state for name, part in self._plugins().items() if (state := part.state_dict())}
+        trainer.precision_plugin.on_save_checkpoint(checkpoint)
+        call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
+        call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+        if (other_weights := checkpoint.pop("state_dict")) is not weights:
+            checkpoint[_INSTEAD] = other_weights  # of an average, which Lightning's files have in the model's place
+        current = [name for name, value in checkpoint.items() if value is weights]
+        kept = {name: value for name, value in checkpoint.items() if value is not weights}
+        return kept | {_METRICS: dict(trainer._logger_connector._callback_metrics), _CURRENT: current}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        trainer, checkpoint = self._trainer, dict(state)
+        self.metrics = checkpoint.pop(_METRICS, {})
+        weights = self._base()["state_dict"]
+        checkpoint |= dict.fromkeys(checkpoint.pop(_CURRENT, ()), weights)
+        checkpoint["state_dict"] = checkpoint.pop(_INSTEAD, weights)
+        trainer.precision_plugin.on_load_checkpoint(checkpoint)
+        for name, part in self._plugins().items():
+            if name in checkpoint:
+                part.load_state_dict(checkpoint[name])
+        call._call_callbacks_on_load_checkpoint(trainer, checkpoint | {"callbacks": {}})
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+
+
+_INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """Return the state by the names that converted files of Lightning have, too."""
+    return {
+        "model": trainer.lightning_module,
+        "optimizers": [*trainer.optimizers],
+        "lr_schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        "callbacks": _Callbacks(trainer),
+        "loops": _Loops(trainer),
+        "others": _Others(trainer),
+        "rng": RNGState(),
+    }
+
+
+def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | None:
+    try:
+        return engine.restore(state)
+    except StateMismatchError as error:
+        if error.mismatched or error.unexpected or not all(path.split(".")[0] == "rng" for path in error.missing):
+            raise
+        return engine.restore({name: part for name, part in state.items() if name != "rng"})  # of a converted file
+
+
+def _replicated(model: Any) -> list[str]:
+    """Return the paths of what is alike on all ranks: the state has the module, and not its wrapper."""
+    if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
+        return []
+    names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))
+    return [*(paths.child("model", name) for name in names), "optimizers.*.state.*"]
+
+
+def _ends(trainer: Trainer) -> bool:
+    loop = trainer.fit_loop
+    ended: bool = (
+        trainer.should_stop
+        or loop.epoch_loop.global_step == loop.max_steps
+        or loop.epoch_progress.current.completed == loop.max_epochs
+    )
+    return ended
+
+
+def _then(loop: Any, name: str, after: Callable[[], None], *, once: bool = False) -> None:
+    """Call ``after`` whenever a method of a loop has returned."""
+    method = getattr(loop, name)
+
+    def run(*arguments: Any) -> None:
+        method(*arguments)
+        if once:
+            delattr(loop, name)
+        after()
+
+    setattr(loop, name, run)
+
+
+def _forget_restart(loop: Any) -> None:
+    """Let the loops go on as if they had never stopped: the state is that between two batches, with nothing to redo."""
+    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        each.on_iteration_done()
+
+
+def _skip(loop: Any, epoch: int, batches: int) -> None:
+    """Iterate to a position in loaders that have none of their own."""
+    for loader in loop._combined_loader.flattened:
+        _set_sampler_epoch(loader, epoch)
+    fetcher = iter(loop._data_fetcher)
+    for _ in range(batches):
+        next(fetcher)
+    fetcher.fetched = 0  # the loop adds what the epoch has had

@@ -1,0 +1,128 @@
+"""Lightning's own checkpoints, each path a store of one checkpoint, written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from pccheck_async.api import SyncCheckpointEngine, load_sync
+from pccheck_async.engine import PendingCheckpoint
+
+__all__ = ["PCcheckIO"]
+
+_MOST = 2
+
+
+class PCcheckIO(TorchCheckpointIO):
+    """Saves what ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save, as folders; reads these, and files of torch.
+
+    A save returns when the checkpoint is captured. Its path appears when it is durable, whole; a path that was there
+    keeps what it had until then. Removals wait for the saves before them, and nothing is removed after a save that
+    failed. The failure is raised by the next save, load or at the end.
+
+    Args:
+        settings: Of :class:`pccheck_async.SyncCheckpointEngine`, such as ``host_memory``.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = {"max_in_flight": 1, **settings}
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: deque[Future[None]] = deque()
+        self._error: Exception | None = None  # of a save; nothing is removed until it was raised
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Capture a checkpoint; it gets its path when it is durable.
+
+        Raises:
+            TypeError: There are storage options.
+            CheckpointError: An earlier save failed.
+        """
+        if storage_options is not None:
+            raise TypeError("PCcheckIO has no storage options")
+        place = Path(path).absolute()
+        self._wait(0 if os.path.lexists(place) else _MOST - 1)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        in_place = (place / "store.json").is_file() and not place.is_symlink()  # its commit replaces what it holds
+        store = place if in_place else place.with_name(f".{place.name}.saving")
+        if not in_place:
+            shutil.rmtree(store, ignore_errors=True)  # of a process that was killed
+        engine = SyncCheckpointEngine(store, **self._settings).open()
+        try:
+            pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"))
+        except BaseException:
+            engine.close()
+            raise
+        self._then(partial(_finish, engine, pending, store, place))
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return what was saved at a path: a folder of this class, or a file of ``torch.save``."""
+        self._wait(0)
+        if not os.path.isdir(path):
+            loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+            return loaded
+        return load_sync(path, device=map_location if isinstance(map_location, str | torch.device) else "cpu")
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove what is at a path, once the saves before have become durable."""
+        self._then(partial(super().remove_checkpoint, path), removes=True)
+
+    def teardown(self) -> None:
+        """Wait until everything is durable; raises the failure of a save."""
+        try:
+            self._wait(0)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    def _then(self, work: Callable[[], None], *, removes: bool = False) -> None:
+        self._thread = self._thread or ThreadPoolExecutor(1, "pccheck-lightning")
+        self._waiting.append(self._thread.submit(self._do, work, removes))
+
+    def _do(self, work: Callable[[], None], removes: bool) -> None:
+        if removes and self._error is not None:
+            return
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised by the next call
+            self._error = self._error or error
+
+    def _wait(self, most: int) -> None:
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Path, place: Path) -> None:
+    """Wait until a checkpoint is durable, and give it its path."""
+    try:
+        pending.result()
+    finally:
+        engine.close()
+    if store == place:
+        return
+    old = place.with_name(f".{place.name}.replaced")
+    if os.path.lexists(place):  # a file of torch.save, or a link
+        os.replace(place, old)
+    os.rename(store, place)
+    old.unlink(missing_ok=True)
+    folder = os.open(place.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # else the path might be gone after a power failure, and a removal before it not
+    finally:
+        os.close(folder)

@@ -1,0 +1,407 @@
+"""Hugging Face's ``Trainer`` on a store: the same command again resumes, and computes the bits that are missing.
+
+::
+
+    PCcheckCallback("checkpoints").attach(trainer)
+    trainer.train()
+
+The Trainer gives callbacks no trainer, and has fixed epoch and position before it calls the first one. So
+:meth:`PCcheckCallback.attach` wraps methods of the trainer: :data:`METHODS` lists them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, Self
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+try:
+    import transformers
+    from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+except ImportError as error:
+    raise ImportError(
+        'this needs Hugging Face\'s transformers with accelerate: pip install "pccheck-async[transformers]"'
+    ) from error
+
+from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.engine import Policy, StepReport, unwrapped
+from pccheck_async.format import Restored
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
+from pccheck_async.state import RNGState
+from pccheck_async.training import StepContext, TrainingStep
+from pccheck_async.training.data import ResumableLoader
+from pccheck_async.training.policy import EverySteps
+
+__all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "TESTED", "PCcheckCallback"]
+
+TESTED: Final = ("5.20", "5.24")
+"""The first and the last version of transformers with these methods that were tested."""
+
+METHODS: Final = {
+    "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "set_initial_training_values": ("args", "dataloader"),
+    "_init_training_state": (
+        "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial",
+    ),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_load_rng_state": ("checkpoint",),
+    "_maybe_log_save_evaluate": (
+        "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate",
+    ),
+}  # fmt: skip
+"""The methods of the Trainer that are wrapped, with their parameters, in the order in which training calls them."""
+
+ATTRIBUTES: Final = ("_tr_loss", "_globalstep_last_logged", "current_flos")
+"""What is saved and restored of the Trainer beside its public attributes: losses and operations that no log has yet.
+``_total_loss_scalar`` is set, too."""
+
+PROGRESS: Final = (
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
+    "best_model_checkpoint",
+)  # fmt: skip
+"""What is restored of the TrainerState. The rest of it follows from the arguments of the run that resumes."""
+
+_STORE: Final = "the store of PCcheckCallback"
+"""Given to the Trainer's methods as what they resume from."""
+
+
+class PCcheckCallback(TrainerCallback):
+    """Saves all that a Trainer's run consists of while it trains; the same command again resumes it.
+
+    :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
+    checkpoint in the store, and trains from the beginning where there is none. A folder of the Trainer's own that is
+    given as ``resume_from_checkpoint=`` wins: training goes on from there, and what is saved then is the newest.
+
+    The step of a checkpoint is the Trainer's ``global_step``. Saved are model, optimizer, scheduler, gradient scaler,
+    random number generators (of each rank), the position in the data, the TrainerState with its log and best metric,
+    the states of callbacks (``ExportableState``), and the losses that no log has yet. A step is saved when it was
+    logged and evaluated; the last one of an epoch when the epoch was. The Trainer's own saving goes on beside that.
+
+    Of models with adapters (PEFT) the frozen parameters are left out: the command has to load the same ones again,
+    and restoring raises StateMismatchError where it did not.
+
+    Under ``torch.distributed`` all ranks save one checkpoint together (``group``).
+
+    Args:
+        store: Folder of the store.
+        interval: As for :class:`pccheck_async.CheckpointEngine`; a number is one of global steps, like ``save_steps``.
+        save_last: Also save the last step.
+        settings: Any others of the engine.
+
+    Attributes:
+        engine: The engine of the training that runs. Another callback may call its methods from ``on_train_begin`` on,
+            such as ``engine.on_preemption()``.
+        restored: What the last training went on from; None where it began anew.
+
+    Raises:
+        TypeError: The engine has no such setting.
+        ValueError: A setting is out of range.
+    """
+
+    engine: SyncCheckpointEngine
+    restored: Restored | None = None
+    _context: StepContext | None = None
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        interval: int | timedelta | Policy | None = None,
+        save_last: bool = True,
+        **settings: Any,
+    ) -> None:
+        self._make_engine = partial(
+            SyncCheckpointEngine,
+            store,
+            interval=_EverySteps(interval) if type(interval) is int else interval,
+            save_last=False,  # what the Trainer does at its end, such as loading the best model, is not the last step's
+            **settings,
+        )
+        self._make_engine()  # wrong settings are refused here, and not where training begins
+        self._grouped = "group" in settings
+        self._save_last = save_last
+        self._trainer: Any = None
+
+    def attach(self, trainer: transformers.Trainer) -> Self:
+        """Make ``trainer`` save its training and resume it; return this callback.
+
+        Raises:
+            RuntimeError: It has one of these already, or this one has another trainer.
+            TypeError: It lacks methods that are wrapped: it is no Trainer, or one of another version.
+            ValueError: It trains in a way that cannot be resumed.
+        """
+        first, last = ([*map(int, version.split("."))] for version in TESTED)
+        if not first <= [*map(int, transformers.__version__.split(".")[:2])] <= last:
+            text = "PCcheckCallback was tested with transformers %s to %s; this is %s"
+            warnings.warn(text % (*TESTED, transformers.__version__), stacklevel=2)
+        if missing := [name for name in (*METHODS, "callback_handler") if not hasattr(trainer, name)]:
+            kind, version = type(trainer).__qualname__, transformers.__version__
+            raise TypeError(f"a {kind} of transformers {version} lacks {', '.join(missing)}, which attach wraps")
+        callbacks = trainer.callback_handler.callbacks
+        if self._trainer is not None or any(
+            isinstance(each, PCcheckCallback) for each in callbacks if each is not self
+        ):
+            raise RuntimeError("attach one PCcheckCallback to each Trainer, and each to one")
+        if trainer.args.auto_find_batch_size:
+            raise ValueError("auto_find_batch_size=True starts anew with other batches; find their size before")
+        if trainer.is_deepspeed_enabled:
+            raise ValueError("DeepSpeed saves by its own engine: see pccheck_async.integrations.deepspeed")
+        self._trainer = trainer
+        for name in METHODS:
+            setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)  # loggers come later, and see what is added to logs
+        return self
+
+    # -- methods of the Trainer, in the order of METHODS, each with the one that it wraps
+
+    def _inner_training_loop(
+        self, original: Callable[..., Any], *args: Any, resume_from_checkpoint: Any = None, trial: Any, **named: Any
+    ) -> Any:
+        """Close the engine when training ends, well or not."""
+        if trial is not None:
+            raise ValueError("a search for hyperparameters trains many times; attach to a trainer of one training")
+        self._progress, self._generators = _Progress(self._trainer), _Generators()
+        self._context = self._prepared = self.restored = None
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = _STORE
+        with ExitStack() as self._open:
+            return original(*args, resume_from_checkpoint=resume_from_checkpoint, trial=trial, **named)
+
+    def set_initial_training_values(self, original: Callable[..., Any], args: Any, dataloader: Any) -> Any:
+        """Remember what :meth:`_init_training_state` needs."""
+        self._dataloader = dataloader
+        return original(args, dataloader)
+
+    def _init_training_state(
+        self, original: Callable[..., Any], max_steps: int, per_epoch: int, epochs: int, resume: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Restore everything, and return the epochs that are done, and the batches of the one underway."""
+        trainer, progress = self._trainer, self._progress
+        epoch, batches = original(max_steps, per_epoch, epochs, None if resume is _STORE else resume, trial)
+        if resume is _STORE:
+            # The position is wanted now, and what it is restored with is prepared right after this.
+            self._prepared = trainer._prepare_for_training(max_steps, self._dataloader, resume)
+            self.restored = self.engine.restore(self._state)
+            if trainer.state.global_step >= max_steps:
+                return epochs, 0
+            epoch, updates = progress.position(per_epoch)
+            batches = 0 if trainer.args.ignore_data_skip else updates * trainer.args.gradient_accumulation_steps
+        progress.epoch, self._skips = epoch, batches > 0
+        progress.began = trainer.state.global_step - batches // trainer.args.gradient_accumulation_steps
+        return epoch, batches
+
+    def _prepare_for_training(
+        self, original: Callable[..., Any], max_steps: int, train_dataloader: Any, resume: Any
+    ) -> Any:
+        """Open the engine; the second call returns what the first did."""
+        if self._prepared is None:
+            trainer = self._trainer
+            if isinstance(train_dataloader, ResumableLoader):
+                train_dataloader = AcceleratedLoader(train_dataloader, trainer.accelerator)
+            self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
+            ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
+            settings: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
+            engine = self._make_engine(**settings)
+            self.engine = self._open.enter_context(engine)
+            self.engine.attach(trainer.optimizer)
+            self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
+        return self._prepared
+
+    def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
+        """Put the generators back: the first batches, which were loaded before, may have drawn from them."""
+        if checkpoint is _STORE:
+            self._generators.put_back()
+        else:
+            original(checkpoint)
+
+    def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **named: Any) -> None:
+        """End the step context after all that belongs to the step; if it ends an epoch, with the epoch."""
+        original(*args, **named)
+        state, control = self._trainer.state, self._trainer.control
+        ends = control.should_epoch_stop or control.should_training_stop or float(state.epoch).is_integer()
+        if self._context is None or (ends and not self._epoch_ended):
+            return
+        context, self._context = self._context, None
+        if self._this.step != state.global_step:
+            return  # the epoch ended inside a window of accumulation
+        context.__exit__(None, None, None)
+        if control.should_training_stop or self._progress.epoch >= state.num_train_epochs:
+            self._save_last_step()
+            self.engine.wait_captured()
+
+    def _save_last_step(self) -> None:
+        this = self._this
+        if self._save_last and (this.pending is None or this.pending.skipped):
+            self.engine.drain()
+            self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata, overlap=True)
+
+    # -- what the Trainer calls
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Restore what the Trainer has just set to zero."""
+        if self._trainer is None:
+            raise RuntimeError("a PCcheckCallback is attached: PCcheckCallback(store).attach(trainer)")
+        self._progress.finish()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Put the generators back before samplers and worker processes are seeded from them."""
+        progress = self._progress
+        if self._generators.saved is not None:
+            if self._skips:
+                if progress.generators:  # a folder of the Trainer's that was imported has none
+                    RNGState().load_state_dict(progress.generators)
+            else:
+                self._generators.put_back()
+        progress.generators = RNGState().state_dict()
+
+    def on_step_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
+        """Begin the step context: what belongs to an update of the parameters."""
+        self._epoch_ended = False
+        self._context = self.engine.step(self._state, state.global_step + 1)
+        self._this: TrainingStep = self._context.__enter__()
+
+    def on_epoch_end(self, _: Any, state: TrainerState, control: Any, **__: Any) -> None:
+        """Note the position; training that stops inside an epoch may go on there with more steps."""
+        self._epoch_ended = True
+        if not control.should_training_stop or float(state.epoch).is_integer():
+            self._progress.epoch += 1
+            self._progress.began = state.global_step
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Put losses into the checkpoint's metadata, and what the engine did into the log."""
+        if self._context is not None:
+            self._this.metadata |= {name: logs[name] for name in ("epoch", "loss", "eval_loss") if name in logs}
+        if "loss" in logs:  # not into what evaluate() and train() return
+            scalars = self.engine.scalars()
+            logs |= {
+                name: scalars[name]
+                for name in ("checkpoint/latest_step", "checkpoint/stall_seconds")
+                if name in scalars
+            }
+
+
+class _EverySteps(EverySteps):
+    """Counts ``global_step``, which is 1 after the first step."""
+
+    def due(self, report: StepReport) -> bool:
+        return super().due(replace(report, step=report.step - 1))
+
+    def next_after(self, step: int) -> int:
+        return super().next_after(step - 1) + 1
+
+
+class _Generators(RNGState):
+    """The global generators, put back only when the first batches were loaded."""
+
+    saved: Mapping[str, Any] | None = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        self.saved = state_dict
+
+    def put_back(self) -> None:
+        if self.saved is not None:
+            super().load_state_dict(self.saved)
+            self.saved = None
+
+
+class _Progress:
+    """What the Trainer itself knows of its run.
+
+    Attributes:
+        epoch: Epochs that are done.
+        began: The global step at which the one underway began.
+        generators: The global generators at that step: those of samplers and workers are seeded from them.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.epoch = self.began = 0
+        self.generators: Mapping[str, Any] = {}
+        self._trainer = trainer
+        self._saved: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = vars(trainer.state) | {
+            "stateful_callbacks": TrainerState(stateful_callbacks=self._callbacks()).stateful_callbacks
+        }
+        return {
+            "state": json.dumps(state),  # of trainer_state.json; the log may be long, and one text is cheap
+            "epoch": self.epoch,
+            "began": self.began,
+            "generators": self.generators,
+            "unlogged": {name: getattr(trainer, name, None) for name in ATTRIBUTES},  # not there yet for a restore
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        self._saved = state_dict
+        state, saved = self._trainer.state, json.loads(state_dict["state"])
+        for name in PROGRESS:
+            setattr(state, name, saved[name])
+        if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
+            state.best_model_checkpoint = None  # as the Trainer does where it is gone
+        self.generators = state_dict.get("generators", {})
+        for title, states in saved["stateful_callbacks"].items():
+            alike = [each for each in self._callbacks() if type(each).__name__ == title]
+            for callback, each in zip(alike, states if isinstance(states, list) else [states], strict=False):
+                for name, value in each["attributes"].items():
+                    setattr(callback, name, value)
+
+    def position(self, per_epoch: int) -> tuple[int, int]:
+        """Return the epochs that are done, and the updates of the one underway."""
+        step: int = self._trainer.state.global_step
+        if self._saved is None or "began" not in self._saved:  # imported from a folder of the Trainer's
+            return divmod(step, per_epoch)
+        return int(self._saved["epoch"]), int(step - self._saved["began"])
+
+    def finish(self) -> None:
+        """Restore what the Trainer sets before it calls ``on_train_begin``."""
+        if self._saved is not None and "unlogged" in self._saved:
+            trainer = self._trainer
+            for name, value in self._saved["unlogged"].items():
+                setattr(trainer, name, value)
+            trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
+            trainer._total_loss_scalar = -trainer._tr_loss.item()  # what train() returns is of this training alone
+
+    def _callbacks(self) -> list[Any]:
+        trainer = self._trainer
+        return [
+            each for each in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(each, ExportableState)
+        ]
+
+
+def _state_of(trainer: Any) -> dict[str, Any]:
+    model = trainer.model_wrapped if isinstance(trainer.model_wrapped, DistributedDataParallel) else trainer.model
+    state = {"model": model, "optimizer": unwrapped(trainer.optimizer), "scheduler": trainer.lr_scheduler}
+    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+        state["scaler"] = scaler
+    if hasattr(trainer.model, "peft_config"):
+        named = trainer.model.state_dict(keep_vars=True)
+        frozen = {
+            name: each
+            for name, each in named.items()
+            if isinstance(each, torch.nn.Parameter) and not each.requires_grad
+        }
+        state["model"] = {name: each for name, each in named.items() if name not in frozen}
+        state["frozen"] = {_digest(frozen): torch.tensor(len(frozen))}
+    return state
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a short text that tells tensors apart: a name in the state, so that others are no match."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors.items():
+        total = tensor.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total.item()}\n".encode())
+    return digest.hexdigest()

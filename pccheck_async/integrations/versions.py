@@ -1,0 +1,30 @@
+"""Whether the framework that an adapter is for is installed, in a version that the adapter was tested with."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["require"]
+
+
+def require(framework: str, tested: str) -> None:
+    """Check the version of a framework before it is imported, and warn of one that was not tested.
+
+    Args:
+        framework: Its name as a package, which is also that of the extra that installs it.
+        tested: Versions that begin so were tested, such as ``"0.19"``.
+
+    Raises ImportError: it is not installed; says how to install it.
+    """
+    try:
+        found = version(framework)
+    except PackageNotFoundError:
+        raise ImportError(
+            f'{framework} is not installed: pip install "pccheck-async[{framework}]"', name=framework
+        ) from None
+    if not found.startswith(f"{tested}."):
+        warnings.warn(
+            f"{framework} {found} is installed; pccheck_async.integrations.{framework} was tested with {tested}.x",
+            stacklevel=3,
+        )

@@ -1,0 +1,54 @@
+"""Values that only pickle can hold, where a user allows that: they are stored and read as ``torch.save`` does it.
+
+Unpickling runs whatever code the bytes name. Nothing here unpickles but :func:`unpickle`, and only ``load``, open
+checkpoints and ``restore`` call that, where they were asked to.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format.skeleton import PickledNode
+
+__all__ = ["Pickled", "pickle", "refuse_pickled", "unpickle"]
+
+
+class Pickled:
+    """Stands for a pickled value where none is unpickled."""
+
+    def __init__(self, node: PickledNode) -> None:
+        self._node = node
+
+    def __repr__(self) -> str:
+        return f"<pickled {self._node.kind}, {len(self._node.data)} bytes>"
+
+
+def pickle(value: Any, kind: str, path: str) -> PickledNode:
+    """Return the node of a value. Raises UnsupportedStateError where it cannot be pickled."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # of the user's own code, which may raise anything
+        raise UnsupportedStateError(f"{path}: a {kind} cannot be pickled either: {error}") from error
+    return PickledNode(kind, buffer.getvalue())
+
+
+def refuse_pickled(node: PickledNode, path: str = "") -> Any:
+    """Raise UnsupportedStateError: nobody asked for what is pickled to be unpickled."""
+    raise UnsupportedStateError(
+        f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}, which is unpickled only with allow_pickle=True; "
+        "that runs code that the checkpoint names, so give it only where you trust whoever wrote the checkpoint"
+    )
+
+
+def unpickle(node: PickledNode, path: str = "", device: Any = None) -> Any:
+    """Return the value; of tensors in it, on ``device``, or where they were. Raises UnsupportedStateError."""
+    try:
+        return torch.load(io.BytesIO(node.data), map_location=device, weights_only=False)
+    except Exception as error:  # of the user's own code, which may raise anything
+        what = f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}"
+        raise UnsupportedStateError(f"{what} cannot be unpickled here: {error!r}") from error
