@@ -44,8 +44,8 @@ from pccheck_async.training.policy import EverySteps
 
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "TESTED", "PCcheckCallback"]
 
-TESTED: Final = ("5.20", "5.24")
-"""The first and the last version of transformers with these methods that were tested."""
+TESTED: Final = ("5.24", "5.24")
+"""The first and the last version of transformers that were tested."""
 
 METHODS: Final = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -212,8 +212,8 @@ class PCcheckCallback(TrainerCallback):
                 train_dataloader = AcceleratedLoader(train_dataloader, trainer.accelerator)
             self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
-            settings: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
-            engine = self._make_engine(**settings)
+            more: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
+            engine = self._make_engine(**more)
             self.engine = self._open.enter_context(engine)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
@@ -360,9 +360,9 @@ class _Progress:
 
     def position(self, per_epoch: int) -> tuple[int, int]:
         """Return the epochs that are done, and the updates of the one underway."""
-        step: int = self._trainer.state.global_step
+        step = self._trainer.state.global_step
         if self._saved is None or "began" not in self._saved:  # imported from a folder of the Trainer's
-            return divmod(step, per_epoch)
+            return int(step // per_epoch), int(step % per_epoch)
         return int(self._saved["epoch"]), int(step - self._saved["began"])
 
     def finish(self) -> None:

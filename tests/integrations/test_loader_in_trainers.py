@@ -46,7 +46,7 @@ def fit(loader: ResumableLoader, folder: Path, ckpt_path: Path | None = None) ->
 
     seen: list[Any] = []
 
-    class Model(lightning.LightningModule):
+    class Model(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 1)
@@ -191,7 +191,7 @@ def test_hugging_face_skips_to_the_step(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 
-    class Trainer(transformers.Trainer):
+    class Trainer(transformers.Trainer):  # type: ignore[name-defined]
         def get_train_dataloader(self) -> Any:
             loader = ResumableLoader(Samples(18), batch_size=4, seed=3)
             return AcceleratedLoader(loader, self.accelerator)
