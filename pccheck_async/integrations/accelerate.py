@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-try:
-    from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
-    from accelerate.utils import DistributedType
-except ImportError as error:
-    raise ImportError('training_state needs Accelerate: pip install "pccheck-async[accelerate]"') from error
-
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: says so if there is no Accelerate
 from pccheck_async.state import RNGState
 
-__all__ = ["PRIVATE", "TrackedLoader", "training_state"]
+# isort: split
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
+from accelerate.utils import DistributedType
+
+__all__ = ["PRIVATE", "AcceleratedLoader", "TrackedLoader", "training_state"]
 
 PRIVATE = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 """Attributes of Accelerator that this module reads, and that Accelerate does not document."""
@@ -35,7 +34,7 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
     Args:
         accelerator: One that has prepared the models and optimizers.
         loader: What the training loop iterates over: a loader that ``prepare`` returned, or an
-            :class:`~pccheck_async.integrations.accelerate_loader.AcceleratedLoader`.
+            :class:`AcceleratedLoader` around a ResumableLoader.
 
     Returns:
         ``model``, ``optimizer``, ``scheduler`` and ``custom`` (further ones: ``model_1``...), without the wrappers of
