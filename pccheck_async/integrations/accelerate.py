@@ -15,7 +15,7 @@ from pccheck_async.state import RNGState
 # isort: split
 
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderStateMixin, SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import DistributedType
 
 __all__ = ["PRIVATE", "AcceleratedLoader", "TrackedLoader", "training_state"]
@@ -31,6 +31,9 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
     Call it after ``accelerator.prepare`` and ``accelerator.register_for_checkpointing``, and iterate over
     ``state["loader"]``. Nothing may draw random numbers between ``engine.restore`` and the loop.
 
+    Ranks save one checkpoint together with ``SyncCheckpointEngine(..., group=torch.distributed.group.WORLD)``, each its
+    own copy of what it has; ``replicated=["model.*.weight", "optimizer.state.*"]`` and the like save one.
+
     Args:
         accelerator: One that has prepared the models and optimizers.
         loader: What the training loop iterates over: a loader that ``prepare`` returned, or an
@@ -42,7 +45,7 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
         ``loader``.
 
     Raises:
-        ValueError: The accelerator has no models, its kind of distribution is not supported, or the loader is none of
+        ValueError: The accelerator has no models, or prepared one of its objects twice; its kind of distribution is not supported, or the loader is none of
             Accelerate's.
     """
     if accelerator.distributed_type not in _SUPPORTED:
@@ -50,14 +53,13 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
     if not accelerator._models:
         raise ValueError("the accelerator has no models: call training_state after accelerator.prepare(model, ...)")
     models = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
-    if len({id(model) for model in models}) < len(models):
-        raise ValueError(
-            "a model was prepared twice: make another Accelerator, or call accelerator.free_memory() first"
-        )
+    optimizers = [each.optimizer for each in accelerator._optimizers]
+    if len({*map(id, models), *map(id, optimizers)}) < len(models) + len(optimizers):
+        raise ValueError("a model or an optimizer was prepared twice: call accelerator.free_memory(), and prepare once")
     tracked = loader if isinstance(loader, AcceleratedLoader) else TrackedLoader(loader)
     return {
         **_named("model", models),
-        **_named("optimizer", [each.optimizer for each in accelerator._optimizers]),
+        **_named("optimizer", optimizers),
         **_named("scheduler", [each.scheduler for each in accelerator._schedulers]),
         **_named("custom", accelerator._custom_objects),
         **({} if accelerator.scaler is None else {"scaler": accelerator.scaler}),
@@ -87,7 +89,7 @@ class TrackedLoader:
     """
 
     def __init__(self, loader: Any) -> None:
-        if not isinstance(loader, DataLoaderStateMixin):
+        if not isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
             raise ValueError(
                 f"{type(loader).__qualname__} is no loader that accelerator.prepare returned; "
                 "wrap a ResumableLoader as AcceleratedLoader(loader, accelerator)"

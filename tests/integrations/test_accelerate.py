@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pccheck_async import ResumableLoader, SyncCheckpointEngine
+from pccheck_async import ResumableLoader, StateMismatchError, SyncCheckpointEngine
+from tests.support.killed_ranks import RankJournal, on_ranks
 from tests.support.killed_training import Journal, agree, live
 
 pytest.importorskip("accelerate")
@@ -19,10 +21,10 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 
-from pccheck_async.integrations.accelerate import PRIVATE, TrackedLoader, training_state
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
+from pccheck_async.integrations.accelerate import PRIVATE, AcceleratedLoader, TrackedLoader, training_state
 
-EPOCHS, LENGTH = 3, 10  # windows of 4, 4 and 2 batches
+EPOCHS = 2  # of 10 batches in windows of 4, 4 and 2
+REPLICATED = ["model.*.weight", "model.*.bias", "optimizer.state.*"]
 DATA = TensorDataset(torch.arange(80.0).reshape(40, 2) / 40)
 
 
@@ -37,7 +39,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
-def train(folder: Path, kind: str, workers: int, journal: Journal) -> None:
+def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal) -> None:
     torch.set_num_threads(1)
     set_seed(3)
     accelerator = accelerator_of(kind)
@@ -53,7 +55,8 @@ def train(folder: Path, kind: str, workers: int, journal: Journal) -> None:
     validation = accelerator.prepare(DataLoader(DATA, batch_size=20))
     state = training_state(accelerator, loader)
     loader = state["loader"]
-    with SyncCheckpointEngine(folder, interval=1) as engine:
+    ranks: dict[str, Any] = {"group": dist.group.WORLD, "replicated": REPLICATED} if dist.is_initialized() else {}
+    with SyncCheckpointEngine(folder, interval=1, **ranks) as engine:
         engine.on_event(lambda event: journal.reach(f"{event.name} {getattr(event, 'step', '')}"))
         engine.attach(optimizer)
         restored = engine.restore(state)
@@ -78,41 +81,44 @@ def train(folder: Path, kind: str, workers: int, journal: Journal) -> None:
     journal.note("final", [kept, loader.epoch])
 
 
-MOMENTS = [
-    "train 0",
-    "train 5",
-    "after 7",
-    "train 8",
-    "train 9",
-    "after 9",
-    "validation 0 1",
-    "train 10",
-    "validation 1 0",
-    "train 25",
-]
-
-
 def check(folder: Path, kind: str, workers: int, moments: list[str]) -> None:
+    """Train whole, and killed at one moment after the other, each life going on where the last one died."""
     whole = live(partial(train, folder / "whole", kind, workers), folder / "whole.journal")
-    for number, moment in enumerate(moments):
-        work = partial(train, folder / str(number), kind, workers)
-        lives = [live(work, folder / f"{number}-{moment}", moment), live(work, folder / f"{number}-again")]
-        agree(whole, lives)
+    work = partial(train, folder / "killed", kind, workers)
+    agree(whole, [live(work, folder / f"life {moment}", moment) for moment in [*moments, None]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "workers"), [("resumable", 0), ("resumable", 2), ("default", 0), ("default", 2), ("seedable", 0)]
+    ("kind", "workers", "moments"),
+    [
+        ("resumable", 2, ["train 5", "captured 9", "after 9"]),
+        ("default", 0, ["train 6", "train 9", "validation 0 1"]),
+        ("seedable", 0, ["train 9", "durable 9", "train 17"]),
+    ],
 )
-def test_killed_training_resumes_with_the_same_bits(tmp_path: Path, kind: str, workers: int) -> None:
-    check(tmp_path, kind, workers, ["train 5", "after 9", "train 25"])
+def test_killed_training_resumes_with_the_same_bits(
+    tmp_path: Path, kind: str, workers: int, moments: list[str]
+) -> None:
+    check(tmp_path, kind, workers, moments)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["resumable", "default", "seedable", "stateful"])
 def test_killed_at_ten_moments(tmp_path: Path, kind: str, workers: int) -> None:
-    check(tmp_path, kind, workers, MOMENTS)
+    moments = ["train 0", "train 3", "captured 7", "train 8", "train 9", "after 9", "validation 0 1", "train 10"]
+    check(tmp_path, kind, workers, [*moments, "durable 13", "train 19"])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["resumable", "default"])
+def test_killed_ranks_resume_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    """Two of DistributedDataParallel, in windows of 4 and 1 batches, whose checkpoint one has one part of each."""
+    whole = live(on_ranks(2, partial(train, tmp_path / "whole", kind, 0)), tmp_path / "whole.journal")
+    work = on_ranks(2, partial(train, tmp_path / "killed", kind, 0))
+    moments = ["1 train 2", "0 captured 3", "0 after 4", "1 train 7", None]
+    agree(whole, [live(work, tmp_path / f"life {moment}", moment) for moment in moments])
 
 
 def test_accelerate_has_what_is_read() -> None:
@@ -130,6 +136,30 @@ def test_wrong_uses_are_told() -> None:
     with pytest.raises(ValueError, match="is no loader that"):
         training_state(accelerator, DataLoader(DATA))
     assert isinstance(training_state(accelerator, loader)["loader"], TrackedLoader)
+    accelerator.prepare(network())
+    assert {"model", "model_1"} < training_state(accelerator, loader).keys()
     accelerator.free_memory()
-    with pytest.raises(ValueError, match="has no models"):
+    optimizer = torch.optim.SGD(model.parameters())
+    accelerator.prepare(model, optimizer)
+    accelerator.prepare(optimizer)
+    with pytest.raises(ValueError, match="prepared twice"):
         training_state(accelerator, loader)
+
+
+def test_another_model_is_told(tmp_path: Path) -> None:
+    accelerator = accelerator_of()
+    _, loader = accelerator.prepare(network(), DataLoader(DATA, batch_size=4))
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(training_state(accelerator, loader), step=0).result()
+    accelerator = accelerator_of()
+    _, loader = accelerator.prepare(nn.Linear(3, 1), DataLoader(DATA, batch_size=4))
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(StateMismatchError, match="model"):
+        engine.restore(training_state(accelerator, loader))
+
+
+def test_another_kind_of_sampler_is_told() -> None:
+    def loader_of(kind: str) -> TrackedLoader:
+        return TrackedLoader(accelerator_of(kind).prepare(DataLoader(DATA, batch_size=4, shuffle=True)))
+
+    with pytest.raises(ValueError, match="use_seedable_sampler differs"):
+        loader_of("default").load_state_dict(loader_of("seedable").state_dict())
