@@ -45,8 +45,8 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
         ``loader``.
 
     Raises:
-        ValueError: The accelerator has no models, or prepared one of its objects twice; its kind of distribution is not supported, or the loader is none of
-            Accelerate's.
+        ValueError: The accelerator has no models, or prepared one of its objects twice; its kind of distribution is not
+            supported; or the loader is none of Accelerate's.
     """
     if accelerator.distributed_type not in _SUPPORTED:
         raise ValueError(f"training_state does not support {accelerator.distributed_type}")
