@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from pccheck_async import ResumableLoader
+from pccheck_async.integrations import versions
 from tests.support.datasets import Numbers
 
 pytestmark = [
@@ -166,7 +168,10 @@ def test_skipping_elsewhere_than_the_restored_position_is_refused(accelerator: A
 
 
 def test_without_accelerate_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
+    def missing(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(versions, "version", missing)
     monkeypatch.delitem(sys.modules, "pccheck_async.integrations.accelerate_loader", raising=False)
     with pytest.raises(ImportError, match=r'pip install "pccheck-async\[accelerate\]"'):
         importlib.import_module("pccheck_async.integrations.accelerate_loader")
