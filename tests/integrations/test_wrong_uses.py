@@ -105,7 +105,7 @@ class Hostile:
 def test_weights_only_unpickles_nothing(tmp_path: Path) -> None:
     io = lightning.PCcheckIO(allow_pickle=True)
     io.save_checkpoint({"odd": Hostile(tmp_path / "trace"), "global_step": 1}, tmp_path / "c")
-    with pytest.raises(UnsupportedStateError, match="odd: a pickled .*Hostile"):
+    with pytest.raises(UnsupportedStateError, match=r"odd: a pickled .*Hostile"):
         io.load_checkpoint(tmp_path / "c", weights_only=True)
     assert not (tmp_path / "trace").exists()
     io.load_checkpoint(tmp_path / "c")
