@@ -218,7 +218,9 @@ class PCcheckCallback(TrainerCallback):
             self.engine = self._open.enter_context(engine)
             latest, step = engine.latest, trainer.state.global_step
             if resume is not _STORE and latest is not None and latest.step > step:
-                text = "training resumes from %s at step %d, and step %d in %s will be replaced; another store keeps it"
+                text = (
+                    "training resumes from %s at step %d; step %d in %s will be replaced: give another store to keep it"
+                )
                 warnings.warn(text % (resume, step, latest.step, engine.path), stacklevel=2)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}

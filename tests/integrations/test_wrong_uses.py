@@ -167,5 +167,5 @@ def test_a_folder_that_is_older_than_the_store_is_told(tmp_path: Path) -> None:
     train(2)
     train(2, resume_from_checkpoint=True)  # as new: no warning
     train(4)
-    with pytest.warns(UserWarning, match="checkpoint-2 at step 2, and step 4 in .*store will be replaced"):
+    with pytest.warns(UserWarning, match=r"checkpoint-2 at step 2; step 4 in .*store will be replaced"):
         train(5, resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-2"))
