@@ -252,9 +252,9 @@ def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
     io.save_checkpoint({"weight": torch.ones(3) * 2}, tmp_path / "a.ckpt")  # in place
     with pytest.raises(UnsupportedStateError, match="model"):
         io.save_checkpoint({"model": object()}, tmp_path / "b.ckpt")
-    (tmp_path / "c.ckpt").mkdir()
-    (tmp_path / "c.ckpt" / "other").touch()
-    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "c.ckpt")  # cannot take the place of a user's folder
+    (tmp_path / "c.ckpt").touch()
+    (tmp_path / ".c.ckpt.replaced").mkdir()
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "c.ckpt")  # cannot move the file away
     io.remove_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(OSError, match=r"c\.ckpt"):
         io.teardown()

@@ -23,6 +23,7 @@ pytestmark = [
     # Lightning's own:
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
 SAMPLES = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 
@@ -49,15 +50,15 @@ class Module(pl.LightningModule):  # type: ignore[name-defined]
         return torch.optim.AdamW(self.parameters())
 
 
-def trainer(*callbacks: Any, epochs: int = 1, plugins: Any = None) -> Any:
+def trainer(*callbacks: Any, epochs: int = 1, steps: int = -1, plugins: Any = None) -> Any:
     return pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", callbacks=[*callbacks], plugins=plugins, logger=False,
+        max_epochs=epochs, max_steps=steps, accelerator="cpu", callbacks=[*callbacks], plugins=plugins, logger=False,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
 
 
-def loader() -> Any:
-    return torch.utils.data.DataLoader(SAMPLES, batch_size=4)  # type: ignore[arg-type]
+def loader(size: int = 4) -> Any:
+    return torch.utils.data.DataLoader([*SAMPLES], batch_size=size)  # type: ignore[arg-type]
 
 
 def test_a_callback_that_gets_another_trainer_resumes(tmp_path: Path) -> None:
@@ -70,6 +71,33 @@ def test_a_callback_that_gets_another_trainer_resumes(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match="nothing was restored"):
         again.fit(Module(width=5), loader())
     assert [info.step for info in list_checkpoints(tmp_path / "s")] == [5]
+
+
+def test_fit_after_an_error_resumes(tmp_path: Path) -> None:
+    """As in another process: what is in memory has half of a batch, and Lightning would begin the epoch again."""
+
+    class Fails(pl.Callback):  # type: ignore[name-defined]
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4 and len(model.trained) == 5:
+                raise ZeroDivisionError
+
+    model = Module()
+    start = {name: each.clone() for name, each in model.state_dict().items()}
+    again = trainer(lightning.PCcheckCallback(tmp_path / "s", interval=2), Fails(), epochs=2)
+    with pytest.raises(ZeroDivisionError):
+        again.fit(model, loader())
+    again.fit(model, loader())
+    assert model.trained == [0, 1, 2, 3, 4, 4, 5]
+    whole = Module()
+    whole.load_state_dict(start)
+    trainer(epochs=2).fit(whole, loader())
+    assert bits(model.state_dict()) == bits(whole.state_dict())
+
+
+def test_a_position_that_the_data_does_not_have_is_named(tmp_path: Path) -> None:
+    trainer(lightning.PCcheckCallback(tmp_path / "s"), steps=4).fit(Module(), loader(2))
+    with pytest.raises(ValueError, match="after 4 batches of an epoch, and the loaders end after 3"):
+        trainer(lightning.PCcheckCallback(tmp_path / "s"), epochs=2).fit(Module(), loader())
 
 
 def test_checkpoint_io_leaves_a_callbacks_store_alone(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class PCcheckCallback(Callback):
     Under several ranks each gives the same arguments, and they save one checkpoint together.
 
     ``fit(ckpt_path=...)`` is refused where the folder holds a checkpoint. The first ``fit`` restores, later ones of the
-    same Trainer and module go on with what is in memory. ``fast_dev_run`` saves and restores nothing.
+    same Trainer and module go on with what is in memory, unless it raised. ``fast_dev_run`` saves and restores nothing.
 
     Args:
         folder: Of the store.
@@ -178,6 +178,8 @@ class PCcheckCallback(Callback):
             for name in _WRAPPED:
                 vars(loop).pop(name, None)
         assert engine is not None
+        if error is not None:
+            self._of = None  # what is in memory may be half of a batch
         with note_closing_failure_on(error), ExitStack() as closing:
             closing.callback(engine.close, None if error is None else self._settings.get("exit_timeout", 60.0))
             if error is not None:
@@ -368,6 +370,10 @@ def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
     draws.go_back("iter")
     fetcher = iter(loop._data_fetcher)
     draws.go_back("fetch")
-    for _ in range(batches):
-        next(fetcher)
+    for done in range(batches):
+        if next(fetcher, None) is None:
+            raise ValueError(
+                f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
+                "give it the same data in batches of the same size"
+            )
     fetcher.fetched = 0  # the loop adds what the epoch has had
