@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> None:
             inputs = torch.randn(32, 16)
             loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             if step % 10 == 9 or step + 1 == config["end"] or ray.train.get_preemption_info():  # the same on all
                 if saved:
