@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pccheck_async.cli import app
+from tests.support.run_example import ignore_warnings_of_trainers
 
 __all__ = ["INSTALLING", "PAGES", "ROOT", "RUN", "SHOWN", "Block", "blocks_of", "is_run"]
 
@@ -85,6 +86,7 @@ def run(block: Block, page: Path, names: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the blocks of pages."""
+    ignore_warnings_of_trainers()
     work = Path.cwd()
     for page in map(Path, sys.argv[1:]):
         names: dict[str, Any] = {"__name__": "__main__"}

@@ -16,9 +16,16 @@ import pccheck_async.api.engine
 import pccheck_async.api.sync
 import pccheck_async.training.data  # noqa: F401
 
-__all__ = ["EXAMPLES", "run_example"]
+__all__ = ["EXAMPLES", "ignore_warnings_of_trainers", "run_example"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def ignore_warnings_of_trainers() -> None:
+    """Ignore what code of Lightning and of Hugging Face does, and what it advises."""
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec", FutureWarning)
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")
 
 
 def run_example(name: str, folder: str, arguments: list[str]) -> None:
@@ -31,8 +38,7 @@ def run_example(name: str, folder: str, arguments: list[str]) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the server's
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12: fork of a loader's workers
-    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec", FutureWarning)  # Lightning's own, and the next
-    warnings.filterwarnings("ignore", ".*does not have many workers")
+    ignore_warnings_of_trainers()
     path = str(EXAMPLES / f"{name}.py")
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
