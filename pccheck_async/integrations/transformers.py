@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final, Self
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 try:
     import transformers
     from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+    from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 except ImportError as error:
     raise ImportError(
         'this needs Hugging Face\'s transformers with accelerate: pip install "pccheck-async[transformers]"'
@@ -354,6 +356,7 @@ class _Progress:
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         self._saved = state_dict
         state, saved = self._trainer.state, json.loads(state_dict["state"])
+        compare_trainer_and_checkpoint_args(self._trainer.args, SimpleNamespace(**saved))  # warns, as the Trainer does
         for name in PROGRESS:
             setattr(state, name, saved[name])
         if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):

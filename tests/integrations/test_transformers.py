@@ -24,6 +24,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.testing_utils import CaptureLogger
 
 from pccheck_async import ClosedError, ResumableLoader, StateMismatchError, list_checkpoints, open_checkpoint
 from pccheck_async.integrations import transformers as adapter
@@ -246,6 +247,17 @@ def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
     assert bits(again.model.state_dict()) == trained
     longer, _ = Training(tmp_path, options={"max_steps": 6}).make(Journal(tmp_path / "journal"))
     assert longer.train().global_step == 6
+
+
+def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) -> None:
+    Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))
+    other = {"max_steps": 4, "per_device_train_batch_size": 3, "logging_steps": 7}
+    trainer, _ = Training(tmp_path, options=other).make(Journal(tmp_path / "journal"))
+    transformers.logging.set_verbosity_warning()  # until the next Trainer sets its own
+    with CaptureLogger(transformers.logging.get_logger()) as log:
+        trainer.train()
+    assert "per_device_train_batch_size: 3 (from args) != " in log.out
+    assert "logging_steps: 7 (from args) != " in log.out
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
