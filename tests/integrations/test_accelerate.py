@@ -104,6 +104,7 @@ def test_killed_training_resumes_with_the_same_bits(
 
 
 @pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata's StatefulDataLoader
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["resumable", "default", "seedable", "stateful"])
 def test_killed_at_ten_moments(tmp_path: Path, kind: str, workers: int) -> None:
