@@ -79,13 +79,14 @@ class TrackedLoader:
     the loader draws its order and the seeds of its workers from them again, batches that the loop had are loaded and
     dropped, and the generators go forward to where they were at the save. So the default sampler, a seedable one, and
     random samples of worker processes come out the same. Random samples without workers do not: they share the
-    generators with the training. A ResumableLoader repeats those, too, and replays nothing.
+    generators with the training; nor those of ``persistent_workers``. A ResumableLoader repeats those, too, and replays
+    nothing.
 
     Args:
         loader: What ``accelerator.prepare(loader)`` returned.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is something else, or was prepared with ``use_stateful_dataloader=True``.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -93,6 +94,10 @@ class TrackedLoader:
             raise ValueError(
                 f"{type(loader).__qualname__} is no loader that accelerator.prepare returned; "
                 "wrap a ResumableLoader as AcceleratedLoader(loader, accelerator)"
+            )
+        if loader.use_stateful_dataloader:
+            raise ValueError(
+                "such a loader cannot be replayed: set use_stateful_dataloader=False, or use a ResumableLoader"
             )
         self._loader: Any = loader
         self._rng = RNGState()

@@ -105,7 +105,7 @@ def test_killed_training_resumes_with_the_same_bits(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["resumable", "default", "seedable", "stateful"])
+@pytest.mark.parametrize("kind", ["resumable", "default", "seedable"])
 def test_killed_at_ten_moments(tmp_path: Path, kind: str, workers: int) -> None:
     moments = ["train 0", "train 3", "captured 7", "train 8", "train 9", "after 9", "validation 0 1", "train 10"]
     check(tmp_path, kind, workers, [*moments, "durable 13", "train 19"])
@@ -155,6 +155,13 @@ def test_another_model_is_told(tmp_path: Path) -> None:
     _, loader = accelerator.prepare(nn.Linear(3, 1), DataLoader(DATA, batch_size=4))
     with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(StateMismatchError, match="model"):
         engine.restore(training_state(accelerator, loader))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
+def test_a_stateful_loader_is_told() -> None:
+    pytest.importorskip("torchdata")
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        TrackedLoader(accelerator_of("stateful").prepare(DataLoader(DATA)))
 
 
 def test_another_kind_of_sampler_is_told() -> None:
