@@ -18,7 +18,7 @@ from pccheck_async import RNGState, SyncCheckpointEngine, list_checkpoints
 
 def report(saved: Any, metrics: dict[str, Any]) -> None:
     """Tell Ray of a checkpoint, when it is durable. Ray deletes what it is told of, so this is never the store."""
-    saved.durable()
+    saved.result()
     pointer = Path(ray.train.get_context().get_storage().experiment_fs_path, f"step-{metrics['step']}")
     pointer.mkdir(exist_ok=True)
     ray.train.report(metrics, Checkpoint(pointer), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> None:
             inputs = torch.randn(32, 16)
             loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             if step % 10 == 9 or step + 1 == config["end"] or ray.train.get_preemption_info():  # the same on all
                 if saved:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-try:
-    from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderStateMixin
-    from accelerate.state import GradientState
-    from accelerate.utils import send_to_device
-except ImportError as error:
-    raise ImportError('AcceleratedLoader needs Accelerate: pip install "pccheck-async[accelerate]"') from error
-
+from pccheck_async.integrations.versions import require
 from pccheck_async.training.data import ResumableLoader
+
+require("accelerate", "1.15")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.data_loader import DataLoaderStateMixin  # noqa: E402
+from accelerate.state import GradientState  # noqa: E402
+from accelerate.utils import send_to_device  # noqa: E402
 
 __all__ = ["AcceleratedLoader"]
 
@@ -52,6 +52,11 @@ class AcceleratedLoader(DataLoaderStateMixin):
         self.dataset = _Numbered(self)
         self.generator = torch.Generator("cpu")  # else that DataLoader draws from the global one
         self._non_blocking = bool(accelerator.non_blocking)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway, from 0; it ends when an iterator is exhausted."""
+        return self.loader.epoch
 
     @property
     def batch_size(self) -> int:

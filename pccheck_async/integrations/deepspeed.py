@@ -32,11 +32,10 @@ import torch.distributed as dist
 from pccheck_async.api import SyncCheckpointEngine, load_sync
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.errors import GroupError
-from pccheck_async.format.record import slot_name
 from pccheck_async.group import Group, Meeting, reach
+from pccheck_async.integrations.free_slots import remove_free_slots
 from pccheck_async.integrations.versions import require
 from pccheck_async.medium.folder import sync
-from pccheck_async.store import read_at_once
 from pccheck_async.telemetry.events import Durable, Event, Failed
 
 require("deepspeed", "0.19")
@@ -208,7 +207,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
             pending.result()
         finally:
             engine.close()
-            _remove_free_slots(path)
+            remove_free_slots(path)
 
 
 class _Snapshot:
@@ -312,15 +311,6 @@ def _pin_alone(engine: SyncCheckpointEngine, complete: int | None) -> None:
             engine.pin(info.step)
         elif info.pinned:
             engine.unpin(info.step)
-
-
-def _remove_free_slots(path: str) -> None:
-    """Give back what an engine reserves for the next checkpoint: there is none."""
-    found = read_at_once(path)
-    named = {slot_name(entry.slot) for entry in found[1].entries} if found else set()
-    for slot in Path(path).glob("slot-*"):
-        if slot.name not in named:
-            slot.unlink()
 
 
 def _replace(path: Path, text: str) -> None:

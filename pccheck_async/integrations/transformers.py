@@ -44,8 +44,8 @@ from pccheck_async.training.policy import EverySteps
 
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "TESTED", "PCcheckCallback"]
 
-TESTED: Final = ("5.20", "5.24")
-"""The first and the last version of transformers with these methods that were tested."""
+TESTED: Final = ("5.24", "5.24")
+"""The first and the last version of transformers that were tested."""
 
 METHODS: Final = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -80,7 +80,8 @@ class PCcheckCallback(TrainerCallback):
 
     :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
     checkpoint in the store, and trains from the beginning where there is none. A folder of the Trainer's own that is
-    given as ``resume_from_checkpoint=`` wins: training goes on from there, and what is saved then is the newest.
+    given as ``resume_from_checkpoint=`` wins: training goes on from there, and what is saved then is the newest. A
+    warning says so where the store holds a later step.
 
     The step of a checkpoint is the Trainer's ``global_step``. Saved are model, optimizer, scheduler, gradient scaler,
     random number generators (of each rank), the position in the data, the TrainerState with its log and best metric,
@@ -212,9 +213,15 @@ class PCcheckCallback(TrainerCallback):
                 train_dataloader = AcceleratedLoader(train_dataloader, trainer.accelerator)
             self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
-            settings: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
-            engine = self._make_engine(**settings)
+            more: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
+            engine = self._make_engine(**more)
             self.engine = self._open.enter_context(engine)
+            latest, step = engine.latest, trainer.state.global_step
+            if resume is not _STORE and latest is not None and latest.step > step:
+                text = (
+                    "training resumes from %s at step %d; step %d in %s will be replaced: give another store to keep it"
+                )
+                warnings.warn(text % (resume, step, latest.step, engine.path), stacklevel=2)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
         return self._prepared
@@ -360,17 +367,17 @@ class _Progress:
 
     def position(self, per_epoch: int) -> tuple[int, int]:
         """Return the epochs that are done, and the updates of the one underway."""
-        step: int = self._trainer.state.global_step
+        step = self._trainer.state.global_step
         if self._saved is None or "began" not in self._saved:  # imported from a folder of the Trainer's
-            return divmod(step, per_epoch)
+            return int(step // per_epoch), int(step % per_epoch)
         return int(self._saved["epoch"]), int(step - self._saved["began"])
 
     def finish(self) -> None:
         """Restore what the Trainer sets before it calls ``on_train_begin``."""
         if self._saved is not None and "unlogged" in self._saved:
             trainer = self._trainer
-            for name, value in self._saved["unlogged"].items():
-                setattr(trainer, name, value)
+            for name in ATTRIBUTES:
+                setattr(trainer, name, self._saved["unlogged"][name])
             trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
             trainer._total_loss_scalar = -trainer._tr_loss.item()  # what train() returns is of this training alone
 

@@ -37,6 +37,8 @@ no_step             WARNING  a checkpoint is due and no attached optimizer has m
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on
+pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
+unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from torch.utils.data import DataLoader  # noqa: E402
 
-from pccheck_async import list_checkpoints  # noqa: E402
-from tests.support.killed_training import agree, live  # noqa: E402
-from tests.support.lightning_run import train  # noqa: E402
+from pccheck_async import Group, ResumableLoader, StateMismatchError, UnsupportedStateError, list_checkpoints  # noqa: E402
+from pccheck_async.integrations.lightning import PCcheckCallback, PCcheckIO, callback  # noqa: E402
+from tests.support.killed_training import Life, agree, bits, live, read  # noqa: E402
+from tests.support.lightning_run import Model, Samples, make_trainer, train, train_rank  # noqa: E402
+from tests.support.ranks import meeting_place, run_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,10 +27,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:Saving a checkpoint .*:UserWarning"),
 ]
 
 MOMENTS = (
-    "train 2", "train 5", "captured 1", "durable 0", "validation 2 1", "epoch ends 0", "epoch starts 1", "train 11",
+    "train 2", "train 5", "captured 1", "admitted 1", "validation 2 1", "epoch ends 0", "epoch starts 1", "train 11",
     "validation 11 0", "admitted 4", "train 17",
 )  # fmt: skip
 """Six batches an epoch, in windows of four and two; validations after the third and the sixth."""
@@ -34,12 +41,13 @@ MOMENTS = (
 def _quiet(nothing_left_behind: None) -> None: ...
 
 
-def killed_at(moments: list[str], tmp_path: Path, kind: str, workers: int) -> None:
+def killed_at(moments: list[str], tmp_path: Path, kind: str, workers: int, in_flight: int = 2) -> None:
     whole = live(train(tmp_path / "whole", kind, workers), tmp_path / "journal")
     assert len(whole.keys) == 18 + 6 * 2 + 2
     for moment in moments:
         place = tmp_path / moment.replace(" ", "-")
-        lives = [live(train(place, kind, workers), tmp_path / "journal", moment)]
+        lives = [live(train(place, kind, workers, in_flight=in_flight), tmp_path / "journal", moment)]
+        assert in_flight == 2 or list_checkpoints(place)[0].step == 2  # inside the second epoch
         saved = list_checkpoints(place)
         lives.append(live(train(place, kind, workers), tmp_path / "journal"))
         agree(whole, lives)
@@ -47,15 +55,238 @@ def killed_at(moments: list[str], tmp_path: Path, kind: str, workers: int) -> No
             assert "train 0" not in lives[1].keys
 
 
-@pytest.mark.parametrize(
-    "moment", ["train 2", "train 11", "captured 1", "validation 11 0", "epoch ends 0", "epoch starts 1"]
-)
+@pytest.mark.parametrize("moment", ["captured 1", "validation 11 0", "epoch ends 0"])
 def test_it_goes_on_with_the_same_bits(tmp_path: Path, moment: str) -> None:
     killed_at([moment], tmp_path, "resumable", 0)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_draws_its_order_goes_on_with_the_same_bits(tmp_path: Path, workers: int) -> None:
+    killed_at(["admitted 3"], tmp_path, "shuffled", workers, in_flight=1)
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["resumable", "plain"])
+@pytest.mark.parametrize("kind", ["resumable", "plain", "shuffled"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_goes_on_wherever_it_was_killed(tmp_path: Path, kind: str, workers: int) -> None:
     killed_at([*MOMENTS], tmp_path, kind, workers)
+
+
+def of_ranks(kind: str, folder: Path, tmp_path: Path, die_at: str | None = None) -> list[Life]:
+    """Train on two ranks, of which the second dies there; return what each computed."""
+    place, statuses = meeting_place(), list[int]()
+    journals = [tmp_path / f"journal-{rank}" for rank in range(2)]
+    for journal in journals:
+        journal.unlink(missing_ok=True)
+
+    def train_one(group: Group) -> None:
+        train_rank(group, place, folder, journals[group.rank], kind, die_at if group.rank == 1 else None)
+
+    run_ranks(2, train_one, statuses=statuses if die_at else None)
+    assert not die_at or statuses[1] == -signal.SIGKILL
+    return [Life(bool(die_at), read(journal)) for journal in journals]
+
+
+def one_rank_killed_at(moments: list[str], tmp_path: Path, kind: str) -> None:
+    whole = of_ranks(kind, tmp_path / "whole", tmp_path)
+    assert [len(life.keys) for life in whole] == [9 + 9 + 2] * 2
+    assert all(one != other for (_, one), (_, other) in zip(*(life.lines[:18] for life in whole), strict=True))
+    for moment in moments:
+        folder = tmp_path / moment.replace(" ", "-")
+        lives = [of_ranks(kind, folder, tmp_path, moment), of_ranks(kind, folder, tmp_path)]
+        assert lives[1][0].keys == lives[1][1].keys
+        for rank in range(2):
+            agree(whole[rank], [life[rank] for life in lives])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_of_which_one_is_killed_go_on_together(tmp_path: Path, kind: str) -> None:
+    one_rank_killed_at(["captured 1"], tmp_path, kind)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_go_on_wherever_one_was_killed(tmp_path: Path, kind: str) -> None:
+    moments = [
+        "train 1",
+        "train 2",
+        "admitted 1",
+        "captured 2",
+        "durable 1",
+        "train 5",
+        "validation 2 0",
+        "epoch ends 0",
+    ]
+    one_rank_killed_at([*moments, "epoch starts 1", "train 7"], tmp_path, kind)
+
+
+def fit(*callbacks: Any, model: Model | None = None, ckpt_path: Any = None, **options: Any) -> Any:
+    """Train on five batches an epoch; return the trainer."""
+    torch.manual_seed(0)
+    trainer = make_trainer(Path("."), *callbacks, **{"max_epochs": 1} | options)
+    loaders = ResumableLoader(Samples(20, random=True), batch_size=4), DataLoader(Samples(8, random=False), 4)
+    trainer.fit(model or Model(), *loaders, ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+    return trainer
+
+
+def steps(folder: Path) -> list[int]:
+    return [info.step for info in list_checkpoints(folder)]
+
+
+def test_private_attributes_are_there(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    for owner, names in callback.PRIVATE.items():
+        found: Any = trainer
+        for name in owner.split(".")[1:]:
+            found = getattr(found, name)
+        assert [name for name in names if not hasattr(found, name)] == []
+
+
+def test_more_epochs_and_steps(tmp_path: Path) -> None:
+    """What ended goes on where it ended, with the bits of a run that did not end: in mid-epoch, too."""
+    whole = fit(PCcheckCallback(tmp_path / "whole"), max_epochs=3)
+    for number, options in enumerate([{"max_epochs": 1}, {"max_steps": 7}, {"max_epochs": 2}, {"max_epochs": 3}]):
+        saver = PCcheckCallback(tmp_path / "parts", keep_last=9)
+        part = fit(saver, **{"max_epochs": 3} | options)  # type: ignore[arg-type]
+        assert (saver.restored is None) == (number == 0)
+    assert steps(tmp_path / "parts") == [14, 9, 6, 4]
+    assert bits(part.lightning_module.state_dict()) == bits(whole.lightning_module.state_dict())
+
+
+def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:
+    whole = fit(PCcheckCallback(tmp_path / "whole"), max_epochs=2)
+    trainer = fit(saver := PCcheckCallback(tmp_path / "twice"))
+    assert saver.engine is None
+    trainer.fit_loop.max_epochs = 2
+    model, loader = trainer.lightning_module, DataLoader(Samples(8, random=False), 4)
+    generators = torch.get_rng_state()
+    trainer.validate(model, loader, verbose=False)
+    torch.set_rng_state(generators)
+    again = ResumableLoader(Samples(20, random=True), batch_size=4)
+    trainer.fit(model, again, DataLoader(Samples(8, random=False), 4))
+    assert trainer.global_step == whole.global_step == 10
+    assert steps(tmp_path / "twice") == [9]
+
+
+def test_another_model_is_named(tmp_path: Path) -> None:
+    fit(PCcheckCallback(tmp_path / "s"))
+    model = Model(width=9)
+    before = bits(model.state_dict())
+    with pytest.raises(
+        StateMismatchError, match=r"nothing was restored. .*weight \(float32 \(9, 4\) here, float32 \(8, 4\)"
+    ):
+        fit(PCcheckCallback(tmp_path / "s"), model=model)
+    assert bits(model.state_dict()) == before
+    assert steps(tmp_path / "s") == [4]
+
+
+def test_wrong_and_idle_uses(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="no argument 'intervall'; did you mean 'interval'"):
+        PCcheckCallback(tmp_path / "s", intervall=2)
+    with pytest.raises(ValueError, match="a Trainer takes one PCcheckCallback"):
+        fit(PCcheckCallback(tmp_path / "s"), PCcheckCallback(tmp_path / "t"))
+    fit(PCcheckCallback(tmp_path / "s"), fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+    fit(PCcheckCallback(tmp_path / "s")).save_checkpoint(tmp_path / "file.ckpt")
+    with pytest.raises(ValueError, match="holds step 4: leave ckpt_path out to resume"):
+        fit(PCcheckCallback(tmp_path / "s"), ckpt_path=tmp_path / "file.ckpt", max_epochs=2)
+    trainer = fit(
+        PCcheckCallback(tmp_path / "new", save_last=False, interval=8), ckpt_path=tmp_path / "file.ckpt", max_epochs=2
+    )
+    assert trainer.global_step == 10
+    assert steps(tmp_path / "new") == [7]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError()])
+def test_errors_close_the_store(tmp_path: Path, error: BaseException) -> None:
+    class Fails(pl.Callback):  # type: ignore[name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise error
+
+    saver = PCcheckCallback(tmp_path / "s", interval=1)
+    with pytest.raises((SystemExit, ZeroDivisionError)):
+        fit(saver, Fails())
+    assert saver.engine is None
+    assert steps(tmp_path / "s") == [1]
+    assert fit(PCcheckCallback(tmp_path / "s", interval=1)).global_step == 5
+
+
+def test_time_that_is_up(tmp_path: Path) -> None:
+    assert fit(PCcheckCallback(tmp_path / "s"), max_time={"seconds": 0}).global_step < 5
+
+
+# Lightning's own checkpoints
+
+
+@pytest.mark.parametrize("link", [True, "link"])
+def test_model_checkpoint(tmp_path: Path, link: Any) -> None:
+    def run(io: list[Any], folder: Path, epochs: int, path: Any = None) -> Any:
+        saver = pl.callbacks.ModelCheckpoint(
+            folder, monitor="validation", save_top_k=2, save_last=link, every_n_train_steps=2
+        )
+        return fit(saver, enable_checkpointing=True, plugins=io, max_epochs=epochs, ckpt_path=path)
+
+    theirs = run([], tmp_path / "theirs", 3)
+    ours = run([PCcheckIO()], tmp_path / "ours", 3)
+    names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names
+    for name in names:
+        held = PCcheckIO().load_checkpoint(tmp_path / "ours" / name)
+        expected = torch.load(tmp_path / "theirs" / name, weights_only=False)
+        assert [*held] == [*expected]
+        assert bits(held["state_dict"]) == bits(expected["state_dict"])
+        assert bits(held["optimizer_states"]) == bits(expected["optimizer_states"])
+    best = ours.checkpoint_callback.best_model_path
+    found = ours.validate(Model(), DataLoader(Samples(8, random=False), 4), ckpt_path=best, verbose=False)
+    assert found[0]["validation"] > 0
+    ends = [run([PCcheckIO()], tmp_path / folder, 4, "last") for folder in ("theirs", "ours")]  # a file, and a folder
+    assert [trainer.global_step for trainer in ends] == [20, 20]
+    assert bits(ends[0].lightning_module.state_dict()) == bits(ends[1].lightning_module.state_dict())
+    assert theirs.global_step == ours.global_step
+
+
+def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
+    io = PCcheckIO()
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
+    io.save_checkpoint({"weight": torch.ones(3) * 2}, tmp_path / "a.ckpt")  # in place
+    with pytest.raises(UnsupportedStateError, match="model"):
+        io.save_checkpoint({"model": object()}, tmp_path / "b.ckpt")
+    (tmp_path / "c.ckpt").touch()
+    (tmp_path / ".c.ckpt.replaced").mkdir()
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "c.ckpt")  # cannot move the file away
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(OSError, match=r"c\.ckpt"):
+        io.teardown()
+    assert torch.equal(io.load_checkpoint(tmp_path / "a.ckpt")["weight"], torch.ones(3) * 2)
+    with pytest.raises(TypeError, match="no storage options"):
+        io.save_checkpoint({}, tmp_path / "d.ckpt", storage_options={})
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    io.teardown()
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_what_only_pickle_holds_and_where_tensors_go(tmp_path: Path) -> None:
+    saved = {"state_dict": {"weight": torch.ones(3)}, "hyper_parameters": {"activation": torch.nn.functional.relu}}
+    io = PCcheckIO(allow_pickle=True)
+    io.save_checkpoint(saved, tmp_path / "a.ckpt")
+    found = io.load_checkpoint(tmp_path / "a.ckpt", map_location={"cpu": "meta"})
+    assert found["hyper_parameters"]["activation"] is torch.nn.functional.relu
+    assert found["state_dict"]["weight"].device.type == "meta"
+    with pytest.raises(UnsupportedStateError, match="allow_pickle"):
+        PCcheckIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert len([*(tmp_path / "a.ckpt").glob("slot-*")]) == 1
+
+
+def test_links_and_removal(tmp_path: Path) -> None:
+    io = PCcheckIO()
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["weight"].sum() == 3
+    io.save_checkpoint({"weight": torch.zeros(3)}, tmp_path / "last.ckpt")  # replaces the link, not what it names
+    assert io.load_checkpoint(tmp_path / "a.ckpt")["weight"].sum() == 3
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["weight"].sum() == 0
+    (tmp_path / "link.ckpt").symlink_to("a.ckpt")
+    io.remove_checkpoint(tmp_path / "link.ckpt")
+    io.teardown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "last.ckpt"]

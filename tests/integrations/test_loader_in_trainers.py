@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from pccheck_async import ResumableLoader
+from pccheck_async.integrations import versions
 from tests.support.datasets import Numbers
 
 pytestmark = [
@@ -46,7 +48,7 @@ def fit(loader: ResumableLoader, folder: Path, ckpt_path: Path | None = None) ->
 
     seen: list[Any] = []
 
-    class Model(lightning.LightningModule):
+    class Model(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 1)
@@ -166,7 +168,10 @@ def test_skipping_elsewhere_than_the_restored_position_is_refused(accelerator: A
 
 
 def test_without_accelerate_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
+    def missing(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(versions, "version", missing)
     monkeypatch.delitem(sys.modules, "pccheck_async.integrations.accelerate_loader", raising=False)
     with pytest.raises(ImportError, match=r'pip install "pccheck-async\[accelerate\]"'):
         importlib.import_module("pccheck_async.integrations.accelerate_loader")
@@ -191,7 +196,7 @@ def test_hugging_face_skips_to_the_step(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 
-    class Trainer(transformers.Trainer):
+    class Trainer(transformers.Trainer):  # type: ignore[name-defined]
         def get_train_dataloader(self) -> Any:
             loader = ResumableLoader(Samples(18), batch_size=4, seed=3)
             return AcceleratedLoader(loader, self.accelerator)

@@ -204,7 +204,7 @@ def test_what_a_folder_of_transformers_lacks_is_said(folder: Path, tmp_path: Pat
 def module() -> Any:
     lightning = pytest.importorskip("lightning.pytorch")
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
         """Draws from generators that a file of Lightning does not hold; ``seeded`` by the step in every batch."""
 
         def __init__(self, width: int = 8, seeded: bool = True) -> None:

@@ -210,6 +210,7 @@ def test_the_best_model_and_patience_are_resumed_beside_the_trainers_own_saving(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:training resumes from .* will be replaced")
 def test_a_folder_of_the_trainers_own_wins(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 4}
     whole = live(Training(tmp_path, options=options), tmp_path / "journal")

@@ -17,6 +17,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -153,7 +154,7 @@ class Training:
         )  # fmt: skip
         data = {"train_dataset": samples(), "eval_dataset": samples()[:9]} | self.more
         trainer = self.trainer(self.model(), arguments, callbacks=[*self.callbacks(), Told(journal)], **data)
-        trainer.remove_callback(_printer(trainer))
+        trainer.remove_callback(PrinterCallback)
         trainer.journal = journal
         if not self.saved:
             return trainer, None
@@ -188,14 +189,6 @@ class _Moments(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._callback.engine.on_event(lambda event: self._journal.reach(f"{event.name} {getattr(event, 'step', '')}"))
-
-
-def _printer(trainer: Any) -> type:
-    from transformers import PrinterCallback
-
-    assert any(isinstance(each, PrinterCallback) for each in trainer.callback_handler.callbacks)
-    kind: type = PrinterCallback
-    return kind
 
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -82,13 +82,13 @@ def live(work: Callable[[Journal], object], path: Path, die_at: str | None = Non
         if time.monotonic() > deadline:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            raise AssertionError(f"the training hung: {_read(path)[-3:]}")
+            raise AssertionError(f"the training hung: {read(path)[-3:]}")
         time.sleep(0.005)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # the workers of its loaders
     code = os.waitstatus_to_exitcode(status)
     assert code == (-signal.SIGKILL if die_at else 0), f"ended with {code}, to die at {die_at}; see the output above"
-    return Life(code != 0, _read(path))
+    return Life(code != 0, read(path))
 
 
 def agree(whole: Life, lives: Iterable[Life], *, but: Callable[[str], bool] = lambda _: False) -> None:
@@ -117,7 +117,8 @@ def _work(work: Callable[[Journal], object], path: Path, die_at: str | None) -> 
     os._exit(0)
 
 
-def _read(path: Path) -> list[tuple[str, str]]:
+def read(path: Path) -> list[tuple[str, str]]:
+    """Return the lines of a journal."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(key, value) for key, value in map(json.loads, lines)]
 

@@ -9,15 +9,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from pccheck_async import ResumableLoader
+from pccheck_async import Group, ResumableLoader
 from pccheck_async.integrations.lightning import PCcheckCallback
 from tests.support.killed_training import Journal
+from tests.support.ranks import meet
 
-__all__ = ["Model", "Samples", "make_trainer", "train"]
+__all__ = ["Model", "Samples", "make_trainer", "train", "train_rank"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -64,7 +71,7 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         loss = self.net(batch).square().mean() + torch.rand(())
-        self.log("validation", loss)
+        self.log("validation", loss, sync_dist=True)
         self._note(f"validation {self.trainer.fit_loop.total_batch_idx} {index}", loss)
 
     def configure_optimizers(self) -> Any:
@@ -83,6 +90,43 @@ class Model(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.counted = checkpoint["counted"]
+
+
+class ShardedModel(Model):
+    """The same under FSDP2."""
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        fully_shard(self.net, mesh=mesh["data_parallel"])
+
+
+class Ranks(ClusterEnvironment):
+    """Two processes that are there already."""
+
+    main_address, main_port, creates_processes_externally = "localhost", 0, True
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @staticmethod
+    def detect() -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return 2
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
 
 
 class Moments(Callback):
@@ -112,32 +156,60 @@ def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Any:
 
 
 def loader_of(kind: str, workers: int) -> Any:
-    samples = Samples(22, random=kind == "resumable")
+    samples = Samples(22, random=kind != "plain")
     if kind == "resumable":
         return ResumableLoader(samples, batch_size=4, seed=5, num_workers=workers)
-    sampler = EpochSampler(samples, generator=torch.Generator())
+    if kind == "shuffled":
+        return DataLoader(
+            samples, 4, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
+    sampler = EpochSampler(samples, generator=torch.Generator().manual_seed(0))
     return DataLoader(
         samples, 4, sampler=sampler, num_workers=workers, multiprocessing_context="fork" if workers else None
     )
 
 
-def train(folder: Path, kind: str = "resumable", workers: int = 0, **options: Any) -> Callable[[Journal], None]:
+def train(
+    folder: Path,
+    kind: str = "resumable",
+    workers: int = 0,
+    *,
+    model: type[Model] = Model,
+    in_flight: int = 2,
+    **options: Any,
+) -> Callable[[Journal], None]:
     """Return what trains three epochs of six batches in windows of four, with two validations in each."""
 
     def work(journal: Journal) -> None:
         torch.manual_seed(0)
-        model = Model(journal)
-        saver = PCcheckCallback(folder, interval=1)
-        callbacks = [saver, EMAWeightAveraging(decay=0.9), EarlyStopping("validation", patience=100)]
+        saver = PCcheckCallback(folder, interval=1, max_in_flight=in_flight, exit_timeout=1)  # for ranks that died
+        callbacks: list[Any] = [saver, EarlyStopping("validation", patience=100)]
+        if model is Model:  # it shards nothing
+            callbacks.append(EMAWeightAveraging(decay=0.9))
+        trained = model(journal)
         trainer = make_trainer(
             folder, *callbacks, Moments(journal, saver),
             **{"accumulate_grad_batches": 4, "val_check_interval": 0.5, "precision": "bf16-mixed"} | options,
         )  # fmt: skip
-        trainer.fit(model, loader_of(kind, workers), DataLoader(Samples(8, random=False), 4))
-        if trainer.global_step == 0:
-            return
+        trainer.fit(trained, loader_of(kind, workers), DataLoader(Samples(8, random=False), 4))
         parts = [trainer.optimizers[0], *(config.scheduler for config in trainer.lr_scheduler_configs)]
-        journal.note("end", [model.state_dict(), [part.state_dict() for part in parts], model.counted])
+        final = [trained.state_dict(), [part.state_dict() for part in parts], trained.counted]
+        journal.note("end", tree_map_only(DTensor, DTensor.to_local, final))
         journal.note("end of random numbers", torch.get_rng_state())
 
     return work
+
+
+def train_rank(group: Group, place: Any, folder: Path, journal: Path, kind: str, die_at: str | None = None) -> None:
+    """Train on one of two ranks with DDP or FSDP2. The ranks draw different numbers."""
+    dist.init_process_group("gloo", store=meet(place), rank=group.rank, world_size=group.world_size)
+    environment = Ranks(group.rank)
+    options: dict[str, Any] = {"devices": 2, "num_sanity_val_steps": 0}
+    if kind == "ddp":
+        options["strategy"] = DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+        model: type[Model] = Model
+    else:
+        options["strategy"] = ModelParallelStrategy(2, 1, process_group_backend="gloo")
+        options |= {"plugins": [environment], "precision": "32-true"}
+        model = ShardedModel
+    train(folder, model=model, **options)(Journal(journal, die_at))

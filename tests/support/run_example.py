@@ -31,6 +31,8 @@ def run_example(name: str, folder: str, arguments: list[str]) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the server's
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12: fork of a loader's workers
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec", FutureWarning)  # Lightning's own, and the next
+    warnings.filterwarnings("ignore", ".*does not have many workers")
     path = str(EXAMPLES / f"{name}.py")
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")

@@ -8,19 +8,11 @@
 Tested with Lightning 2.6 (``lightning.pytorch``).
 """
 
-import warnings
+from pccheck_async.integrations.versions import require
 
-try:
-    from lightning import __version__
-except ImportError as error:
-    raise ImportError(
-        'pccheck_async.integrations.lightning needs Lightning: pip install "pccheck-async[lightning]"'
-    ) from error
+require("lightning", "2.6")
 
-from pccheck_async.integrations.lightning.callback import PCcheckCallback
-from pccheck_async.integrations.lightning.checkpoint_io import PCcheckIO
+from pccheck_async.integrations.lightning.callback import PCcheckCallback  # noqa: E402
+from pccheck_async.integrations.lightning.checkpoint_io import PCcheckIO  # noqa: E402
 
 __all__ = ["PCcheckCallback", "PCcheckIO"]
-
-if not __version__.startswith("2.6."):
-    warnings.warn(f"Lightning {__version__}: pccheck_async is tested with 2.6", stacklevel=2)

@@ -10,11 +10,12 @@ from typing import Any, Final
 import torch.distributed as dist
 from lightning import __version__
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer import call
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.engine import note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.state import RNGState, paths
@@ -25,11 +26,11 @@ __all__ = ["PRIVATE", "PCcheckCallback"]
 PRIVATE: Final = {
     "Trainer.fit_loop": (
         "on_advance_end", "on_iteration_done", "epoch_progress", "epoch_loop", "state_dict", "load_state_dict",
-        "_combined_loader", "_data_fetcher",
+        "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "is_resuming",
     ),
     "Trainer.fit_loop.epoch_loop": (
         "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
-        "_num_ready_batches_reached",
+        "_num_ready_batches_reached", "_on_before_fetch", "restarting",
     ),
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
@@ -37,8 +38,7 @@ PRIVATE: Final = {
 """What is used of Lightning beyond its documentation, and of ``call`` and ``fabric`` what is imported above.
 
 No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
-the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops is the last that
-happens.
+the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
 """
 
 
@@ -49,12 +49,12 @@ class PCcheckCallback(Callback):
     callbacks and the datamodule, what their hooks and those of the module add on saving, the positions of training
     loaders that have a ``state_dict``, and the global generators. It is taken between two batches, after the validation
     that follows the first of them, and not inside a window of gradient accumulation. Loaders without a position are
-    iterated over again, without using the batches.
+    iterated over again up to the batch, with the random numbers that the epoch began with.
 
     Under several ranks each gives the same arguments, and they save one checkpoint together.
 
     ``fit(ckpt_path=...)`` is refused where the folder holds a checkpoint. The first ``fit`` restores, later ones of the
-    same callback go on with what is in memory. ``fast_dev_run`` saves and restores nothing.
+    same Trainer and module go on with what is in memory, unless it raised. ``fast_dev_run`` saves and restores nothing.
 
     Args:
         folder: Of the store.
@@ -77,13 +77,13 @@ class PCcheckCallback(Callback):
         self._save_last = save_last
         self.engine: SyncCheckpointEngine | None = None
         self.restored: Restored | None = None
-        self._began = False
+        self._of: tuple[Any, LightningModule] | None = None  # whose training is in memory
         self._rng: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
         self._step = ExitStack()
         self._this: TrainingStep | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Open the store, and restore everything but the generators."""
         if trainer.fast_dev_run:
             return
@@ -96,20 +96,23 @@ class PCcheckCallback(Callback):
         self._state = _state(trainer)
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
-        if not self._began:
+        if self._of != (trainer, pl_module):
             self.restored = _restore(engine, self._state)
             self._rng = RNGState().state_dict() if self.restored else None
-            self._began = True
+            self._of = trainer, pl_module
         loop = trainer.fit_loop
-        _then(loop.epoch_loop, "on_advance_end", lambda: self._end_batch(trainer))
-        _then(loop, "on_advance_end", lambda: self._end_step(trainer))
+        draws: _Draws = self._state["draws"]
+        _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
+        _around(loop, "on_advance_end", after=lambda: self._end_step(trainer))
+        _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
+        _around(loop.epoch_loop, "on_run_start", before=lambda: self._begin_epoch(trainer))
+        _around(loop.epoch_loop, "_on_before_fetch", before=draws.note_fetch)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
         if self._rng is None:
             return
-        if trainer.ckpt_path:
-            assert self.restored is not None
+        if trainer.ckpt_path and self.restored is not None:
             raise ValueError(
                 f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._folder} holds step {self.restored.step}: leave "
                 "ckpt_path out to resume, or give PCcheckCallback an empty folder"
@@ -121,24 +124,30 @@ class PCcheckCallback(Callback):
             _forget_restart(loop)
         elif batch.completed == batch.ready:
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
-                _skip(loop, epoch.processed, batch.ready)
-            _then(loop.epoch_loop, "on_run_start", lambda: _forget_restart(loop), once=True)
+                _skip(loop, epoch.processed, batch.ready, self._state["draws"])
+            _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop), once=True)
         RNGState().load_state_dict(self._rng)
         self._rng = None
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a step, unless one with gradient accumulation goes on."""
         if self.engine is not None and self._this is None:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             step = trainer.global_step if pl_module.automatic_optimization else progress.total.ready - 1
             self._this = self._step.enter_context(self.engine.step(self._state, step))
 
-    def _end_batch(self, trainer: Trainer) -> None:
+    def _begin_epoch(self, trainer: Any) -> None:
+        """Note the generators, unless the epoch's iterator was made with the loaders or to go to a position."""
+        loop = trainer.fit_loop
+        if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
+            self._state["draws"].note_iter()
+
+    def _end_batch(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         if not loop._should_accumulate() and not loop._num_ready_batches_reached():
             self._end_step(trainer)
 
-    def _end_step(self, trainer: Trainer) -> None:
+    def _end_step(self, trainer: Any) -> None:
         """End the step, after a batch or, for the last batch of an epoch, after all that ends the epoch."""
         if self.engine is None or self._this is None:
             return
@@ -153,32 +162,33 @@ class PCcheckCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish what is being saved, and close."""
         if self.engine is not None:
             self._close(trainer, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Wait until everything is durable, and close."""
         if self.engine is not None:
             self._close(trainer, None)
 
-    def _close(self, trainer: Trainer, error: BaseException | None) -> None:
+    def _close(self, trainer: Any, error: BaseException | None) -> None:
         engine, self.engine, self._this = self.engine, None, None
         for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
-            for name in ("on_advance_end", "on_run_start"):
+            for name in _WRAPPED:
                 vars(loop).pop(name, None)
         assert engine is not None
-        try:
+        if error is not None:
+            self._of = None  # what is in memory may be half of a batch
+        with note_closing_failure_on(error), ExitStack() as closing:
+            closing.callback(engine.close, None if error is None else self._settings.get("exit_timeout", 60.0))
             if error is not None:
                 self._step.__exit__(type(error), error, error.__traceback__)
-            self._step = ExitStack()
-        finally:
-            engine.__exit__(type(error) if error else None, error, None)
+        self._step = ExitStack()
 
 
 class _Loops:
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +200,7 @@ class _Loops:
 
 
 class _Callbacks:
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +214,7 @@ class _Callbacks:
 class _Others:
     """What a file of Lightning has beside the parts that have names: plugins, the datamodule, what hooks add."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.metrics: dict[str, Any] = {}
 
@@ -249,10 +259,43 @@ class _Others:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
 
 
+class _Draws:
+    """The generators as they were when the epoch's iterator was made, and when the first batch was fetched.
+
+    Then a loader of torch draws its order, and the seeds of its workers.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] = {}
+        self._saved: Mapping[str, Any] = {}
+
+    def note_iter(self) -> None:
+        self._states = {"iter": RNGState().state_dict()}
+
+    def note_fetch(self) -> None:
+        if "fetch" not in self._states:
+            self._states["fetch"] = RNGState().state_dict()
+
+    def go_back(self, name: str) -> None:
+        """Put the generators back. The iterator that is made now is that of the saved epoch."""
+        self._states = dict(self._saved)
+        if name in self._saved:
+            RNGState().load_state_dict(self._saved[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._states
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._saved = state
+
+
+_WRAPPED: Final = ("on_advance_end", "on_run_start", "_load_combined_loader_states", "_on_before_fetch")
+_UNKNOWN: Final = frozenset({"draws", "rng"})
+"""What a converted file of Lightning does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def _state(trainer: Any) -> dict[str, Any]:
     """Return the state by the names that converted files of Lightning have, too."""
     return {
         "model": trainer.lightning_module,
@@ -261,6 +304,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "callbacks": _Callbacks(trainer),
         "loops": _Loops(trainer),
         "others": _Others(trainer),
+        "draws": _Draws(),
         "rng": RNGState(),
     }
 
@@ -269,20 +313,20 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | 
     try:
         return engine.restore(state)
     except StateMismatchError as error:
-        if error.mismatched or error.unexpected or not all(path.split(".")[0] == "rng" for path in error.missing):
+        if error.mismatched or error.unexpected or not {path.split(".")[0] for path in error.missing} <= _UNKNOWN:
             raise
-        return engine.restore({name: part for name, part in state.items() if name != "rng"})  # of a converted file
+        return engine.restore({name: part for name, part in state.items() if name not in _UNKNOWN})
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return the paths of what is alike on all ranks: the state has the module, and not its wrapper."""
+    """Return the paths of what ranks have alike. The state has the module, not its wrapper, to fit one rank, too."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))
     return [*(paths.child("model", name) for name in names), "optimizers.*.state.*"]
 
 
-def _ends(trainer: Trainer) -> bool:
+def _ends(trainer: Any) -> bool:
     loop = trainer.fit_loop
     ended: bool = (
         trainer.should_stop
@@ -292,14 +336,22 @@ def _ends(trainer: Trainer) -> bool:
     return ended
 
 
-def _then(loop: Any, name: str, after: Callable[[], None], *, once: bool = False) -> None:
-    """Call ``after`` whenever a method of a loop has returned."""
+def _around(
+    loop: Any,
+    name: str,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+    once: bool = False,
+) -> None:
+    """Call ``before`` and ``after`` whenever a method of a loop is called."""
     method = getattr(loop, name)
 
     def run(*arguments: Any) -> None:
+        before()
         method(*arguments)
         if once:
-            delattr(loop, name)
+            setattr(loop, name, method)
         after()
 
     setattr(loop, name, run)
@@ -311,11 +363,17 @@ def _forget_restart(loop: Any) -> None:
         each.on_iteration_done()
 
 
-def _skip(loop: Any, epoch: int, batches: int) -> None:
+def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
     """Iterate to a position in loaders that have none of their own."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, epoch)
+    draws.go_back("iter")
     fetcher = iter(loop._data_fetcher)
-    for _ in range(batches):
-        next(fetcher)
+    draws.go_back("fetch")
+    for done in range(batches):
+        if next(fetcher, None) is None:
+            raise ValueError(
+                f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
+                "give it the same data in batches of the same size"
+            )
     fetcher.fetched = 0  # the loop adds what the epoch has had

@@ -1,0 +1,173 @@
+"""The training state of a Hugging Face Accelerator for a plain engine: ``state = training_state(accelerator, loader)``.
+
+Accelerate's own ``register_save_state_pre_hook`` and ``register_load_state_pre_hook`` can replace weights only, and
+leave optimizers, generators and the data position to its blocking files: they are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: says so if there is no Accelerate
+from pccheck_async.state import RNGState
+
+# isort: split
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+from accelerate.utils import DistributedType
+
+__all__ = ["PRIVATE", "AcceleratedLoader", "TrackedLoader", "training_state"]
+
+PRIVATE = ("_models", "_optimizers", "_schedulers", "_custom_objects")
+"""Attributes of Accelerator that this module reads, and that Accelerate does not document."""
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
+    """Return the state of a training run, for ``engine.step``, ``engine.checkpoint`` and ``engine.restore``.
+
+    Call it after ``accelerator.prepare`` and ``accelerator.register_for_checkpointing``, and iterate over
+    ``state["loader"]``. Nothing may draw random numbers between ``engine.restore`` and the loop.
+
+    Ranks save one checkpoint together with ``SyncCheckpointEngine(..., group=torch.distributed.group.WORLD)``, each its
+    own copy of what it has; ``replicated=["model.*.weight", "optimizer.state.*"]`` and the like save one.
+
+    Args:
+        accelerator: One that has prepared the models and optimizers.
+        loader: What the training loop iterates over: a loader that ``prepare`` returned, or an
+            :class:`AcceleratedLoader` around a ResumableLoader.
+
+    Returns:
+        ``model``, ``optimizer``, ``scheduler`` and ``custom`` (further ones: ``model_1``...), without the wrappers of
+        Accelerate and DistributedDataParallel, ``scaler``, ``accelerator`` (its count of micro-batches), ``rng``, and
+        ``loader``.
+
+    Raises:
+        ValueError: The accelerator has no models, or prepared one of its objects twice; its kind of distribution is not
+            supported; or the loader is none of Accelerate's.
+    """
+    if accelerator.distributed_type not in _SUPPORTED:
+        raise ValueError(f"training_state does not support {accelerator.distributed_type}")
+    if not accelerator._models:
+        raise ValueError("the accelerator has no models: call training_state after accelerator.prepare(model, ...)")
+    models = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+    optimizers = [each.optimizer for each in accelerator._optimizers]
+    if len({*map(id, models), *map(id, optimizers)}) < len(models) + len(optimizers):
+        raise ValueError("a model or an optimizer was prepared twice: call accelerator.free_memory(), and prepare once")
+    tracked = loader if isinstance(loader, AcceleratedLoader) else TrackedLoader(loader)
+    return {
+        **_named("model", models),
+        **_named("optimizer", optimizers),
+        **_named("scheduler", [each.scheduler for each in accelerator._schedulers]),
+        **_named("custom", accelerator._custom_objects),
+        **({} if accelerator.scaler is None else {"scaler": accelerator.scaler}),
+        "accelerator": _Count(accelerator),
+        "loader": tracked,
+        "rng": RNGState(),
+    }
+
+
+class TrackedLoader:
+    """A loader that ``Accelerator.prepare`` returned, with a position that is saved.
+
+    Each ``for`` yields the rest of an epoch, the next one the next epoch. A position after the last batch yields
+    nothing first and ends its epoch, so what the loop does at the end of an epoch is done again.
+
+    In the middle of an epoch the loader is replayed: the generators go back to where they were when the epoch began,
+    the loader draws its order and the seeds of its workers from them again, batches that the loop had are loaded and
+    dropped, and the generators go forward to where they were at the save. So the default sampler, a seedable one, and
+    random samples of worker processes come out the same. Random samples without workers do not: they share the
+    generators with the training. A ResumableLoader repeats those, too, and replays nothing.
+
+    Args:
+        loader: What ``accelerator.prepare(loader)`` returned.
+
+    Raises:
+        ValueError: It is something else.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if not isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
+            raise ValueError(
+                f"{type(loader).__qualname__} is no loader that accelerator.prepare returned; "
+                "wrap a ResumableLoader as AcceleratedLoader(loader, accelerator)"
+            )
+        self._loader: Any = loader
+        self._rng = RNGState()
+        self.epoch = 0  # underway, from 0; it ends when an iterator is exhausted
+        self._delivered = 0
+        self._ended = False
+        self._start: dict[str, Any] | None = None  # of the generators, when the epoch began
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._ended:
+            yield from self._rest()
+        self.epoch, self._delivered, self._ended, self._start = self.epoch + 1, 0, False, None
+
+    def _rest(self) -> Iterator[Any]:
+        saved = self._rng.state_dict() if self._delivered else None
+        if self._start is None:
+            self._start = {"rng": self._rng.state_dict(), "sampler": self._generator_state()}
+        elif saved is not None:
+            self._rng.load_state_dict(self._start["rng"])
+            self._set_generator_state(self._start["sampler"])
+        self._loader.iteration, self._loader.skip_batches = self.epoch, self._delivered
+        for batch in self._loader:
+            if saved is not None:
+                self._rng.load_state_dict(saved)
+                saved = None
+            self._delivered += 1
+            self._ended = self._loader.end_of_dataloader
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: epoch, batches that the loop got, and the generators when the epoch began."""
+        sampler = self._loader.get_sampler()
+        return {
+            "epoch": self.epoch,
+            "delivered": self._delivered,
+            "ended": self._ended,
+            "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
+            "start": self._start,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go to a saved position. Raises ValueError where only one of both has a seedable sampler."""
+        sampler, seed = self._loader.get_sampler(), state_dict["seed"]
+        if isinstance(sampler, SeedableRandomSampler) != (seed is not None):
+            raise ValueError("use_seedable_sampler differs from that of the run that saved the checkpoint")
+        if seed is not None:
+            sampler.initial_seed = seed
+        self.epoch, self._delivered = state_dict["epoch"], state_dict["delivered"]
+        self._ended, self._start = state_dict["ended"], state_dict["start"]
+
+    def _generator_state(self) -> Any:
+        generator = getattr(self._loader, "synchronized_generator", None)
+        return None if generator is None else generator.get_state()
+
+    def _set_generator_state(self, state: Any) -> None:
+        if state is not None:
+            self._loader.synchronized_generator.set_state(state)
+
+
+class _Count:
+    """The accelerator's count of micro-batches, from which it tells where an accumulation window ends."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, int], /) -> None:
+        self._accelerator.step = state_dict["step"]
+
+
+def _named(name: str, objects: Iterable[Any]) -> dict[str, Any]:
+    return {f"{name}_{number}" if number else name: each for number, each in enumerate(objects)}

@@ -1,0 +1,20 @@
+"""Stores of one checkpoint, in the place of files that a framework would have written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pccheck_async.format.record import slot_name
+from pccheck_async.store import read_at_once
+
+__all__ = ["remove_free_slots"]
+
+
+def remove_free_slots(path: str | os.PathLike[str]) -> None:
+    """Give back what a closed engine leaves reserved for the next checkpoint of a store: there may never be one."""
+    found = read_at_once(path)
+    named = {slot_name(entry.slot) for entry in found[1].entries} if found else set()
+    for slot in Path(path).glob("slot-*"):
+        if slot.name not in named:
+            slot.unlink()

@@ -1,0 +1,165 @@
+"""Accelerate, real: training that is killed at named moments and resumed by the same command computes the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pccheck_async import ResumableLoader, StateMismatchError, SyncCheckpointEngine
+from tests.support.killed_ranks import RankJournal, on_ranks
+from tests.support.killed_training import Journal, agree, live
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+
+from pccheck_async.integrations.accelerate import PRIVATE, AcceleratedLoader, TrackedLoader, training_state
+
+EPOCHS = 2  # of 10 batches in windows of 4, 4 and 2
+REPLICATED = ["model.*.weight", "model.*.bias", "optimizer.state.*"]
+DATA = TensorDataset(torch.arange(80.0).reshape(40, 2) / 40)
+
+
+def accelerator_of(kind: str = "default") -> Accelerator:
+    configuration = DataLoaderConfiguration(
+        use_seedable_sampler=kind == "seedable", use_stateful_dataloader=kind == "stateful"
+    )
+    return Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, dataloader_config=configuration)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal) -> None:
+    torch.set_num_threads(1)
+    set_seed(3)
+    accelerator = accelerator_of(kind)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    loader: Any
+    if kind == "resumable":
+        loader = AcceleratedLoader(ResumableLoader(DATA, batch_size=4, num_workers=workers), accelerator)
+    else:
+        loader = accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers))
+    validation = accelerator.prepare(DataLoader(DATA, batch_size=20))
+    state = training_state(accelerator, loader)
+    loader = state["loader"]
+    ranks: dict[str, Any] = {"group": dist.group.WORLD, "replicated": REPLICATED} if dist.is_initialized() else {}
+    with SyncCheckpointEngine(folder, interval=1, **ranks) as engine:
+        engine.on_event(lambda event: journal.reach(f"{event.name} {getattr(event, 'step', '')}"))
+        engine.attach(optimizer)
+        restored = engine.restore(state)
+        step = restored.step + 1 if restored else 0
+        for epoch in range(loader.epoch, EPOCHS):
+            for (batch,) in loader:
+                with engine.step(state, step), accelerator.accumulate(model):
+                    loss = model(batch).square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    journal.note(f"train {step}", [batch, loss])
+                step += 1
+                journal.reach(f"after {step - 1}")
+            model.eval()
+            with torch.no_grad():
+                for number, (batch,) in enumerate(validation):
+                    journal.note(f"validation {epoch} {number}", model(batch).sum())
+            model.train()
+    kept = {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "accelerator", "rng")}
+    journal.note("final", [kept, loader.epoch])
+
+
+def check(folder: Path, kind: str, workers: int, moments: list[str]) -> None:
+    """Train whole, and killed at one moment after the other, each life going on where the last one died."""
+    whole = live(partial(train, folder / "whole", kind, workers), folder / "whole.journal")
+    work = partial(train, folder / "killed", kind, workers)
+    agree(whole, [live(work, folder / f"life {moment}", moment) for moment in [*moments, None]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "workers", "moments"),
+    [
+        ("resumable", 2, ["train 5", "captured 9", "after 9"]),
+        ("default", 0, ["train 6", "train 9", "validation 0 1"]),
+        ("seedable", 0, ["train 9", "durable 9", "train 17"]),
+    ],
+)
+def test_killed_training_resumes_with_the_same_bits(
+    tmp_path: Path, kind: str, workers: int, moments: list[str]
+) -> None:
+    check(tmp_path, kind, workers, moments)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["resumable", "default", "seedable", "stateful"])
+def test_killed_at_ten_moments(tmp_path: Path, kind: str, workers: int) -> None:
+    moments = ["train 0", "train 3", "captured 7", "train 8", "train 9", "after 9", "validation 0 1", "train 10"]
+    check(tmp_path, kind, workers, [*moments, "durable 13", "train 19"])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["resumable", "default"])
+def test_killed_ranks_resume_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    """Two of DistributedDataParallel, in windows of 4 and 1 batches, whose checkpoint one has one part of each."""
+    whole = live(on_ranks(2, partial(train, tmp_path / "whole", kind, 0)), tmp_path / "whole.journal")
+    work = on_ranks(2, partial(train, tmp_path / "killed", kind, 0))
+    moments = ["1 train 2", "0 captured 3", "0 after 4", "1 train 7", None]
+    agree(whole, [live(work, tmp_path / f"life {moment}", moment) for moment in moments])
+
+
+def test_accelerate_has_what_is_read() -> None:
+    accelerator = accelerator_of()
+    assert all(hasattr(accelerator, name) for name in PRIVATE)
+
+
+def test_wrong_uses_are_told() -> None:
+    accelerator = accelerator_of()
+    loader = accelerator.prepare(DataLoader(DATA, batch_size=4))
+    with pytest.raises(ValueError, match="has no models"):
+        training_state(accelerator, loader)
+    model = network()
+    accelerator.prepare(model)
+    with pytest.raises(ValueError, match="is no loader that"):
+        training_state(accelerator, DataLoader(DATA))
+    assert isinstance(training_state(accelerator, loader)["loader"], TrackedLoader)
+    accelerator.prepare(network())
+    assert {"model", "model_1"} < training_state(accelerator, loader).keys()
+    accelerator.free_memory()
+    optimizer = torch.optim.SGD(model.parameters())
+    accelerator.prepare(model, optimizer)
+    accelerator.prepare(optimizer)
+    with pytest.raises(ValueError, match="prepared twice"):
+        training_state(accelerator, loader)
+
+
+def test_another_model_is_told(tmp_path: Path) -> None:
+    accelerator = accelerator_of()
+    _, loader = accelerator.prepare(network(), DataLoader(DATA, batch_size=4))
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(training_state(accelerator, loader), step=0).result()
+    accelerator = accelerator_of()
+    _, loader = accelerator.prepare(nn.Linear(3, 1), DataLoader(DATA, batch_size=4))
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(StateMismatchError, match="model"):
+        engine.restore(training_state(accelerator, loader))
+
+
+def test_another_kind_of_sampler_is_told() -> None:
+    def loader_of(kind: str) -> TrackedLoader:
+        return TrackedLoader(accelerator_of(kind).prepare(DataLoader(DATA, batch_size=4, shuffle=True)))
+
+    with pytest.raises(ValueError, match="use_seedable_sampler differs"):
+        loader_of("default").load_state_dict(loader_of("seedable").state_dict())

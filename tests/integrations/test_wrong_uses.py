@@ -1,0 +1,171 @@
+"""What a user may get wrong with the trainers' adapters, where work could be lost or foreign code be run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pl = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+import torch  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+from pccheck_async import StateMismatchError, UnsupportedStateError, list_checkpoints, load_sync  # noqa: E402
+from pccheck_async.integrations import lightning, transformers  # noqa: E402
+from tests.support.killed_training import bits  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    # Lightning's own:
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+SAMPLES = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(nothing_left_behind: None) -> None: ...
+
+
+class Module(pl.LightningModule):  # type: ignore[name-defined]
+    """Notes the steps that it was trained at."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, width)
+        self.trained: list[int] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        self.trained.append(self.trainer.global_step)
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def trainer(*callbacks: Any, epochs: int = 1, steps: int = -1, plugins: Any = None) -> Any:
+    return pl.Trainer(
+        max_epochs=epochs, max_steps=steps, accelerator="cpu", callbacks=[*callbacks], plugins=plugins, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def loader(size: int = 4) -> Any:
+    return torch.utils.data.DataLoader([*SAMPLES], batch_size=size)  # type: ignore[arg-type]
+
+
+def test_a_callback_that_gets_another_trainer_resumes(tmp_path: Path) -> None:
+    """As it would in another process, instead of replacing the checkpoint by the first steps of a new model."""
+    saver = lightning.PCcheckCallback(tmp_path / "s")
+    trainer(saver).fit(Module(), loader())
+    trainer(saver, epochs=2).fit(model := Module(), loader())
+    assert model.trained == [3, 4, 5]
+    again = trainer(saver, epochs=3)
+    with pytest.raises(StateMismatchError, match="nothing was restored"):
+        again.fit(Module(width=5), loader())
+    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [5]
+
+
+def test_fit_after_an_error_resumes(tmp_path: Path) -> None:
+    """As in another process: what is in memory has half of a batch, and Lightning would begin the epoch again."""
+
+    class Fails(pl.Callback):  # type: ignore[name-defined]
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4 and len(model.trained) == 5:
+                raise ZeroDivisionError
+
+    model = Module()
+    start = {name: each.clone() for name, each in model.state_dict().items()}
+    again = trainer(lightning.PCcheckCallback(tmp_path / "s", interval=2), Fails(), epochs=2)
+    with pytest.raises(ZeroDivisionError):
+        again.fit(model, loader())
+    again.fit(model, loader())
+    assert model.trained == [0, 1, 2, 3, 4, 4, 5]
+    whole = Module()
+    whole.load_state_dict(start)
+    trainer(epochs=2).fit(whole, loader())
+    assert bits(model.state_dict()) == bits(whole.state_dict())
+
+
+def test_a_position_that_the_data_does_not_have_is_named(tmp_path: Path) -> None:
+    trainer(lightning.PCcheckCallback(tmp_path / "s"), steps=4).fit(Module(), loader(2))
+    with pytest.raises(ValueError, match="after 4 batches of an epoch, and the loaders end after 3"):
+        trainer(lightning.PCcheckCallback(tmp_path / "s"), epochs=2).fit(Module(), loader())
+
+
+def test_checkpoint_io_leaves_a_callbacks_store_alone(tmp_path: Path) -> None:
+    trainer(lightning.PCcheckCallback(tmp_path / "run")).fit(Module(), loader())
+    saved = bits(load_sync(tmp_path / "run")["model"])
+    other = trainer(plugins=[lightning.PCcheckIO()])
+    other.fit(Module(), loader())
+    with pytest.raises(FileExistsError, match="PCcheckIO did not save, and does not replace"):
+        other.save_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match="PCcheckCallback resumes from its own by itself"):
+        trainer(plugins=[lightning.PCcheckIO()], epochs=2).fit(Module(), loader(), ckpt_path=tmp_path / "run")
+    assert bits(load_sync(tmp_path / "run")["model"]) == saved
+
+
+def test_checkpoint_io_leaves_folders_of_others_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="PCcheckIO did not save"):
+        lightning.PCcheckIO().save_checkpoint({"global_step": 1}, tmp_path / "mine")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]
+
+
+class Hostile:
+    """Leaves a trace where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+def test_weights_only_unpickles_nothing(tmp_path: Path) -> None:
+    io = lightning.PCcheckIO(allow_pickle=True)
+    io.save_checkpoint({"odd": Hostile(tmp_path / "trace"), "global_step": 1}, tmp_path / "c")
+    with pytest.raises(UnsupportedStateError, match=r"odd: a pickled .*Hostile"):
+        io.load_checkpoint(tmp_path / "c", weights_only=True)
+    assert not (tmp_path / "trace").exists()
+    io.load_checkpoint(tmp_path / "c")
+    assert (tmp_path / "trace").exists()
+
+
+class Loss(torch.nn.Module):
+    """A model as the Trainer of Hugging Face takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_a_folder_that_is_older_than_the_store_is_told(tmp_path: Path) -> None:
+    """``resume_from_checkpoint=True`` finds the Trainer's own folder, which is seldom as new as the store."""
+
+    def train(steps: int, **options: Any) -> None:
+        arguments = TrainingArguments(
+            str(tmp_path / "output"), max_steps=steps, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+            disable_tqdm=True, save_strategy="steps", save_steps=2, logging_strategy="no",
+        )  # fmt: skip
+        made = Trainer(Loss(), arguments, train_dataset=[{"x": x} for x in SAMPLES])
+        transformers.PCcheckCallback(tmp_path / "store").attach(made)
+        made.train(**options)
+
+    train(2)
+    train(2, resume_from_checkpoint=True)  # as new: no warning
+    train(4)
+    with pytest.warns(UserWarning, match=r"checkpoint-2 at step 2; step 4 in .*store will be replaced"):
+        train(5, resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-2"))
