@@ -153,11 +153,12 @@ def exists(dotted: str) -> bool:
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
         try:
-            found = find_spec(name) is not None
+            value: object = importlib.import_module(name) if find_spec(name) is not None else None
         except ModuleNotFoundError:
             continue
-        if found:
-            value: object = importlib.import_module(name)
+        except ImportError as error:  # of an adapter, whose framework need not be here
+            return "is not installed" in str(error)
+        if value is not None:
             for part in parts[length:]:
                 value = getattr(value, part, None)
             return value is not None
