@@ -154,6 +154,8 @@ def measure(framework: str, method: str, every: int, mib: int, steps: int, folde
 
 def one_run(framework: str, method: str, every: int, args: argparse.Namespace) -> dict[str, float]:
     """One run, in a process of its own."""
+    if args.folder is not None:
+        os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         options = [framework, method, str(every), str(args.mib), str(args.steps), folder]
         command = [sys.executable, "-W", "ignore", "-m", "tests.campaign.trainers_beside", "--one", *options]
