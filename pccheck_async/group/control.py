@@ -117,20 +117,24 @@ class Server(Meeting):
         with self._lock:
             self._publish(ask(self._coordinator))
 
-    def close(self, seconds: float) -> bool:
-        """Wait so many seconds until every rank said goodbye, and stop; return whether all did."""
+    def awaited(self) -> dict[str, list[int]]:
+        """Return whom the others wait for, by what for."""
+        with self._lock:
+            return self._coordinator.awaited()
+
+    def close(self, seconds: float) -> list[int]:
+        """Wait so many seconds until every rank said goodbye, and stop; return the ranks that did not."""
         self._timer.cancel()
         self._thread.join(seconds)
-        if all_left := not self._thread.is_alive():
-            return all_left
-        self._closing = True
-        self._log.set(f"in/{self._received + 1}", b"")  # type: ignore[arg-type]
-        self._thread.join()
-        return False
+        if self._thread.is_alive():
+            self._closing = True
+            self._log.set(f"in/{self._received + 1}", b"")  # type: ignore[arg-type]
+            self._thread.join()
+        return self._coordinator.remaining
 
     def _serve(self) -> None:
         with suppress(*_LOST):
-            while not self._coordinator.everyone_left and not self._closing:
+            while self._coordinator.remaining and not self._closing:
                 key = f"in/{self._received + 1}"
                 if data := self._inbox.get(key):
                     self._inbox.delete_key(key)

@@ -105,14 +105,16 @@ class Coordinator:
         return [rank for rank in range(self.world) if rank not in self._hellos]
 
     @property
-    def everyone_left(self) -> bool:
-        """Whether rank 0 may leave, and its log end."""
-        return len(self._left) == self.world
+    def remaining(self) -> list[int]:
+        """The ranks that did not say goodbye: rank 0 leaves, and its log ends, after them."""
+        return [rank for rank in range(self.world) if rank not in self._left]
 
-    def slow_ranks(self) -> dict[int, list[int]]:
-        """Return, by counter, whose vote is missing: what a log says where others wait."""
-        ballots = self._ballots.items()
-        return {counter: [r for r in range(self.world) if r not in one.prepared] for counter, one in ballots}
+    def awaited(self) -> dict[str, list[int]]:
+        """Return whom the others wait for, by what for; nobody aborts it, however long it takes."""
+        answered = {f"the checkpoint of step {one.step}": one.prepared for one in self._ballots.values()}
+        if self.restore.requests:
+            answered["a restore"] = set(self.restore.answered)
+        return {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}
 
     def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
         """Take the next message of the inbox in; return what is decided, to be published in this order."""

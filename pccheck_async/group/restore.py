@@ -7,7 +7,7 @@ newest" may not exist on another is why ranks do not choose for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -136,6 +136,13 @@ class LeadRestore:
             return self._conclude_match(there) if self._all_in(self.matches) else []
         self.verified[message.rank] = message
         return self._conclude(self.candidate, there) if self._all_in(self.verified) else []
+
+    @property
+    def answered(self) -> Collection[int]:
+        """The ranks that said what the restore under way waits for."""
+        if self.candidate is None:
+            return self.requests.keys()
+        return (self.verified if self._all_in(self.matches) else self.matches).keys()
 
     def _all_in(self, answers: dict[int, Matched] | dict[int, Verified]) -> bool:
         return len(answers) == self.world

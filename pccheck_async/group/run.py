@@ -48,6 +48,7 @@ from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Ok, Preempted
 from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.schedule import Verdict
+from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import open_medium
 from pccheck_async.store import ReadLease, Retention, Store, open_store
@@ -109,6 +110,7 @@ class GroupRun:
         self._changes: dict[int, asyncio.Future[None]] = {}
         self._changes_asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._naming: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._scheduled = threading.Condition()  # held around every use of the schedule
         self._published: int | None = None
@@ -135,6 +137,8 @@ class GroupRun:
         self._client = await asyncio.to_thread(Client, address, member.rank, learn, lost)
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(self._folder, self._config)))
         await self._opened
+        if self.server is not None:
+            self._naming = loop.create_task(name_slow_ranks(self.server.awaited, self._folder))
         self._warn_of_incomplete()
 
     def _warn_of_incomplete(self) -> None:
@@ -387,13 +391,15 @@ class GroupRun:
                 await self._idle.wait()
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
+        if self._naming is not None:
+            self._naming.cancel()
         client, server, self._client = self._client, self.server, None
         await uninterrupted(self._call(client.close))
         if server is not None:
             wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
-            if not await uninterrupted(self._call(server.close, wait)) and wait:
-                text = "rank 0 of the group of %s goes although other ranks have not left"
-                write(logging.WARNING, "group_left", text, self._folder)
+            if (remaining := await uninterrupted(self._call(server.close, wait))) and wait:
+                text = "rank 0 of the group of %s goes although ranks %s have not left"
+                write(logging.WARNING, "group_left", text, self._folder, ", ".join(map(str, remaining)))
 
     # -- what the member wants
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -32,6 +34,7 @@ from pccheck_async.group.actions import (
 )
 from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, Change, Commit, Found, Hello, Ok, Start
 from pccheck_async.group.restore import Restore
+from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.store import Retention
 
 T = TypeVar("T")
@@ -212,7 +215,7 @@ def test_a_broken_group_restores_and_ends_all_the_same() -> None:
     assert group.members[0].schedule.final is not None
     for rank in range(2):
         group.carry_out(rank, group.members[rank].leave("EIO"))
-    assert group.coordinator.everyone_left
+    assert not group.coordinator.remaining
 
 
 def test_what_is_being_restored_stays() -> None:
@@ -341,17 +344,37 @@ def test_a_rank_that_leaves_early_ends_what_it_takes_no_part_in() -> None:
     group.save(0, 2)
     assert group.done[0][-1] == Cancel(1)
     assert group.done[0][-2] == Resolve(1, "failed", "rank 1 left before: an error", 1)
-    assert not group.coordinator.everyone_left
+    assert group.coordinator.remaining == [0]
     group.carry_out(0, group.members[0].released(1))
     group.carry_out(0, group.members[0].leave())
-    assert group.coordinator.everyone_left
+    assert not group.coordinator.remaining
     assert group.members[0].leave() == []
 
 
-def test_slow_ranks_are_named() -> None:
+def test_whom_a_checkpoint_waits_for() -> None:
     group = Group(world=3)
     group.save_all(1, leave_out=1)
-    assert group.coordinator.slow_ranks() == {0: [1]}
+    assert group.coordinator.awaited() == {"the checkpoint of step 1": [1]}
+    group.carry_out(0, group.members[0].restore.request(None))
+    group.deliver()
+    assert group.coordinator.awaited()["a restore"] == [1, 2]
+
+
+def test_a_slow_rank_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    group = Group(world=3)
+    group.save_all(1, leave_out=1)
+    looks = 0
+
+    def awaited() -> dict[str, list[int]]:
+        nonlocal looks
+        if (looks := looks + 1) == 5:
+            raise InterruptedError
+        return group.coordinator.awaited()
+
+    with pytest.raises(InterruptedError):
+        asyncio.run(name_slow_ranks(awaited, Path("folder"), seconds=0.0))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["the checkpoint of step 1 has waited for ranks 1 longer than 0 s"]
 
 
 def test_votes_of_another_run_do_not_count() -> None:

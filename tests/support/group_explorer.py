@@ -573,7 +573,7 @@ class Explorer:
             if not broken:
                 yield "nothing can happen any more", None, ["L: deadlock"]
         coordinator: Coordinator = self.coordinators[state.coordinator]
-        if not progress and self.envs[state.env].program[-1] in "qx" and not coordinator.everyone_left:
+        if not progress and self.envs[state.env].program[-1] in "qx" and coordinator.remaining:
             yield "nothing can happen any more", None, ["L: rank 0 waits for a rank that left"]
 
     def _label(self, rank: int, move: tuple[Any, ...]) -> str:

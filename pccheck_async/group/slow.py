@@ -1,0 +1,35 @@
+"""A rank that is slow, or hangs, aborts no checkpoint: the others wait for it, and the log names it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pccheck_async.telemetry import write
+
+__all__ = ["name_slow_ranks"]
+
+
+async def name_slow_ranks(
+    awaited: Callable[[], Mapping[str, Sequence[int]]], folder: Path, seconds: float = 60.0
+) -> None:
+    """Write a line, once, for what waits for ranks for longer than so many seconds; ends when it is cancelled.
+
+    Args:
+        awaited: Returns whom the others wait for, by what for.
+        folder: The group's.
+        seconds: Between two looks.
+    """
+    seen, named = set[str](), set[str]()
+    while True:
+        await asyncio.sleep(seconds)
+        now = awaited()
+        for what in now.keys() & seen - named:
+            ranks = ", ".join(map(str, now[what]))
+            text = "%s has waited for ranks %s longer than %g s"
+            write(logging.WARNING, "slow_ranks", text, what, ranks, seconds, store=os.fspath(folder))
+        named = now.keys() & seen
+        seen = set(now)
