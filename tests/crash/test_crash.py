@@ -14,8 +14,8 @@ from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, Snapshot,
 from tests.engine.test_inline_capture_engine import FOLDER
 from tests.support.crash_harness import Findings, Scenario, explore, explore_damage, explore_falling_back
 
-STATES = 900
-"""Distinct crash states in each scenario: more than 5,000 together."""
+STATES = 700
+"""Distinct crash states in each scenario: more than 4,000 together; the campaign has a million."""
 WHOLE = 0.25
 """Share of them that is read as a whole; the campaign reads all so."""
 
@@ -39,10 +39,8 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
     "scenario",
     [
         Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
-        Scenario(1, 3, seed=2, states=STATES, bursts=4, deaths=3),
         Scenario(2, 1, seed=3, states=STATES, bursts=2, deaths=2),
         Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
-        Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
         Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1),
         Scenario(1, 1, seed=9, states=STATES, bursts=4, deaths=3, chunk_blocks=16, buffers=4),
         Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),

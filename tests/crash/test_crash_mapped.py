@@ -13,7 +13,7 @@ from tests.support.crash_harness import Findings, Scenario, explore
 
 pytestmark = pytest.mark.slow
 
-STATES = 900
+STATES = 500
 WHOLE = 0.25
 """Share of the states that is read as a whole; of the others what a record names is read. The campaign reads all so."""
 SCENARIO = Scenario(2, 1, bursts=2, deaths=1, trouble=0.0, medium=MappedCrashWriter, sectors=(ATOM,), sampled=WHOLE)

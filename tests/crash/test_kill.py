@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from pccheck_async import SyncCheckpointEngine, load_sync
 from tests.conftest import need
 from tests.support.kill_harness import PHASES, Campaign
+from tests.support.warm import start_warm
 
 
 @pytest.mark.slow
@@ -124,13 +124,8 @@ if __name__ == "__main__":
 def _start(folder: Path, hold: str, workers: int, io: str = "auto") -> tuple[subprocess.Popen[str], list[int]]:
     script = folder / "trainer.py"
     script.write_text(TRAINER)
-    trainer = subprocess.Popen(
-        [sys.executable, str(script), str(folder / "store"), hold, str(workers), io],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    command = [script, folder / "store", hold, workers, io]
+    trainer = start_warm(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     word, *pids = trainer.stdout.readline().split()
     assert word == "ready"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +27,7 @@ from pccheck_async.medium.mapping import Mapping
 from pccheck_async.shelf import format as layout
 from pccheck_async.transfer import PAGE_BYTES
 from tests.support.state_strategies import difference
+from tests.support.warm import run_warm
 
 MIB = 1 << 20
 CONTENT = {"x": np.arange(1000.0), "config": {"lr": 0.1, "names": ["a"]}, "t": torch.ones(3)}
@@ -270,7 +269,7 @@ def test_two_openers(filled: Path) -> None:
             with pytest.raises(StoreLockedError, match="open elsewhere"):
                 Shelf(filled, readonly=readonly)
         code = f"from pccheck_async import Shelf; Shelf({str(filled)!r})"
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        other = run_warm("-c", code, text=True)
         assert "StoreLockedError" in other.stderr
         shelf["x"] = shelf.x
     with Shelf(filled, readonly=True), pytest.raises(StoreLockedError):

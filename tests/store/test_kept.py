@@ -290,7 +290,7 @@ def run(first: Rules, happening: list[tuple[str, Any]]) -> None:
 
 @pytest.mark.slow
 @given(rules, events)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_kept_set_is_what_the_rules_say(first: Rules, happening: list[tuple[str, Any]]) -> None:
     run(first, happening)
 

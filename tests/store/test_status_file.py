@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from pccheck_async.medium.status_file import (
 )
 from pccheck_async.testing import CrashDisk, CrashWriter
 from tests.support.processes import open_files, passes_in_a_forked_child
+from tests.support.warm import start_warm
 
 EXAMPLE = Status(
     pid=123,
@@ -308,9 +308,7 @@ with SyncCheckpointEngine(sys.argv[1], interval=2) as engine:
 
 @pytest.mark.slow
 def test_of_a_killed_process_the_last_status_stays(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    child = start_warm("-c", TRAINER, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "saved\n"

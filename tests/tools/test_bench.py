@@ -25,6 +25,7 @@ from pccheck_async.bench.raw_disk import RawDisk, RawLimit, Way, slot_file, ways
 from pccheck_async.bench.report import quartiles, ratio
 from pccheck_async.bench.rounds import Comparison, Outcome, Sample
 from pccheck_async.cli import app
+from tests.support.warm import start_warm
 
 KIB, MIB = 1 << 10, 1 << 20
 HERE = [name for name, kind in METHODS.items() if kind.why_not() is None]
@@ -179,8 +180,8 @@ def test_a_method_that_fails_or_loads_something_else_is_named_and_the_others_go_
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_removes_what_it_wrote(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    command = [sys.executable, "-m", "pccheck_async", "bench", str(tmp_path), "--size=1MiB", "--rounds=1000"]
-    with subprocess.Popen([*command, "--against=torch"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    command = ["-m", "pccheck_async", "bench", tmp_path, "--size=1MiB", "--rounds=1000", "--against=torch"]
+    with start_warm(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 300
         while not list(tmp_path.glob("*/torch/checkpoint.pt")):
             assert process.poll() is None, process.communicate()[0]

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app, main
 from pccheck_async.cli.demo import compare_losses, draw, read_losses
 from pccheck_async.cli.output import dump, parse_size, size
+from tests.support.warm import run_warm, start_warm
 
 runner = CliRunner()
 
@@ -392,8 +394,8 @@ def test_nobody_reads_to_the_end(tmp_path: Path, arguments: list[str], read: int
     """As before ``| head -1``: no traceback, nothing on stderr."""
     with SyncCheckpointEngine(tmp_path / "store") as engine:
         engine.checkpoint({f"x{n}": n for n in range(10_000)}, step=1).result(60)
-    command = [sys.executable, "-m", "pccheck_async", arguments[0], str(tmp_path / "store"), *arguments[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = ["-m", "pccheck_async", arguments[0], tmp_path / "store", *arguments[1:]]
+    process = start_warm(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     for _ in range(read):
@@ -407,29 +409,23 @@ def test_nobody_reads_to_the_end(tmp_path: Path, arguments: list[str], read: int
 
 
 def run_as_a_process(
-    *arguments: str | Path, redirect: str = "", **environment: str
+    *arguments: str | Path, closed: Sequence[int] = (), environment: Mapping[str, str] | None = None, **popen: Any
 ) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "pccheck_async", *map(str, arguments)]
-    return subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirect}', "sh", *command],
-        capture_output=True,
-        env=os.environ | environment,
-        timeout=600,
-        check=False,
-    )
+    env = os.environ | (environment or {})
+    return run_warm("-m", "pccheck_async", *arguments, env=env, closed=closed, **popen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "closed",
     # One of them is filled like another, and all of them together are the worst.
-    [">&-", "<&- >&- 2>&-", *(pytest.param(closed, marks=pytest.mark.campaign) for closed in ("<&-", "2>&-"))],
+    [(0,), (1,), (2,), (0, 1, 2)],
 )
-def test_without_standard_files(tmp_path: Path, closed: str) -> None:
+def test_without_standard_files(tmp_path: Path, closed: Sequence[int]) -> None:
     save(tmp_path / "store", range(1, 2))
     before = {path: path.read_bytes() for path in (tmp_path / "store").iterdir()}
-    assert run_as_a_process("verify", tmp_path / "store", redirect=closed).returncode == 0
-    assert run_as_a_process("verify", tmp_path / "none", redirect=closed).returncode == 3
+    assert run_as_a_process("verify", tmp_path / "store", closed=closed).returncode == 0
+    assert run_as_a_process("verify", tmp_path / "none", closed=closed).returncode == 3
     assert before == {path: path.read_bytes() for path in (tmp_path / "store").iterdir()}
 
 
@@ -437,7 +433,8 @@ def test_without_standard_files(tmp_path: Path, closed: str) -> None:
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     save(tmp_path / "store", range(1, 2))
     for arguments in (["ls"], ["verify", "--json"]):
-        done = run_as_a_process(arguments[0], tmp_path / "store", *arguments[1:], redirect=">/dev/full")
+        with open("/dev/full", "wb") as full:
+            done = run_as_a_process(arguments[0], tmp_path / "store", *arguments[1:], stdout=full)
         assert done.returncode == 1
         assert done.stderr == b"pccheck: OSError: [Errno 28] No space left on device\n"
 
@@ -446,11 +443,12 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "store") as engine:
         engine.checkpoint({"gewöhnlich": {"名": torch.ones(1)}}, step=1).result(60)
-    shown = run_as_a_process("show", tmp_path / "store", PYTHONIOENCODING="ascii")
+    shown = run_as_a_process("show", tmp_path / "store", environment={"PYTHONIOENCODING": "ascii"})
     assert (shown.returncode, shown.stderr) == (0, b"")
     assert b"`-- gew\\xf6hnlich" in shown.stdout
     out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")  # no UTF-8
-    exported = run_as_a_process("export", tmp_path / "store", out, "--to", "torch", PYTHONIOENCODING="utf-8:strict")
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}
+    exported = run_as_a_process("export", tmp_path / "store", out, "--to", "torch", environment=strict)
     assert (exported.returncode, exported.stderr) == (0, b"")
     assert os.path.exists(out)
 
@@ -476,7 +474,7 @@ target.publish = publish
 main()
 """
     arguments = ["export", str(tmp_path / "store"), str(tmp_path / "out"), "--to", "dcp", str(int(number))]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=600, check=False)
+    done = run_warm("-c", code, *arguments)
     assert done.returncode == 128 + number
     assert b"Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["store"]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from pccheck_async import list_checkpoints, load_sync
 from pccheck_async.cli import demo_trainer as gpt
 from pccheck_async.cli.demo import read_losses
 from tests.support.state_strategies import difference
+from tests.support.warm import run_warm
 
 TINY = ("--layers=1", "--width=32", "--heads=2", "--context=32", "--batch=4", "--threads=1", "--device=cpu")
 STEPS, INTERVAL, CRASH_AT = 24, 4, 14
@@ -21,9 +21,9 @@ STEPS, INTERVAL, CRASH_AT = 24, 4, 14
 def train(
     store: Path, losses: Path, *more: str, killed: bool = False, seed: int = 1337
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pccheck_async.cli.demo_trainer", *TINY, f"--store={store}"]
+    command = ["-m", "pccheck_async.cli.demo_trainer", *TINY, f"--store={store}"]
     command += [f"--loss-file={losses}", f"--steps={STEPS}", f"--interval={INTERVAL}", f"--seed={seed}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = run_warm(*command, text=True)
     assert done.returncode == (-signal.SIGKILL if killed else 0), done.stdout + done.stderr
     return done
 
@@ -57,8 +57,8 @@ def test_killed_and_resumed_is_uninterrupted(folder: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_will_not_overwrite_a_run(folder: Path) -> None:
     before = (folder / "losses.csv").read_bytes()
-    command = [sys.executable, "-m", "pccheck_async.cli.demo_trainer", *TINY, f"--store={folder / 'store'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = ["-m", "pccheck_async.cli.demo_trainer", *TINY, f"--store={folder / 'store'}"]
+    done = run_warm(*command, text=True)
     assert done.returncode == 2
     assert "--resume" in done.stderr
     assert (folder / "losses.csv").read_bytes() == before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from examples.paper.lab.experiments import EXPERIMENTS, Settings
 from examples.paper.lab.figures import draw_rows
 from examples.paper.lab.table import read_rows, write_rows
 from tests.support.tiny_experiments import Failing, Tiny
+from tests.support.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
 METHODS = {
@@ -72,8 +71,6 @@ def test_run_report_and_plot_on_the_command_line(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["-m", "examples.paper"], [str(ROOT / "examples" / "paper")]])
 def test_it_runs_as_a_module_and_as_a_file(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *command, "run", "--list"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = run_warm(*command, "run", "--list", cwd=ROOT, text=True)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in EXPERIMENTS)

@@ -4,7 +4,6 @@ import asyncio
 import re
 import signal
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ from examples.paper import cart_pole as pole
 from pccheck_async import list_checkpoints, load_sync
 from pccheck_async.cli.demo import read_losses
 from tests.support.state_strategies import difference
+from tests.support.warm import run_warm, start_warm
 
 UPDATES, INTERVAL = 24, 4
-COMMAND = [sys.executable, "-m", "examples.paper.actor_learner", "--width=32", "--actors=4", "--length=64"]
+COMMAND = ["-m", "examples.paper.actor_learner", "--width=32", "--actors=4", "--length=64"]
 COMMAND += [f"--updates={UPDATES}", f"--interval={INTERVAL}"]
 
 
 def run(folder: Path, *more: str, status: int = 0) -> str:
     command = [*COMMAND, f"--store={folder / 'store'}", f"--loss-file={folder / 'losses.csv'}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = run_warm(*command, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -66,7 +66,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path: Path, uninterrupted: Path
 @pytest.mark.campaign
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path: Path, uninterrupted: Path) -> None:
     command = [*COMMAND, f"--store={tmp_path / 'store'}", f"--loss-file={tmp_path / 'losses.csv'}", "--latency=0.01"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with start_warm(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
         said = process.stdout.readline()
         while "saving" not in said:

@@ -8,7 +8,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from pccheck_async.cli.watch import View, Watch, panel
 from pccheck_async.cli.watch import line as line_of
 from pccheck_async.medium.status_file import Published, encode_status
 from tests.store.test_status_file import EXAMPLE, published
+from tests.support.warm import start_warm
 
 runner = CliRunner()
 
@@ -158,18 +158,16 @@ with SyncCheckpointEngine(sys.argv[1]) as engine:
 @contextmanager
 def watched(path: Path, *options: str, kind: str = "") -> Iterator[tuple[Any, Any, int]]:
     """A trainer that saved step 41, and waits; the command that watches it, and what that writes to."""
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    trainer = start_warm("-c", TRAINER, path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     master, slave = pty.openpty() if kind else os.pipe()
     watcher = None
     try:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "saved\n"
         published(path, lambda each: each.status.counts["durable"] == 1)
-        command = [sys.executable, "-m", "pccheck_async", "watch", str(path), "--interval", "0.1", *options]
+        command = ["-m", "pccheck_async", "watch", path, "--interval", "0.1", *options]
         environment = os.environ | {"TERM": kind or "xterm", "COLUMNS": "120", "LINES": "40"}
-        watcher = subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)
+        watcher = start_warm(*command, stdout=slave, stderr=slave, env=environment)
         os.close(slave)  # then there is an end to what can be read
         yield trainer, watcher, master
     finally:

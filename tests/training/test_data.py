@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from pccheck_async import ResumableLoader, ResumableSampler
+from pccheck_async import Group, ResumableLoader, ResumableSampler
 from pccheck_async.training.data import KeyedPermutation, Order, mix
 from tests.support.datasets import SHUFFLES, Numbers, values
+from tests.support.ranks import run_ranks
 
 # Orders
 
@@ -50,10 +51,10 @@ def chi_square(counts: Counter[Any], cells: int) -> float:
 @pytest.mark.parametrize("shuffle", [True, "keyed"])
 def test_every_order_is_as_likely_as_any_other(shuffle: Any) -> None:
     """All 120 orders of five samples, and which sample follows which among 12; bounds are 5 sigma."""
-    orders = Counter(tuple(Order(5, seed, shuffle).indices(seed + 1, 0, 5)) for seed in range(12_000))
+    orders = Counter(tuple(Order(5, seed, shuffle).indices(seed + 1, 0, 5)) for seed in range(3000))
     assert chi_square(orders, 120) < 119 + 5 * (2 * 119) ** 0.5
     pairs: Counter[Any] = Counter()
-    for epoch in range(2000):
+    for epoch in range(500):
         drawn = Order(12, 3, shuffle).indices(epoch, 0, 12)
         pairs.update(pairwise(drawn))
     assert chi_square(pairs, 12 * 11) < 131 + 5 * (2 * 131) ** 0.5
@@ -107,7 +108,7 @@ def steps(samplers: list[ResumableSampler]) -> list[list[list[int]]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.data())
 def test_resuming_anywhere_loses_and_repeats_nothing(case: dict[str, Any], data: st.DataObject) -> None:
     whole = ranks(case)
@@ -402,22 +403,12 @@ def test_the_sampler_drives_a_plain_dataloader() -> None:
     assert len(loader) == 7
 
 
-def _rank_of_two(rank: int, path: str, found: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    found.put((rank, list(ResumableSampler(10, batch_size=3, shuffle=False))))
-    torch.distributed.barrier()  # who left before the other one has come would take its connection away
-    torch.distributed.destroy_process_group()
+def _batches_of_a_rank(path: Path, group: Group) -> list[list[int]]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=group.rank, world_size=2)
+    return list(ResumableSampler(10, batch_size=3, shuffle=False))
 
 
 @pytest.mark.slow
 def test_ranks_come_from_torch_distributed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    found = context.Queue()
-    processes = [context.Process(target=_rank_of_two, args=(rank, str(tmp_path / "meet"), found)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    got = dict(found.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(300)
-        assert process.exitcode == 0
-    assert got == {0: [[0, 1, 2], [6, 7]], 1: [[3, 4, 5], [8, 9]]}
+    found = run_ranks(2, partial(_batches_of_a_rank, tmp_path / "meet"))
+    assert found == [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]]

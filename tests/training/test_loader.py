@@ -81,8 +81,16 @@ def test_a_failing_sample_leaves_the_generators_and_the_position_alone() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset", [Augmented(), AugmentedInBatches()], ids=["samples", "batches"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "persistent"),
+    [
+        (Augmented(), False),
+        (AugmentedInBatches(), True),
+        pytest.param(Augmented(), True, marks=pytest.mark.campaign),
+        pytest.param(AugmentedInBatches(), False, marks=pytest.mark.campaign),
+    ],
+    ids=["samples", "batches, persistent", "samples, persistent", "batches"],
+)
 def test_augmentations_are_the_same_after_a_resume(dataset: Dataset[Any], persistent: bool) -> None:
     def make(workers: int) -> ResumableLoader:
         return ResumableLoader(
@@ -234,7 +242,7 @@ def test_arguments_that_the_loader_refuses(arguments: dict[str, Any], error: typ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("crashes", [6, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("crashes", [3, pytest.param(50, marks=pytest.mark.campaign)])
 def test_crashes_with_workers(crashes: int) -> None:
     draw = random.Random(crashes)
     for _ in range(crashes):

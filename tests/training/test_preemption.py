@@ -31,6 +31,7 @@ from pccheck_async.training import preemption
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.transfer.operations import Operations
 from tests.support.devices import Device
+from tests.support.warm import start_warm
 
 NEVER = 1_000_000
 """An interval that no policy's checkpoint comes in."""
@@ -277,9 +278,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_a_whole_program(tmp_path: Path, signum: int, status: int) -> None:
     """Interpreter start to exit; of a KeyboardInterrupt Python dies by SIGINT, which shells show as 130."""
-    program = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    program = start_warm("-c", SCRIPT, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert program.stdout is not None
     assert program.stderr is not None
     with program:

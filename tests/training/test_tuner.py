@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +39,7 @@ from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, Throttl
 from pccheck_async.transfer import available_cores
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.tuning import tune
+from tests.support.warm import run_warm
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -308,7 +307,7 @@ with SyncCheckpointEngine(sys.argv[1]) as engine:
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     script = INTERRUPTED.format(signal="SIGINT")
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, timeout=600, check=False)
+    done = run_warm("-c", script, tmp_path)
     assert done.returncode == -signal.SIGINT, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["commit", "store.json"]
 
@@ -316,7 +315,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_killed_tuning_left_goes_with_the_next(tmp_path: Path) -> None:
     script = INTERRUPTED.format(signal="SIGKILL")
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, timeout=600, check=False)
+    done = run_warm("-c", script, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(list(tmp_path.glob(".tune-*"))) == 1
     tune_blocking(tmp_path, nbytes=MIB, budget_seconds=SHORT)

@@ -119,7 +119,9 @@ def test_impossible_flat_shards() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(1000, 37), (31, 4096), (3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(31, 4096), *(pytest.param(shape, marks=pytest.mark.campaign) for shape in [(1000, 37), (3, 5)])], ids=str
+)
 def test_every_rank_of_a_large_mesh(mesh: tuple[int, ...], placements: list[Any], shape: tuple[int, ...]) -> None:
     count = np.zeros(shape, np.int64)
     for coordinate in product(*map(range, mesh)):

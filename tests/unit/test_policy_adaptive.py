@@ -222,7 +222,7 @@ def test_noise_of_a_tenth_does_not_hide_a_disturbance(name: str, change: Change)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("noise", [0.02, 0.1])
+@pytest.mark.parametrize("noise", [pytest.param(0.02, marks=pytest.mark.campaign), 0.1])
 def test_noise_alone_does_not_make_it_oscillate(name: str, noise: float) -> None:
     moves, inside = [], []
     for seed in SEEDS:
