@@ -50,7 +50,7 @@ def run_warm(*command: object, **popen: Any) -> subprocess.CompletedProcess[Any]
     files = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with start_warm(*command, **files | popen) as process:
         output, errors = process.communicate(timeout=600)
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def _run(words: list[str], env: dict[str, str]) -> int:
@@ -64,9 +64,9 @@ def _run(words: list[str], env: dict[str, str]) -> int:
         warnings.resetwarnings()
         torch.set_num_threads(1)
         encoding, _, errors = env.get("PYTHONIOENCODING", "utf-8:surrogateescape").partition(":")
-        sys.stdin = sys.__stdin__ = _open(0, "r", encoding, errors)
-        sys.stdout = sys.__stdout__ = _open(1, "w", encoding, errors or "strict")
-        sys.stderr = sys.__stderr__ = _open(2, "w", encoding, "backslashreplace")
+        sys.stdin = _open(0, "r", encoding, errors)
+        sys.stdout = _open(1, "w", encoding, errors or "strict")
+        sys.stderr = _open(2, "w", encoding, "backslashreplace")
         status = _main(words)
         for file in filter(None, (sys.stdout, sys.stderr)):
             file.flush()
