@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import os
 import secrets
@@ -18,14 +17,10 @@ import aiofiles
 
 from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.medium.folder import sync
+from pccheck_async.medium.renaming import exchange, rename_new
 from pccheck_async.transfer import uninterrupted
 
-__all__ = ["Sink", "new_file", "new_folder", "publish", "rename_new", "replacing"]
-
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-_libc = ctypes.CDLL(None, use_errno=True)
+__all__ = ["Sink", "new_file", "new_folder", "publish", "replacing"]
 
 
 class Sink:
@@ -115,14 +110,10 @@ def _replace(temporary: Path, path: Path) -> None:
     if not path.is_dir():
         temporary.replace(path)
         return
-    failure = _rename(temporary, path, _RENAME_EXCHANGE)
-    if failure in (errno.EINVAL, errno.ENOSYS):
-        old = temporary.with_suffix(".old.tmp")
-        path.rename(old)
-        temporary.rename(path)
-        old.rename(temporary)
-    elif failure:
-        raise write_error(OSError(failure, os.strerror(failure)), path)
+    try:
+        exchange(temporary, path)
+    except OSError as error:
+        raise write_error(error, path) from None
 
 
 def _remove(temporary: Path) -> None:
@@ -157,19 +148,6 @@ def publish(temporary: Path, path: Path) -> None:
     if failure:
         raise OSError(failure, os.strerror(failure), os.fspath(path))
     sync(path.parent)  # the name itself
-
-
-def rename_new(temporary: Path, path: Path) -> int:
-    """Return 0, or why not: EEXIST where there is something of that name, EINVAL where the filesystem cannot tell."""
-    return _rename(temporary, path, _RENAME_NOREPLACE)
-
-
-def _rename(one: Path, other: Path, flags: int) -> int:
-    rename = getattr(_libc, "renameat2", None)
-    if rename is None:
-        return errno.ENOSYS
-    names = (os.fsencode(one), os.fsencode(other))
-    return ctypes.get_errno() if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags) else 0
 
 
 def _claim_and_rename(temporary: Path, path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,12 @@ def _start(folder: Path, hold: str, workers: int, io: str = "auto") -> tuple[sub
     script = folder / "trainer.py"
     script.write_text(TRAINER)
     command = [script, folder / "store", hold, workers, io]
-    trainer = start_warm(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    if workers:
+        path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        trainer = subprocess.Popen([sys.executable, *map(str, command)], env=os.environ | path, **files)
+    else:
+        trainer = start_warm(*command, **files)
     assert trainer.stdout is not None
     word, *pids = trainer.stdout.readline().split()
     assert word == "ready"

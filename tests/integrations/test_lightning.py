@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,8 +17,19 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from pccheck_async import Group, ResumableLoader, StateMismatchError, UnsupportedStateError, list_checkpoints  # noqa: E402
+from pccheck_async import (  # noqa: E402
+    Group,
+    ResumableLoader,
+    StateMismatchError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    list_checkpoints,
+)
 from pccheck_async.integrations.lightning import PCcheckCallback, PCcheckIO, callback  # noqa: E402
+from pccheck_async.medium.files import Files  # noqa: E402
+from pccheck_async.testing import Access, WrappingWriter  # noqa: E402
+from pccheck_async.transfer.operations import Operations  # noqa: E402
 from tests.support.killed_training import Life, agree, bits, live, read  # noqa: E402
 from tests.support.lightning_run import Model, Samples, make_trainer, train, train_rank  # noqa: E402
 from tests.support.ranks import meeting_place, run_ranks  # noqa: E402
@@ -29,6 +44,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:Saving a checkpoint .*:UserWarning"),
 ]
+
+T = TypeVar("T")
 
 MOMENTS = (
     "train 2", "train 5", "captured 1", "admitted 1", "validation 2 1", "epoch ends 0", "epoch starts 1", "train 11",
@@ -246,15 +263,20 @@ def test_model_checkpoint(tmp_path: Path, link: Any) -> None:
     assert theirs.global_step == ours.global_step
 
 
+def in_the_way(path: Any, operations: Operations) -> Files:
+    """Somebody makes a folder with the name that the checkpoint is to get."""
+    if os.path.basename(path) == ".c.ckpt.saving":
+        os.makedirs(os.path.join(os.path.dirname(path), "c.ckpt", "mine"))
+    return Files(path, operations)
+
+
 def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
-    io = PCcheckIO()
+    io = PCcheckIO(io=in_the_way)
     io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
     io.save_checkpoint({"weight": torch.ones(3) * 2}, tmp_path / "a.ckpt")  # in place
     with pytest.raises(UnsupportedStateError, match="model"):
         io.save_checkpoint({"model": object()}, tmp_path / "b.ckpt")
-    (tmp_path / "c.ckpt").touch()
-    (tmp_path / ".c.ckpt.replaced").mkdir()
-    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "c.ckpt")  # cannot move the file away
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "c.ckpt")
     io.remove_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(OSError, match=r"c\.ckpt"):
         io.teardown()
@@ -264,6 +286,62 @@ def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.teardown()
     assert not (tmp_path / "a.ckpt").exists()
+
+
+class Killed(WrappingWriter):
+    """Kills the process instead of an operation of this number."""
+
+    def __init__(self, number: int, path: str, operations: Operations) -> None:
+        super().__init__(Files(path, operations))
+        self._left = number
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await call()
+
+
+def save_once(io: Any, path: Path, value: float) -> None:
+    plugin = PCcheckIO(io=io)
+    plugin.save_checkpoint({"weight": torch.full((3000,), value), "global_step": int(value)}, path)
+    plugin.teardown()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a file", "a checkpoint"])
+def test_a_save_killed_at_any_operation_leaves_what_was_there(tmp_path: Path, before: str) -> None:
+    path, ended, operation = tmp_path / "a.ckpt", False, 0
+    while not ended:
+        operation += 1
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        if before == "a file":
+            torch.save({"weight": torch.full((3000,), 1.0)}, path)
+        elif before == "a checkpoint":
+            save_once("auto", path, 1)
+        if (pid := os.fork()) == 0:
+            save_once(partial(Killed, operation), path, 2)
+            os._exit(0)
+        ended = os.waitpid(pid, 0)[1] == 0
+        if before == "nothing" and not path.exists():
+            assert not ended
+        else:
+            value = PCcheckIO().load_checkpoint(path)["weight"].unique().item()
+            assert value == 2 if ended or before == "nothing" else value in {1, 2}
+        save_once("auto", path, 3)
+        assert PCcheckIO().load_checkpoint(path)["weight"].unique().item() == 3
+        assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert operation > 10
+
+
+def test_two_that_save_to_one_path(tmp_path: Path) -> None:
+    """The second one waits for the first, or is refused; the first one's checkpoint is whole."""
+    one, other = PCcheckIO(), PCcheckIO(lock_timeout=0.1)
+    with SyncCheckpointEngine(tmp_path / ".a.ckpt.saving"), pytest.raises(StoreLockedError):
+        other.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
+    one.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
+    one.teardown()
+    assert one.load_checkpoint(tmp_path / "a.ckpt")["weight"].sum() == 3
 
 
 def test_what_only_pickle_holds_and_where_tensors_go(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Python programs in forks of this process, where torch is imported already: starting Python with torch takes seconds.
 
-What ends with a process, or begins with it (``atexit``, the memory it takes, what is imported), needs a real one.
+What ends with a process, or begins with it (``atexit``, the memory it takes, what is imported), needs a real one, and
+so does what uses ``multiprocessing``.
 """
 
 from __future__ import annotations

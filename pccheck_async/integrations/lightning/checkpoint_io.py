@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pccheck_async.api import SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.integrations.free_slots import remove_free_slots
 from pccheck_async.medium.folder import sync
+from pccheck_async.medium.renaming import exchange
 
 __all__ = ["PCcheckIO"]
 
@@ -59,9 +59,8 @@ class PCcheckIO(TorchCheckpointIO):
         in_place = place.is_dir() and not place.is_symlink()  # its commit replaces what it holds
         if in_place and not _is_own(place):
             raise FileExistsError(f"{place} is a folder that PCcheckIO did not save, and does not replace")
+        # What a killed process left under that name is taken over; of one that lives, it is locked.
         store = place if in_place else place.with_name(f".{place.name}.saving")
-        if not in_place:
-            shutil.rmtree(store, ignore_errors=True)  # of a process that was killed
         engine = SyncCheckpointEngine(store, **self._settings).open()
         try:
             pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"), metadata=_METADATA)
@@ -139,9 +138,9 @@ def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Pat
         remove_free_slots(store)
     if store == place:
         return
-    old = place.with_name(f".{place.name}.replaced")
-    if os.path.lexists(place):  # a file of torch.save, or a link
-        os.replace(place, old)
-    os.rename(store, place)
-    old.unlink(missing_ok=True)
+    try:
+        os.rename(store, place)
+    except NotADirectoryError:  # a file of torch.save, or a link
+        exchange(store, place)
+        store.unlink()
     sync(place.parent)  # else the path might be gone after a power failure, and a removal before it not
