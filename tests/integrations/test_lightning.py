@@ -170,6 +170,20 @@ def test_more_epochs_and_steps(tmp_path: Path) -> None:
     assert bits(part.lightning_module.state_dict()) == bits(whole.lightning_module.state_dict())
 
 
+def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
+    def train(batch: int, **options: Any) -> None:
+        trainer = make_trainer(tmp_path, PCcheckCallback(tmp_path / "s"), max_epochs=4, **options)
+        trainer.fit(Model(), DataLoader(Samples(24, random=False), batch), DataLoader(Samples(8, random=False), 4))
+
+    train(4, max_steps=2)
+    with pytest.raises(ValueError, match="made after 2 of 6 batches of an epoch, which has 3 now"):
+        train(8, max_steps=6)
+    with pytest.warns(UserWarning, match="accumulate_grad_batches is 2 and was 1 in the checkpoint"):
+        train(4, max_steps=4, accumulate_grad_batches=2)  # ends the epoch
+    train(8, max_steps=7)
+    assert steps(tmp_path / "s") == [6]
+
+
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:
     whole = fit(PCcheckCallback(tmp_path / "whole"), max_epochs=2)
     trainer = fit(saver := PCcheckCallback(tmp_path / "twice"))

@@ -12,6 +12,7 @@ from lightning import __version__
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine
@@ -123,6 +124,7 @@ class PCcheckCallback(Callback):
         if epoch.completed == epoch.ready:
             _forget_restart(loop)
         elif batch.completed == batch.ready:
+            self._state["sizes"].check(batch.ready)
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
                 _skip(loop, epoch.processed, batch.ready, self._state["draws"])
             _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop), once=True)
@@ -259,6 +261,34 @@ class _Others:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
 
 
+class _Sizes:
+    """What a position inside an epoch is counted in."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._saved: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {"batches": trainer.num_training_batches, "accumulation": trainer.accumulate_grad_batches}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._saved = state
+
+    def check(self, batches: int) -> None:
+        """Refuse another number of batches, after so many of an epoch; warn of other windows of accumulation."""
+        saved, now = self._saved, self.state_dict()
+        if saved.get("batches", now["batches"]) != now["batches"]:
+            raise ValueError(
+                f"the checkpoint was made after {batches} of {saved['batches']} batches of an epoch, which has "
+                f"{now['batches']} now: give it the same data in batches of the same size, or start from the end of an "
+                "epoch"
+            )
+        if saved.get("accumulation", now["accumulation"]) != now["accumulation"]:
+            text = "accumulate_grad_batches is %d and was %d in the checkpoint: windows change inside an epoch"
+            rank_zero_warn(text % (now["accumulation"], saved["accumulation"]))
+
+
 class _Draws:
     """The generators as they were when the epoch's iterator was made, and when the first batch was fetched.
 
@@ -290,7 +320,7 @@ class _Draws:
 
 
 _WRAPPED: Final = ("on_advance_end", "on_run_start", "_load_combined_loader_states", "_on_before_fetch")
-_UNKNOWN: Final = frozenset({"draws", "rng"})
+_UNKNOWN: Final = frozenset({"draws", "rng", "sizes"})
 """What a converted file of Lightning does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
@@ -305,6 +335,7 @@ def _state(trainer: Any) -> dict[str, Any]:
         "loops": _Loops(trainer),
         "others": _Others(trainer),
         "draws": _Draws(),
+        "sizes": _Sizes(trainer),
         "rng": RNGState(),
     }
 
@@ -313,9 +344,10 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | 
     try:
         return engine.restore(state)
     except StateMismatchError as error:
-        if error.mismatched or error.unexpected or not {path.split(".")[0] for path in error.missing} <= _UNKNOWN:
+        missing = {path.split(".")[0] for path in error.missing}
+        if error.mismatched or error.unexpected or not missing <= _UNKNOWN:
             raise
-        return engine.restore({name: part for name, part in state.items() if name not in _UNKNOWN})
+        return engine.restore({name: part for name, part in state.items() if name not in missing})
 
 
 def _replicated(model: Any) -> list[str]:
