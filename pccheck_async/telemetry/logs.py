@@ -45,7 +45,8 @@ identity            WARNING  ``store.json`` cannot be read, and its content was 
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes
 incomplete          WARNING  a checkpoint of a group was complete once, and lacks parts now: which ranks, on which hosts
-group_left          WARNING  rank 0 of a group closed although other ranks have not left
+slow_ranks          WARNING  a checkpoint or restore of a group has waited for ranks for a minute: for which ones
+group_left          WARNING  rank 0 of a group closed although other ranks have not left: which ones
 other_world         WARNING  a group of another number of ranks saved the checkpoint: whose part a rank restores
 surplus             WARNING  a slot that is not needed any more could not be removed
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened

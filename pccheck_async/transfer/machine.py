@@ -23,10 +23,10 @@ def available_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use (affinity, cgroup CPU quota). ``root`` holds ``proc`` and ``sys``."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroups(root, "cpu"):
-        two = _read(folder / "cpu.max").split()
-        one = [_read(folder / f"cpu.cfs_{each}_us").strip() for each in ("quota", "period")]
-        for quota, period in (each for each in (two, one) if len(each) == 2):
-            if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" or -1: no quota
+        quota, *rest = (_read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us")).split() or [""]
+        if quota.isdigit():  # "max" or -1: no quota
+            period = rest[0] if rest else _read(folder / "cpu.cfs_period_us").strip()
+            if period.isdigit() and int(period) > 0:
                 cores = min(cores, int(quota) // int(period))
     return max(1, cores)
 
@@ -39,15 +39,14 @@ def available_memory(root: Path = Path("/")) -> int:
     free = _fields(root / "proc/meminfo").get("MemAvailable:", os.sysconf("SC_PAGE_SIZE")) * 1024
     for folder in _cgroups(root, "memory"):
         for limit, use, cache in _MEMORY:
-            most, now = _read(folder / limit).strip(), _read(folder / use).strip()
-            if most.isdigit() and now.isdigit():
+            if (most := _read(folder / limit).strip()).isdigit() and (now := _read(folder / use).strip()).isdigit():
                 used = int(now) - _fields(folder / "memory.stat").get(cache, 0)
                 free = min(free, max(0, int(most) - max(0, used)))
-    mine = _fields(root / "proc/self/status")
     for number, used_by in _RLIMITS:
         soft, _ = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY:
-            free = min(free, max(0, soft - mine.get(f"{used_by}:", 0) * 1024))
+            used = _fields(root / "proc/self/status").get(f"{used_by}:", 0) * 1024
+            free = min(free, max(0, soft - used))
     return free
 
 

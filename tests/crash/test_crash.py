@@ -15,7 +15,7 @@ from tests.engine.test_inline_capture_engine import FOLDER
 from tests.support.crash_harness import Findings, Scenario, explore, explore_damage, explore_falling_back
 
 STATES = 700
-"""Distinct crash states in each scenario: more than 4,000 together; the campaign has a million."""
+"""Distinct crash states in each scenario: nearly 3,000 together; the campaign has a million."""
 WHOLE = 0.25
 """Share of them that is read as a whole; the campaign reads all so."""
 
@@ -39,11 +39,9 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
     "scenario",
     [
         Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
-        Scenario(2, 1, seed=3, states=STATES, bursts=2, deaths=2),
         Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
         Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1),
         Scenario(1, 1, seed=9, states=STATES, bursts=4, deaths=3, chunk_blocks=16, buffers=4),
-        Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),
     ],
     ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
 )
@@ -135,7 +133,7 @@ def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() ->
                 assert step >= snapshot.acknowledged, snapshot.boundary
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2))])
 def test_a_crash_after_falling_back_to_what_was_superseded(seed: int) -> None:
     """Nothing is lost: neither that, until something newer is durable, nor what is newer."""
     findings = explore_falling_back(seed)

@@ -25,7 +25,6 @@ SEEDS = 12
     "scenario",
     [
         Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
-        Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
         Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
         Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),
     ],

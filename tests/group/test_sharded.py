@@ -576,7 +576,6 @@ def same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
         ("3", "2", False),
         ("hsdp", "3", True),
         ("2", "2 x 2", True),
-        ("plain", "2", True),
         ("2", "plain", False),
     ],
 )

@@ -129,7 +129,7 @@ def test_ranks_go_on_wherever_one_was_killed(tmp_path: Path, kind: str) -> None:
         "train 2",
         "admitted 1",
         "captured 2",
-        "durable 1",
+        "captured 1",
         "train 5",
         "validation 2 0",
         "epoch ends 0",

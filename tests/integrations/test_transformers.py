@@ -43,7 +43,7 @@ MOMENTS = (
     "epoch begins 3",
     "loss 3.1",  # on the other side of an epoch's end
     "captured 5",
-    "durable 6",
+    "admitted 6",
     "loss 8.3",  # in the last window of all
 )
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -205,7 +205,7 @@ def test_the_best_model_and_patience_are_resumed_beside_the_trainers_own_saving(
     (tmp_path / "whole").mkdir()
     whole = live(training(tmp_path / "whole", saved=False), tmp_path / "journal")
     assert "log 18" not in whole.keys, "nothing was stopped early"
-    lives = killed(training, tmp_path, "loss 4.1", "durable 6")
+    lives = killed(training, tmp_path, "loss 4.1", "captured 6")
     agree(whole, lives)
     assert sorted(path.name for path in (tmp_path / "cut" / "output").iterdir())[:2] == ["checkpoint-3", "checkpoint-6"]
 
@@ -424,7 +424,7 @@ def live_ranks(training: Training, folder: Path, die_at: tuple[int, str] | None 
 @pytest.mark.campaign
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "moment", ["loss 1.1", "evaluation 2", "epoch begins 2", "durable 3", "admitted 4", "loss 5.2"]
+    "moment", ["loss 1.1", "evaluation 2", "epoch begins 2", "captured 3", "admitted 4", "loss 5.2"]
 )
 def test_one_of_two_ranks_is_killed(rank: int, moment: str, tmp_path: Path) -> None:
     """Each rank has 6 batches of an epoch: windows of 4 and 2."""

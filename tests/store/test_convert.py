@@ -665,7 +665,7 @@ def export_to_dcp(tmp_path: Path, state: dict[str, torch.Tensor]) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_dcp_takes_a_file_of_memory(tmp_path: Path) -> None:
     """Tensors that are too small to be divided: the folder's writer would keep all of them."""
     state = {f"w{number}": torch.rand(1 << 20) for number in range(80)} | {"small": torch.ones(3)}

@@ -252,7 +252,7 @@ def test_demo_says_at_once_that_it_cannot_start_ranks(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_demo_reports_a_run_that_fails(tmp_path: Path) -> None:
     result = runner.invoke(app, ["demo", f"--store={tmp_path}", "--device=nonsense"])
     assert result.exit_code == 1
