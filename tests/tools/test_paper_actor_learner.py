@@ -27,7 +27,8 @@ def run(folder: Path, *more: str, status: int = 0) -> str:
     command = [*COMMAND, f"--store={folder / 'store'}", f"--loss-file={folder / 'losses.csv'}", *more]
     done = run_warm(*command, text=True)
     assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+    output: str = done.stdout
+    return output
 
 
 def same(one: Path, other: Path) -> bool:
