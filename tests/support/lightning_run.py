@@ -24,7 +24,7 @@ from pccheck_async.integrations.lightning import PCcheckCallback
 from tests.support.killed_training import Journal
 from tests.support.ranks import meet
 
-__all__ = ["Model", "Samples", "make_trainer", "train", "train_rank"]
+__all__ = ["Model", "Ranks", "Samples", "make_trainer", "train", "train_rank"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -101,19 +101,19 @@ class ShardedModel(Model):
 
 
 class Ranks(ClusterEnvironment):
-    """Two processes that are there already."""
+    """Processes that are there already."""
 
     main_address, main_port, creates_processes_externally = "localhost", 0, True
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world: int = 2) -> None:
+        self._rank, self._world = rank, world
 
     @staticmethod
     def detect() -> bool:
         return True
 
     def world_size(self) -> int:
-        return 2
+        return self._world
 
     def set_world_size(self, size: int) -> None: ...
 

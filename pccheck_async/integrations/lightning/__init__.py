@@ -4,6 +4,7 @@
 
     trainer = Trainer(callbacks=[PCcheckCallback("run", interval=20)])
     trainer = Trainer(plugins=[PCcheckIO()], callbacks=[ModelCheckpoint(...)])
+    trainer = Trainer(strategy=PCcheckModelParallelStrategy(), callbacks=[ModelCheckpoint(...)])  # FSDP2
 
 Tested with Lightning 2.6 (``lightning.pytorch``).
 """
@@ -14,5 +15,6 @@ require("lightning", "2.6")
 
 from pccheck_async.integrations.lightning.callback import PCcheckCallback  # noqa: E402
 from pccheck_async.integrations.lightning.checkpoint_io import PCcheckIO  # noqa: E402
+from pccheck_async.integrations.lightning.strategy import PCcheckModelParallelStrategy  # noqa: E402
 
-__all__ = ["PCcheckCallback", "PCcheckIO"]
+__all__ = ["PCcheckCallback", "PCcheckIO", "PCcheckModelParallelStrategy"]

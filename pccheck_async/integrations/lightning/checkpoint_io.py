@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,16 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from pccheck_async.api import SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.integrations.free_slots import remove_free_slots
+from pccheck_async.integrations.lightning.in_turn import InTurn
 from pccheck_async.medium.folder import sync
 from pccheck_async.medium.renaming import exchange
 
-__all__ = ["PCcheckIO"]
+__all__ = ["METADATA", "OTHERS", "PCcheckIO", "is_own", "put_in_place"]
 
 _MOST = 2
-_METADATA = {"saved_by": "PCcheckIO"}
+METADATA = {"saved_by": "PCcheckIO"}
+OTHERS = "pccheck_others"
+"""Beside what the ranks of a PCcheckModelParallelStrategy shard: what else Lightning saves."""
 
 
 class PCcheckIO(TorchCheckpointIO):
@@ -38,10 +38,8 @@ class PCcheckIO(TorchCheckpointIO):
 
     def __init__(self, **settings: Any) -> None:
         self._settings = {"max_in_flight": 1, **settings}
-        self._thread: ThreadPoolExecutor | None = None
-        self._waiting: deque[Future[None]] = deque()
+        self._turn = InTurn()
         self._unfinished: set[Path] = set()
-        self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Capture a checkpoint; it gets its path when it is durable.
@@ -57,18 +55,18 @@ class PCcheckIO(TorchCheckpointIO):
         self._wait(0 if place in self._unfinished or os.path.lexists(place) else _MOST - 1)
         place.parent.mkdir(parents=True, exist_ok=True)
         in_place = place.is_dir() and not place.is_symlink()  # its commit replaces what it holds
-        if in_place and not _is_own(place):
+        if in_place and not is_own(place):
             raise FileExistsError(f"{place} is a folder that PCcheckIO did not save, and does not replace")
         # What a killed process left under that name is taken over; of one that lives, it is locked.
         store = place if in_place else place.with_name(f".{place.name}.saving")
         engine = SyncCheckpointEngine(store, **self._settings).open()
         try:
-            pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"), metadata=_METADATA)
+            pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"), metadata=METADATA)
         except BaseException:
             engine.close()
             raise
         self._unfinished.add(place)
-        self._then(partial(_finish, engine, pending, store, place))
+        self._turn.then(partial(_finish, engine, pending, store, place))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -84,49 +82,41 @@ class PCcheckIO(TorchCheckpointIO):
         if not os.path.isdir(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
-        if not _is_own(path):
+        if not is_own(path):
             raise ValueError(
                 f"{path} is a folder that PCcheckIO did not save; PCcheckCallback resumes from its own by itself"
             )
         where = "cpu" if map_location is None else map_location
         allow_pickle = not weights_only and self._settings.get("allow_pickle", False)
-        return load_sync(path, device=where, allow_pickle=allow_pickle)
+        found = load_sync(path, device=where, allow_pickle=allow_pickle)
+        others: dict[str, Any] = found.pop(OTHERS, {})
+        return found | others
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at a path, once the saves before have become durable."""
-        self._then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
+        self._turn.then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
 
     def teardown(self) -> None:
         """Wait until everything is durable; raises the failure of a save."""
         self._wait(0)
 
-    def _then(self, work: Callable[[], None], *, removes: bool = False) -> None:
-        self._thread = self._thread or ThreadPoolExecutor(1, "pccheck-lightning")
-        self._waiting.append(self._thread.submit(self._do, work, removes))
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings: a Trainer may be copied or sent to another process, its saves are not."""
+        return self._settings
 
-    def _do(self, work: Callable[[], None], removes: bool) -> None:
-        if removes and self._error is not None:
-            return
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - raised by the next call
-            self._error = self._error or error
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)  # type: ignore[misc]
 
     def _wait(self, most: int) -> None:
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
-        if not self._waiting and self._thread is not None:
+        self._turn.wait(most)
+        if most == 0:
             self._unfinished.clear()
-            self._thread.shutdown()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
-def _is_own(path: str | Path) -> bool:
+def is_own(path: str | Path) -> bool:
+    """Whether a folder holds one of these checkpoints."""
     saved = list_checkpoints(path)
-    return bool(saved) and saved[0].metadata == _METADATA
+    return bool(saved) and saved[0].metadata == METADATA
 
 
 def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Path, place: Path) -> None:
@@ -136,11 +126,16 @@ def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Pat
     finally:
         engine.close()
         remove_free_slots(store)
-    if store == place:
-        return
-    try:
-        os.rename(store, place)
-    except NotADirectoryError:  # a file of torch.save, or a link
-        exchange(store, place)
-        store.unlink()
-    sync(place.parent)  # else the path might be gone after a power failure, and a removal before it not
+    put_in_place(store, place)
+
+
+def put_in_place(store: Path, place: Path) -> None:
+    """Give a closed store its path. The newest path is the one that was changed last: so ``"last"`` is found."""
+    if store != place:
+        try:
+            os.rename(store, place)
+        except NotADirectoryError:  # a file of torch.save, or a link
+            exchange(store, place)
+            store.unlink()
+        sync(place.parent)  # else the path might be gone after a power failure, and a removal before it not
+    os.utime(place)
