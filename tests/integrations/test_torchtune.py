@@ -22,7 +22,14 @@ from tests.support.killed_training import Journal, agree, live
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # torchtune's own, of many kinds
 
 PAGE = (Path(__file__).parents[2] / "examples" / "guide" / "torchtune.md").read_text()
-MODEL = {"vocab_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "max_seq_len": 16}
+MODEL: dict[str, Any] = {
+    "vocab_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "embed_dim": 16,
+    "max_seq_len": 16,
+}
 MODEL |= {"intermediate_dim": 32, "attn_dropout": 0.1}
 STEPS = 24
 
