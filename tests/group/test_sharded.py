@@ -141,7 +141,7 @@ def resumed(folder: Path, make: Callable[[DeviceMesh], nn.Module], shape: tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, world: int) -> None:
     run_ranks(world, partial(resumed, tmp_path, fsdp, ()))
 
@@ -305,7 +305,7 @@ def saved_by_dcp(folder: Path, group: Group) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 3])
 def test_import_of_what_ranks_saved_with_dcp(tmp_path: Path, world: int) -> None:
     expected, *_ = run_ranks(world, partial(saved_by_dcp, tmp_path))
     assert len([*(tmp_path / "dcp").glob("*.distcp")]) == world

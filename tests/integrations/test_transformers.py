@@ -81,9 +81,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Life]:
     [
         ("gpt2", MOMENTS[:1] + MOMENTS[2:3]),
         ("gpt2", (MOMENTS[1], MOMENTS[7])),
-        ("normed", (MOMENTS[4], MOMENTS[9])),
+        ("normed", (MOMENTS[4],)),
         ("bert", (MOMENTS[5],)),
-        ("llama-bf16", (MOMENTS[8],)),
+        ("llama-bf16", (MOMENTS[9],)),
     ],
 )
 def test_killed_and_resumed(name: str, moments: tuple[str, ...], whole: Callable[[str], Life], tmp_path: Path) -> None:
