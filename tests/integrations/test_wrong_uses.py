@@ -96,7 +96,7 @@ def test_fit_after_an_error_resumes(tmp_path: Path) -> None:
 
 def test_a_position_that_the_data_does_not_have_is_named(tmp_path: Path) -> None:
     trainer(lightning.PCcheckCallback(tmp_path / "s"), steps=4).fit(Module(), loader(2))
-    with pytest.raises(ValueError, match="after 4 batches of an epoch, and the loaders end after 3"):
+    with pytest.raises(ValueError, match="after 4 of 6 batches of an epoch, which has 3 now"):
         trainer(lightning.PCcheckCallback(tmp_path / "s"), epochs=2).fit(Module(), loader())
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from pccheck_async import SyncCheckpointEngine, export_checkpoint, import_checkpoint, load_sync
-from pccheck_async.convert import target
+from pccheck_async.medium import renaming
 
 FORMATS: list[dict[str, Any]] = [{"to": "torch"}, {"to": "safetensors"}, {"to": "safetensors", "max_file_size": 40}]
 FORMATS += [{"to": "dcp"}]
@@ -43,7 +43,7 @@ def test_an_export_takes_the_place_of_another(
     run: Path, tmp_path: Path, how: dict[str, Any], exchanges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(target, "_rename", lambda *_: errno.EINVAL)
+        monkeypatch.setattr(renaming, "_rename", lambda *_: errno.EINVAL)
     out = tmp_path / "out"
     before = set(os.listdir(tmp_path))
     for step in (1, 2):
