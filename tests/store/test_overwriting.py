@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from pccheck_async import SyncCheckpointEngine, export_checkpoint, import_checkpoint, load_sync
+from pccheck_async.convert import target
 from pccheck_async.medium import renaming
 
 FORMATS: list[dict[str, Any]] = [{"to": "torch"}, {"to": "safetensors"}, {"to": "safetensors", "max_file_size": 40}]
