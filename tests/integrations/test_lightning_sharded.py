@@ -85,6 +85,7 @@ def saved_and_resumed(folder: Path, place: Any, group: Group) -> tuple[list[floa
     losses, final = fit(folder, group)
     names = [*(f"step={step}.ckpt" for step in range(2, 13, 2)), "last.ckpt"]
     assert sorted(os.listdir(folder)) == sorted(names)
+    assert max(folder.iterdir(), key=os.path.getmtime).name == "last.ckpt"  # what "last" goes by
     for path, steps in ((folder / "step=4.ckpt", 4), ("last", 12), (folder / "step=6.ckpt", 6)):
         again, ended = fit(folder, group, path)  # in mid-epoch, at the end of all, and at that of one
         assert again == losses[steps:]
