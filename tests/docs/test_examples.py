@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-from multiprocessing import get_context
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pccheck_async import Shelf, compare_checkpoints, list_checkpoints
-from tests.support.run_example import EXAMPLES, run_example
+from tests.support.run_example import EXAMPLES
 from tests.support.state_strategies import difference
+from tests.support.warm import run_warm
 
 APART = ("ray_train", "shelf")
 """Those tested apart: Ray starts processes of its own (tests/integrations/test_ray.py), a shelf is no store (below)."""
@@ -21,19 +23,17 @@ FREE = {"rng.python", "rng.numpy"}
 """Generators that no example seeds, because none draws from them: they differ from run to run."""
 COUNTED_FROM_ONE = {"hf_trainer"}
 """Those whose steps are the numbers of a trainer that calls the first one 1."""
-SPAWN = get_context("forkserver")
-SPAWN.set_forkserver_preload(["tests.support.run_example"])
+ROOT = EXAMPLES.parent
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
     """Run an example in a process of its own; return what it printed."""
     folder.mkdir(exist_ok=True)
-    process = SPAWN.Process(target=run_example, args=(name, str(folder), list(arguments)))
-    process.start()
-    process.join(120)
-    printed = (folder / "output").read_text()
-    assert process.exitcode == (128 + signal.SIGTERM if name == "preemption" else 0), printed
-    (folder / "output").unlink()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = "-m", "tests.support.run_example", name, *arguments
+    done = run_warm(*command, cwd=folder, env=environment, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == (128 + signal.SIGTERM if name == "preemption" else 0), done.stdout
+    printed: str = done.stdout
     return printed
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from typer.main import get_command
 
 from pccheck_async.cli import app
 from tests.support.readme_blocks import INSTALLING, PAGES, ROOT, RUN, SHOWN, blocks_of, is_run
+from tests.support.warm import run_warm
 
 README = (ROOT / "README.md").read_text()
 OTHERS = [ROOT / ".github" / "CONTRIBUTING.md", ROOT / "examples" / "paper" / "README.md"]
@@ -68,15 +68,11 @@ def test_every_block_says_whether_it_runs() -> None:
 def test_every_block_runs(tmp_path: Path) -> None:
     """In their order, each page in a folder of its own: what one block leaves, the next one finds."""
     pytest.importorskip("safetensors")
-    command = [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning"]
-    done = subprocess.run(
-        [*command, "-m", "tests.support.readme_blocks", *map(str, PAGES)],
+    done = run_warm(
+        *("-m", "tests.support.readme_blocks", *PAGES),
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
         text=True,
-        timeout=540,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     wanted = [

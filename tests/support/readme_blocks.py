@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,8 @@ def run(block: Block, page: Path, names: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the blocks of pages."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12: fork of a loader's workers
     ignore_warnings_of_trainers()
     work = Path.cwd()
     for page in map(Path, sys.argv[1:]):

@@ -1,22 +1,13 @@
-"""Runs one of the examples in this process, as ``python examples/NAME.py`` does."""
+"""``python -m tests.support.run_example NAME [STEPS]`` runs an example as ``python examples/NAME.py [STEPS]`` does."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import runpy
 import sys
 import warnings
 from pathlib import Path
 
-import torch
-import torch._dynamo  # imported here, like the rest, once, by the server that forks processes; optimizers import it
-
-import pccheck_async.api.engine
-import pccheck_async.api.sync
-import pccheck_async.training.data  # noqa: F401
-
-__all__ = ["EXAMPLES", "ignore_warnings_of_trainers", "run_example"]
+__all__ = ["EXAMPLES", "ignore_warnings_of_trainers"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,17 +19,15 @@ def ignore_warnings_of_trainers() -> None:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")
 
 
-def run_example(name: str, folder: str, arguments: list[str]) -> None:
-    """Run it in ``folder``, with what it prints appended to the file ``output`` there."""
-    os.chdir(folder)
-    output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # for a loader's workers: they would inherit the server's
+def main() -> None:
+    """Run it, with warnings that are errors."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12: fork of a loader's workers
     ignore_warnings_of_trainers()
-    path = str(EXAMPLES / f"{name}.py")
-    sys.argv = [path, *arguments]
+    path = str(EXAMPLES / f"{sys.argv[1]}.py")
+    sys.argv = [path, *sys.argv[2:]]
     runpy.run_path(path, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

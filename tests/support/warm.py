@@ -1,13 +1,13 @@
 """Python programs in forks of this process, where torch is imported already: starting Python with torch takes seconds.
 
-What ends with a process, or begins with it (``atexit``, the memory it takes, what is imported), needs a real one, and
-so does what uses ``multiprocessing``.
+What ends with a process, or begins with it (``atexit``, the memory it takes, what is imported), needs a real one.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -21,6 +21,8 @@ from typing import Any, Never
 import torch
 
 __all__ = ["run_warm", "start_warm"]
+
+_Popen = subprocess.Popen  # a test may put :func:`start_warm` in its place
 
 
 def start_warm(
@@ -38,12 +40,15 @@ def start_warm(
 
     def be() -> Never:
         # Whatever was to run in place of this process never does; the end of this file tells that it was started.
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        # Their numbers stay taken: objects of this process that own them will close them here, too.
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, null}:
+            os.dup2(null, file)
         for file in closed:
             os.close(file)
         os._exit(_run(words, dict(env)))
 
-    return subprocess.Popen([sys.executable, *words], preexec_fn=be, env=env, **popen)  # noqa: PLW1509
+    return _Popen([sys.executable, *words], preexec_fn=be, env=env, **popen)
 
 
 def run_warm(*command: object, **popen: Any) -> subprocess.CompletedProcess[Any]:
@@ -69,6 +74,9 @@ def _run(words: list[str], env: dict[str, str]) -> int:
         sys.stdout = _open(1, "w", encoding, errors or "strict")
         sys.stderr = _open(2, "w", encoding, "backslashreplace")
         status = _main(words)
+        for process in multiprocessing.active_children():  # daemons, as they end with a process
+            process.terminate()
+            process.join()
         for file in filter(None, (sys.stdout, sys.stderr)):
             file.flush()
     except BaseException:  # noqa: BLE001 - the process ends here

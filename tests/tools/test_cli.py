@@ -205,7 +205,8 @@ def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_demo(tmp_path: Path) -> None:
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda command, **popen: start_warm(*command[1:], **popen))
     # At most two saves are in flight: that of step 1 is durable when step 3 is being saved.
     arguments = ["demo", "--steps=3", "--interval=1", "--crash-at=3", f"--store={tmp_path}", "--keep"]
     result = runner.invoke(app, arguments)
@@ -287,19 +288,27 @@ def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
         engine.checkpoint({"x": torch.zeros(300_000)}, step=1).result(60)
 
     before = (store / "commit").read_bytes()
-    result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", "--json"])
+    out = tmp_path / "other.json"
+    result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", f"--out={out}", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["settings"] == read_tuning(store)
-    assert found["path"] == str(store / "tuning.json")
-    out = tmp_path / "other.json"
+    assert found["settings"] == read_tuning(out)
+    assert found["path"] == str(out)
+    assert read_tuning(store) == settings
+    assert (store / "commit").read_bytes() == before
+
+
+@pytest.mark.campaign
+def test_tune_takes_the_size_of_the_checkpoint_that_is_there(tmp_path: Path) -> None:
+    store, out = tmp_path / "store", tmp_path / "other.json"
+    with SyncCheckpointEngine(store) as engine:
+        engine.checkpoint({"x": torch.zeros(300_000)}, step=1).result(60)
     result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", f"--out={out}"])
     assert result.exit_code == 0, result.output
-    assert "Checkpoints of 1.2 MB" in result.stdout  # the size of the checkpoint that is there
+    assert "Checkpoints of 1.2 MB" in result.stdout
     assert "(f*)" not in result.stdout
     assert f"read_tuning({str(out)!r})" in result.stdout
     assert read_tuning(out)
-    assert (store / "commit").read_bytes() == before
 
 
 def test_tune_says_what_is_missing(tmp_path: Path) -> None:
@@ -328,9 +337,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["pccheck_async", "pccheck_async.cli"])
 def test_runs_as_a_module(module: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "ls", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = run_warm("-m", module, "ls", tmp_path, text=True)
     assert done.returncode == 3, done.stderr
 
 
