@@ -30,7 +30,10 @@ from pccheck_async import (
 from pccheck_async.cli.demo_trainer import make_deterministic
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+pytestmark = [
+    pytest.mark.usefixtures("dynamo"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
 STEP_SECONDS = 2.0
 """Most that a step may take on a busy machine, before the ranks count as hanging."""
 
