@@ -82,7 +82,7 @@ def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch
 
     write_record = Store.write_record
     monkeypatch.setattr(Store, "write_record", free_first)
-    found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3, deaths=0, images=8, subsets=4, wrap=SlowRecords))
+    found(dataclasses.replace(SCENARIO, bursts=4, deaths=0, images=4, subsets=2, wrap=SlowRecords))
 
 
 def test_an_older_checkpoint_takes_the_place_of_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
