@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from pccheck_async.engine import EngineLoop
+from pccheck_async.transfer import machine
 from pccheck_async.transfer.operations import NativeOperations, Operations, PythonOperations
 
 BACKENDS: dict[str, Callable[..., Operations]] = {
@@ -73,6 +75,15 @@ def io(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     need(name)
     return name
+
+
+@pytest.fixture(scope="module")
+def machine_asked_once() -> Iterator[None]:
+    """Ask the kernel once what this process may use: of opening a store in memory that is half the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("available_cores", "available_memory"):
+            patch.setattr(machine, name, functools.cache(getattr(machine, name)))
+        yield
 
 
 @pytest.fixture

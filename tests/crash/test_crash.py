@@ -14,12 +14,14 @@ from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, Snapshot,
 from tests.engine.test_inline_capture_engine import FOLDER
 from tests.support.crash_harness import Findings, Scenario, explore, explore_damage, explore_falling_back
 
-STATES = 700
-"""Distinct crash states in each scenario: nearly 3,000 together; the campaign has a million."""
+STATES = 400
+"""Distinct crash states in each scenario, at least; the campaign has a million."""
+FEW: dict[str, Any] = {"images": 5, "subsets": 3}
+"""Of each boundary, so that there are many boundaries among them."""
 WHOLE = 0.25
 """Share of them that is read as a whole; the campaign reads all so."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
 
 
 @pytest.fixture
@@ -38,10 +40,10 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
 @pytest.mark.parametrize(
     "scenario",
     [
-        Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
-        Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
-        Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1),
-        Scenario(1, 1, seed=9, states=STATES, bursts=4, deaths=3, chunk_blocks=16, buffers=4),
+        Scenario(1, 1, seed=1, states=STATES, bursts=3, deaths=2, **FEW),
+        Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=1, **FEW),
+        Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1, **FEW),
+        Scenario(1, 1, seed=9, states=STATES, bursts=3, deaths=2, chunk_blocks=16, buffers=4, **FEW),
     ],
     ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
 )
@@ -54,26 +56,26 @@ def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Finding
 
 
 def test_all_subsets_of_what_was_not_flushed(judged: Callable[[Findings], Findings]) -> None:
-    findings = judged(explore(Scenario(1, 1, seed=7, bursts=4, deaths=0, subsets=9, trouble=0.0, sampled=WHOLE)))
+    findings = judged(explore(Scenario(1, 1, seed=7, bursts=3, deaths=0, subsets=9, trouble=0.0, sampled=WHOLE)))
     assert findings.exhausted == findings.boundaries
 
 
 def test_a_failed_record_loses_nothing(judged: Callable[[Findings], Findings]) -> None:
-    scenario = Scenario(2, 1, seed=8, bursts=2, deaths=4, images=8, record_trouble=0.08, sampled=WHOLE)
+    scenario = Scenario(2, 1, seed=8, bursts=2, deaths=3, images=6, subsets=3, record_trouble=0.12, sampled=WHOLE)
     findings = judged(explore(scenario))
     assert findings.events["failed"] > 0
 
 
 @pytest.mark.parametrize("rules", [{"keep_every": 3}, {"keep_best": ("loss", 1, "min")}], ids=str)
 def test_what_is_pinned_or_kept_by_a_rule_stays(rules: dict[str, Any], judged: Callable[[Findings], Findings]) -> None:
-    scenario = Scenario(2, 1, seed=9, bursts=5, deaths=4, images=20, rules=rules, pins=0.7, sampled=0.02)
+    scenario = Scenario(2, 1, seed=9, bursts=5, deaths=2, images=6, subsets=2, rules=rules, pins=1.0, sampled=0.02)
     findings = judged(explore(scenario))
     assert findings.events["pinned"] > 0
     assert len(findings.states) > 500
 
 
 def test_what_is_removed_is_gone_and_the_rest_stays(judged: Callable[[Findings], Findings]) -> None:
-    scenario = Scenario(2, "all", seed=12, bursts=5, deaths=2, images=12, removals=0.9, sampled=0.02)
+    scenario = Scenario(2, "all", seed=12, bursts=5, deaths=1, images=6, subsets=2, removals=1.0, sampled=0.02)
     findings = judged(explore(scenario))
     assert findings.events["removed"] > 3
     assert len(findings.states) > 300
@@ -81,7 +83,7 @@ def test_what_is_removed_is_gone_and_the_rest_stays(judged: Callable[[Findings],
 
 @pytest.mark.parametrize("keep_last", [1, 3])
 def test_damage_never_yields_another_state(keep_last: int, judged: Callable[[Findings], Findings]) -> None:
-    findings = judged(explore_damage(keep_last, images=300))
+    findings = judged(explore_damage(keep_last, images=120))
     assert findings.events["whole"] > 0
     assert findings.events["older instead" if keep_last > 1 else "refused"] > 0
 
@@ -136,6 +138,6 @@ def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() ->
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2))])
 def test_a_crash_after_falling_back_to_what_was_superseded(seed: int) -> None:
     """Nothing is lost: neither that, until something newer is durable, nor what is newer."""
-    findings = explore_falling_back(seed)
+    findings = explore_falling_back(seed, images=3)
     assert not findings.violations, findings.violations[:5]
     assert len(findings.states) > 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,13 @@ from pccheck_async.testing import ATOM, CrashDisk, CrashMapping, MappedCrashWrit
 from pccheck_async.testing.crash import Inode
 from tests.support.crash_harness import Findings, Scenario, explore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
 
-STATES = 500
+STATES = 300
+FEW: dict[str, Any] = {"images": 5, "subsets": 3}
 WHOLE = 0.25
 """Share of the states that is read as a whole; of the others what a record names is read. The campaign reads all so."""
-SCENARIO = Scenario(2, 1, bursts=2, deaths=1, trouble=0.0, medium=MappedCrashWriter, sectors=(ATOM,), sampled=WHOLE)
+SCENARIO = Scenario(2, 1, bursts=2, deaths=1, trouble=0.0, sectors=(ATOM,), sampled=0.1, **FEW)
 SEEDS = 12
 
 
@@ -24,9 +26,9 @@ SEEDS = 12
 @pytest.mark.parametrize(
     "scenario",
     [
-        Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
-        Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
-        Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),
+        Scenario(1, 1, seed=1, states=STATES, bursts=3, deaths=2, **FEW),
+        Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1, **FEW),
+        Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=1, chunk_blocks=16, buffers=4, **FEW),
     ],
     ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
 )

@@ -25,9 +25,9 @@ from pccheck_async.testing import Snapshot, WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from tests.support.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage, explore_falling_back
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
 
-SCENARIO = Scenario(2, 1, bursts=2, deaths=1, trouble=0.0, enough=1, sampled=0.25)
+SCENARIO = Scenario(2, 1, bursts=2, deaths=1, images=6, subsets=3, trouble=0.0, enough=1, sampled=0.1)
 SEEDS = 12
 """Runs of a scenario before a planted mistake counts as not found; most are found in the first."""
 
@@ -82,7 +82,7 @@ def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch
 
     write_record = Store.write_record
     monkeypatch.setattr(Store, "write_record", free_first)
-    found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3, deaths=0, images=8, wrap=SlowRecords))
+    found(dataclasses.replace(SCENARIO, bursts=4, deaths=0, images=4, subsets=2, wrap=SlowRecords))
 
 
 def test_an_older_checkpoint_takes_the_place_of_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:

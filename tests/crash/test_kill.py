@@ -18,10 +18,12 @@ from tests.conftest import need
 from tests.support.kill_harness import PHASES, Campaign
 from tests.support.warm import start_warm
 
+pytestmark = pytest.mark.usefixtures("machine_asked_once")
+
 
 @pytest.mark.slow
 def test_killed_in_every_phase(tmp_path: Path, io: str) -> None:
-    outcome = Campaign(tmp_path, io=io, elements=50_000, seed=1).run(2 * len(PHASES))
+    outcome = Campaign(tmp_path, io=io, elements=50_000, seed=1).run(len(PHASES))
     assert {*outcome.kills, "recovery"} == {*PHASES}
     assert outcome.acknowledged >= 0
 
@@ -30,7 +32,7 @@ def test_killed_in_every_phase(tmp_path: Path, io: str) -> None:
 def test_killed_while_a_state_is_written_in_one_piece(tmp_path: Path, io: str) -> None:
     campaign = Campaign(tmp_path, io=io, elements=5_000, seed=4)
     campaign.live("acknowledged")
-    for phase in ("flush", "record", "between") * 3:
+    for phase in ("flush", "record", "between") * 2:
         campaign.live(phase)
     campaign.live(None)
     assert campaign.outcome.restored[-1] >= campaign.outcome.acknowledged >= 0
@@ -38,7 +40,7 @@ def test_killed_while_a_state_is_written_in_one_piece(tmp_path: Path, io: str) -
 
 @pytest.mark.slow
 def test_killed_in_every_phase_of_a_mapped_store(shared_memory: Path, io: str) -> None:
-    outcome = Campaign(shared_memory, io=io, elements=50_000, seed=5, medium="mapped").run(2 * len(PHASES))
+    outcome = Campaign(shared_memory, io=io, elements=50_000, seed=5, medium="mapped").run(len(PHASES))
     assert {*outcome.kills, "recovery"} == {*PHASES}
     assert outcome.acknowledged >= 0
 

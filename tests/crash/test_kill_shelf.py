@@ -119,7 +119,7 @@ def campaign(path: Path, kills: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["on disk", "in memory"])
 def test_killed_anywhere(where: str, tmp_path: Path, shared_memory: Path) -> None:
-    campaign((tmp_path if where == "on disk" else shared_memory) / "shelf", 40, seed=1)
+    campaign((tmp_path if where == "on disk" else shared_memory) / "shelf", 24, seed=1)
 
 
 @pytest.mark.campaign
@@ -132,7 +132,7 @@ def test_five_hundred_kills(where: str, tmp_path: Path, shared_memory: Path) -> 
 def test_killed_while_it_is_made(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a whole shelf, or no file at all."""
     path, rng = shared_memory / "shelf", random.Random(3)
-    for _ in range(30):
+    for _ in range(20):
         child = os.fork()
         if child == 0:
             WindowedFile(path, writable=True) if path.exists() else Shelf(path, 8 << 20)

@@ -17,7 +17,7 @@ from pccheck_async.store import Store
 from tests.group.mutants import QUORUM, vote_before_the_flush
 from tests.support.group_crash import Life, Scenario, explore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
 
 Patch = tuple[Any, str, Callable[..., Any]]
 _advance, _record_due = Member._advance, Member._record_due

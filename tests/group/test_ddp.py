@@ -30,7 +30,10 @@ from pccheck_async import (
 from pccheck_async.cli.demo_trainer import make_deterministic
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+pytestmark = [
+    pytest.mark.usefixtures("dynamo"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
 STEP_SECONDS = 2.0
 """Most that a step may take on a busy machine, before the ranks count as hanging."""
 
@@ -131,7 +134,7 @@ class Training:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "steps", "kills"), [(2, 60, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
+    ("world", "steps", "kills"), [(2, 36, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
 )
 def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: int, kills: int) -> None:
     draw = random.Random(kills)

@@ -155,7 +155,7 @@ def killed_later(folder: Path, victim: int, group: Group) -> str:
         time.sleep(30)
     pending = engine.checkpoint(state_of(group.rank, 2), step=2)
     try:
-        pending.result(5)
+        pending.result(2 if victim else 20)
     except TimeoutError:
         return "waits"
     except GroupError:
@@ -194,7 +194,7 @@ def test_a_rank_that_is_stopped_for_a_while_holds_the_others_up_and_costs_nothin
     def stop(pids: list[int]) -> None:
         wait_for(*(tmp_path / f"ready-{rank}" for rank in range(2)))
         os.kill(pids[1], signal.SIGSTOP)
-        time.sleep(1)
+        time.sleep(0.4)
         os.kill(pids[1], signal.SIGCONT)
 
     assert run_ranks(2, rank_main, meanwhile=stop) == [[""] * 40] * 2

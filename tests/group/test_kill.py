@@ -9,24 +9,35 @@ import pytest
 
 from tests.support.group_lives import POINTS, Kill, Lives
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("machine_asked_once"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
 
 
-@pytest.mark.parametrize("nodes", [(0, 0), (0, 1, 1)], ids=["shared", "node-local"])
-def test_killed_at_every_step_of_a_commit(tmp_path: Path, nodes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "sides"),
+    [
+        pytest.param((0, 0), (False, True), id="shared"),
+        pytest.param((0, 1, 1), (True,), id="node-local"),
+        pytest.param((0, 1, 1), (False,), id="node-local, before", marks=pytest.mark.campaign),
+    ],
+)
+def test_killed_at_every_step_of_a_commit(tmp_path: Path, nodes: tuple[int, ...], sides: tuple[bool, ...]) -> None:
     lives = Lives(tmp_path, seed=1)
     for point in POINTS:
-        for after in (False, True):
+        for after in sides:
             victim = 0 if point == "decide" else lives.random.randrange(len(nodes))
             lives.live(nodes, Kill(victim, point, after=after, count=1 if "join" in point else 3))
     lives.live(nodes, steps=2)
     assert lives.restored[-1] >= 0
-    assert lives.kills.total() == 2 * len(POINTS)
+    assert lives.kills.total() == len(sides) * len(POINTS)
 
 
 def test_all_ranks_killed(tmp_path: Path) -> None:
     lives = Lives(tmp_path, seed=2)
-    for _ in range(6):
+    for _ in range(4):
         lives.live((0, 0), Kill(None, seconds=lives.random.uniform(0, 0.05)))
     lives.live((0, 0), steps=1)
     assert lives.restored[-1] >= lives.restored[0]

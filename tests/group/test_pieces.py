@@ -32,6 +32,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("dynamo"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:torch.distributed is disabled"),
 ]
 
@@ -39,7 +40,7 @@ MIB = 1 << 20
 ROWS = (12_289, 1024)
 """Of 4 KiB; no world divides their number."""
 EVEN_ROWS = (12_288, 1024)
-LONG_ROWS = (16, 1 << 20)
+LONG_ROWS = (8, 1 << 20)
 """Of 4 MiB."""
 
 
@@ -128,7 +129,7 @@ def flip(run: Path, rank: int, at: int) -> None:
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 4])
 def test_a_slice_of_a_mebibyte_reads_three_at_most(saved: Saved, world: int) -> None:
     run, full = saved(world, ROWS), whole(ROWS)
     with counted(run) as count, open_checkpoint(run) as opened:
@@ -145,7 +146,12 @@ def test_a_slice_of_a_mebibyte_reads_three_at_most(saved: Saved, world: int) -> 
 
 @pytest.mark.parametrize(
     ("world", "shape", "most"),
-    [(1, ROWS, 1.1), (2, ROWS, 1.1), (3, ROWS, 1.1), (8, EVEN_ROWS, 1.1), (8, ROWS, 1.2)],  # the last: 1 MiB of 6
+    [
+        *(pytest.param(world, ROWS, 1.1, marks=pytest.mark.campaign) for world in (1, 2)),
+        (3, ROWS, 1.1),
+        pytest.param(8, EVEN_ROWS, 1.1, marks=pytest.mark.campaign),
+        (8, ROWS, 1.2),  # 1 MiB of 6
+    ],
 )
 def test_rows_on_other_ranks_are_read_once(
     saved: Saved, tmp_path: Path, world: int, shape: tuple[int, ...], most: float
@@ -157,7 +163,10 @@ def test_rows_on_other_ranks_are_read_once(
     assert nbytes <= sum(reads) <= most * nbytes
 
 
-@pytest.mark.parametrize(("world", "shape"), [(1, ROWS), (2, ROWS), (3, ROWS), (8, EVEN_ROWS)])
+@pytest.mark.parametrize(
+    ("world", "shape"),
+    [*(pytest.param(world, ROWS, marks=pytest.mark.campaign) for world in (1, 2)), (3, ROWS), (8, EVEN_ROWS)],
+)
 def test_ranks_that_load_their_rows_read_them_once(saved: Saved, world: int, shape: tuple[int, ...]) -> None:
     run, full = saved(4, shape), whole(shape)
     total = 0
@@ -170,7 +179,10 @@ def test_ranks_that_load_their_rows_read_them_once(saved: Saved, world: int, sha
     assert full.nbytes <= total <= 1.1 * full.nbytes
 
 
-@pytest.mark.parametrize(("world", "shape", "most"), [(4, LONG_ROWS, 1.1), (3, LONG_ROWS, 1.6), (2, ROWS, 2.1)])
+@pytest.mark.parametrize(
+    ("world", "shape", "most"),
+    [(4, LONG_ROWS, 1.1), pytest.param(3, LONG_ROWS, 1.6, marks=pytest.mark.campaign), (2, ROWS, 2.1)],
+)
 def test_columns(saved: Saved, tmp_path: Path, world: int, shape: tuple[int, ...], most: float) -> None:
     """Of rows shorter than a MiB every reader reads all."""
     saved(4, shape)
@@ -220,7 +232,7 @@ def refused(folder: Path, placement: Placement, group: Group) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_no_rank_restores_what_one_finds_damaged(saved: Saved, tmp_path: Path, world: int) -> None:
     run = saved(2, ROWS)
     flip(run, 1, 5 * MIB + 7)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,7 +25,11 @@ from pccheck_async import Group, StateMismatchError, SyncCheckpointEngine, expor
 from pccheck_async.state.boxes import local_tensors
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("dynamo"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module"),
+]
 LAYERS = 5
 
 
@@ -90,13 +96,41 @@ def restored(folder: Path, stages: int, before: int, group: Group) -> None:
     assert state["stages"] == before
 
 
-@pytest.mark.slow
+Once: TypeAlias = "Callable[[int, Callable[[Path, Group], object]], tuple[Path, list[Any]]]"
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Return the folder of what so many ranks saved with a function, and what they returned: they run once for all."""
+
+    @cache
+    def ran(world: int, save: Callable[[Path, Group], object]) -> tuple[Path, list[Any]]:
+        folder = tmp_path_factory.mktemp("saved")
+        return folder / "run", run_ranks(world, partial(save, folder))
+
+    return ran
+
+
+@cache
+def saving(stages: int) -> Callable[[Path, Group], None]:
+    return lambda folder, group: saved(folder, stages, group)
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 2), (1, 1)), ((2, 2), (3, 3)), ((1, 1), (2, 2)), ((2, 4), (1, 2)), ((2, 4), (3, 3))]
+    ("before", "after"),
+    [
+        pytest.param((2, 2), (1, 1), marks=pytest.mark.campaign),
+        pytest.param((2, 2), (3, 3), marks=pytest.mark.campaign),
+        ((1, 1), (2, 2)),
+        ((2, 4), (1, 2)),
+        ((2, 4), (3, 3)),
+    ],
 )
-def test_a_pipeline_is_split_otherwise(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
-    run_ranks(before[1], partial(saved, tmp_path, before[0]))
-    (tmp_path / "rendezvous").unlink(missing_ok=True)
+def test_a_pipeline_is_split_otherwise(
+    tmp_path: Path, once: Once, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    run, _ = once(before[1], saving(before[0]))
+    shutil.copytree(run, tmp_path / "run")
     run_ranks(after[1], partial(restored, tmp_path, after[0], before[0]))
 
 
@@ -162,30 +196,28 @@ def resumed(folder: Path, group: Group) -> list[float]:
     return pipeline.train(range(3, 8))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_pipeline_goes_on_with_the_same_losses(tmp_path: Path, world: int) -> None:
-    expected = run_ranks(2, partial(trained, tmp_path))[-1]
+def test_a_pipeline_goes_on_with_the_same_losses(tmp_path: Path, once: Once, world: int) -> None:
+    run, (*_, expected) = once(2, trained)
     assert len(expected) == 5
-    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    shutil.copytree(run, tmp_path / "run")
     found = run_ranks(world, partial(resumed, tmp_path))[-1]
     assert found == (expected if world == 2 else pytest.approx(expected, rel=1e-6))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stages", "world"), [(2, 2), (2, 4)])
-def test_all_stages_are_read_as_one_state(tmp_path: Path, stages: int, world: int) -> None:
-    run_ranks(world, partial(saved, tmp_path, stages))
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 4])
+def test_all_stages_are_read_as_one_state(tmp_path: Path, once: Once, world: int) -> None:
+    run, _ = once(world, saving(2))
     for rank in (None, 1):
-        found = load_sync(tmp_path / "run", rank=rank)
+        found = load_sync(run, rank=rank)
         assert found["rank"] == (rank or 0)
         assert {name[:6] for name in found["model"]} == {f"layer{number}" for number in range(LAYERS)}
         assert len(found["optimizer"]) == LAYERS * 2 * 4
         for name, value in found["model"].items():
             assert value.shape == layer(int(name[5])).state_dict()[name[7:]].shape
             assert value.count_nonzero() == value.numel()
-    export_checkpoint(tmp_path / "run", tmp_path / "file", to="safetensors", keys=["model"])
+    export_checkpoint(run, tmp_path / "file", to="safetensors", keys=["model"])
     exported = load_file(tmp_path / "file")
     assert len(exported) == 2 * LAYERS
-    read = load_sync(tmp_path / "run", keys=["model.layer4.weight"])["model"]["layer4.weight"]
+    read = load_sync(run, keys=["model.layer4.weight"])["model"]["layer4.weight"]
     assert torch.equal(exported["model.layer4.weight"], read)

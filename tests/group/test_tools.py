@@ -246,7 +246,7 @@ def test_reading_beside_a_group_that_saves(tmp_path: Path) -> None:
     children = start_ranks(2, lambda group: save_until_told(folder, group))
     try:
         newest, turn, deadline = 1, 0, time.monotonic() + 60
-        while newest <= 20 or turn <= 20:
+        while newest <= 10 or turn <= 10:
             assert time.monotonic() < deadline, (newest, turn)
             rank, turn = turn % 2, turn + 1
             with open_checkpoint(folder, rank=rank) as opened:

@@ -37,6 +37,8 @@ from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
 from pccheck_async.transfer import PAGE_BYTES
 from tests.support.damage import BadBlocks, Damaged, WholeStore, exchanges, flipped, garbage, pieces, truncations
 
+pytestmark = pytest.mark.usefixtures("machine_asked_once")
+
 
 def judge(store: WholeStore, damaged: Iterable[Damaged], rng: random.Random, trained: float = 0.2) -> Counter[str]:
     """Read every one of them, and train on some."""
@@ -72,8 +74,8 @@ def test_some_damage() -> None:
     counts = judge(
         store,
         chain(
-            flips(store.image, rng.sample(places, 150), rng),
-            rng.sample([*truncations(store.image, rng, 4)], 60),
+            flips(store.image, rng.sample(places, 100), rng),
+            rng.sample([*truncations(store.image, rng, 4)], 50),
             rng.sample([*garbage(store.image, rng)], 40),
             exchanges(store.image, other.image),
             pieces(store.image, other.image, rng, 60),

@@ -29,7 +29,7 @@ from tests.support.hostile import (
     with_right_checksums,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
 
 
 def manifests(rng: random.Random, count: int, log: Callable[[str], None]) -> Counter[str]:
@@ -104,7 +104,7 @@ def in_a_cage(folder: Path, seed: int, forge: Callable[..., Counter[str]], count
 
 @pytest.mark.parametrize("forge", [manifests, records])
 def test_forged_stores(tmp_path: Path, forge: Callable[..., Counter[str]]) -> None:
-    counts = in_a_cage(tmp_path, 1, forge, 1500 if forge is manifests else 200)
+    counts = in_a_cage(tmp_path, 1, forge, 800 if forge is manifests else 120)
     assert len(counts) >= 3
 
 

@@ -26,6 +26,6 @@ def test_forged_shelves(shared_memory: Path) -> None:
             counts[examine_shelf(forged, shared_memory / "forged")] += 1
         return counts
 
-    counts = in_a_cage(shared_memory, 1, shelves, 600)
+    counts = in_a_cage(shared_memory, 1, shelves, 300)
     assert counts["refused"] > 0
     assert counts["read, written"] > 0

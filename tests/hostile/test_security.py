@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import tarfile
 import textwrap
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.medium.status_file import read_status
+from tests.support.warm import run_warm
 
 runner = CliRunner()
 
@@ -190,8 +189,7 @@ def test_nothing_that_reads_a_store_unpickles_or_runs_anything(tmp_path: Path) -
     script = tmp_path / "cage.py"
     script.write_text(textwrap.dedent(CAGE))
 
-    command = [sys.executable, str(script), *(str(tmp_path / each) for each in PLACES)]
-    caged = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    caged = run_warm(script, *(tmp_path / each for each in PLACES), text=True)
     assert caged.stdout == "read\n", caged.stderr
     assert caged.returncode == 9
     assert caged.stderr.startswith("pickle.find_class")

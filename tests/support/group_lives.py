@@ -6,6 +6,7 @@ has one name in all of them, and ranks of different nodes do not see each other'
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
@@ -180,6 +181,7 @@ def _be_rank(
 
     ready = False
     try:
+        gc.freeze()  # what it has from its parent is not its garbage, and looking at it copies every page of it
         torch.set_num_threads(1)
         if kill is not None and kill.point is not None and kill.rank == rank:
             _arm(kill)

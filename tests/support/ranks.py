@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -17,7 +18,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from pccheck_async import Group
 
-os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
+# torch looks up the name of every address that it connects to: without a try, as a server may not answer for seconds.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 PATIENCE: Final = 30.0
 _ports: list[int] = []
 _used = 0
@@ -109,6 +111,7 @@ def wait_for(*paths: Path) -> None:
 def _be(rank: int, world: int, place: tuple[int, str], function: Callable[[Group], Any], pipe: int) -> None:
     status = 0
     try:
+        gc.freeze()  # what it has from its parent is not its garbage, and looking at it copies every page of it
         torch.set_num_threads(1)
         answer: tuple[bool, Any] = True, function(Group(rank, world, meet(place), timeout=PATIENCE / 3))
     except SystemExit as error:

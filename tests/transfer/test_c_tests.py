@@ -26,7 +26,8 @@ PROGRAMS = {
     "queue": ("queue", "threads", "guard", "copy", "crc32"),  # brings transfers of its own, which end on command
 }
 FLAGS = ("-std=gnu11", "-g", "-O1", "-pthread", "-Wall", "-Wextra", "-Wconversion", "-Werror")
-SANITIZERS = ("address,undefined", "thread")
+THREADED = ("guard", "queue")
+"""Programs with more than one thread: in the others there is nothing that could race."""
 PAGES = {"aarch64": (4096, 16384, 65536), "s390x": (4096,)}
 """Page sizes that Linux may have been built with; s390x is here for its byte order."""
 
@@ -83,8 +84,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sanitizers")
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "sanitizer"),
+    [
+        *((program, "address,undefined") for program in PROGRAMS),
+        *((program, "thread") for program in THREADED),
+        *(pytest.param(each, "thread", marks=pytest.mark.campaign) for each in PROGRAMS if each not in THREADED),
+    ],
+)
 def test_under_sanitizer(program: str, sanitizer: str, scratch: Path) -> None:
     if reason := _why_no_sanitizer(sanitizer, scratch):
         pytest.skip(reason)

@@ -234,10 +234,19 @@ SHAPES = [
     (11, 1 * MIB, (1, 17, 255, 70_000)),
 ]
 
+REFUSED = SHAPES[1]
+"""The one that is copied in the suite where buffers cannot be registered, too: the others are in the campaign."""
+EACH = pytest.mark.parametrize(
+    ("seed", "nbytes", "sizes", "refuse"),
+    [
+        *((*shape, False) for shape in SHAPES),
+        *(pytest.param(*each, True, marks=() if each is REFUSED else pytest.mark.campaign) for each in SHAPES),
+    ],
+)
 
-@pytest.mark.parametrize("refuse", [False, True])
+
 @pytest.mark.parametrize("only", [False, True])
-@pytest.mark.parametrize(("seed", "nbytes", "sizes"), SHAPES)
+@EACH
 def test_gather(
     bench: MakeBench,
     seed: int,
@@ -264,8 +273,7 @@ def test_gather(
     assert len([each for each in recwarn if "registered" in str(each.message)]) <= refuse
 
 
-@pytest.mark.parametrize("refuse", [False, True])
-@pytest.mark.parametrize(("seed", "nbytes", "sizes"), SHAPES)
+@EACH
 @pytest.mark.filterwarnings("ignore:staging buffers cannot be registered")
 def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...], refuse: bool) -> None:
     async def test() -> None:
