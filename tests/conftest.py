@@ -26,6 +26,7 @@ BACKENDS: dict[str, Callable[..., Operations]] = {
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all is imported and collected: a million objects, none of them garbage
     # On a busy machine anything may take long; and states are drawn from strategies that filter much now and then.
     ignored = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much]
     hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=ignored)
@@ -53,6 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let no collection of garbage look at modules and collected tests again: there are a million objects of them."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import os
 
-from pccheck_async.engine import Auto, Decisions, EngineConfig, decide
+from pccheck_async.engine import Auto, EngineConfig, decide
 from pccheck_async.format import Which
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.store import StoreReader, no_store
-from pccheck_async.transfer import BufferPool, share_of_machine
+from pccheck_async.transfer import BufferPool, share_of_cores, share_of_machine
 
 __all__ = ["chunk_pool", "open_folder", "open_reader", "staging_pool"]
-
-
-def _decide(host_memory: int | Auto, block_bytes: int) -> Decisions:
-    config = EngineConfig(host_memory=host_memory)
-    cores, memory = share_of_machine()
-    return decide(config, block_bytes=block_bytes, cores=cores, memory=memory)
 
 
 async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
@@ -26,7 +20,8 @@ async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | A
 
     Raises ValueError where ``host_memory`` holds no chunk at all.
     """
-    decided = _decide(host_memory, MIN_BLOCK)
+    # No buffers are made here: how much memory there is decides nothing.
+    decided = decide(EngineConfig(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
     return await open_medium(path, io, writers=decided.writers, copiers=decided.copiers)
 
 
@@ -78,5 +73,6 @@ def staging_pool(reader: StoreReader, host_memory: int | Auto) -> BufferPool:
 
 def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:
     """Return buffers for chunks. Raises ValueError where ``host_memory`` holds no chunk."""
-    decided = _decide(host_memory, block_bytes)
+    cores, memory = share_of_machine()
+    decided = decide(EngineConfig(host_memory=host_memory), block_bytes=block_bytes, cores=cores, memory=memory)
     return BufferPool(decided.host_memory, decided.chunk_bytes)

@@ -6,7 +6,7 @@ telemetry and errors.
 """
 
 from pccheck_async.transfer.forks import ForkLock, abandoned_in_child
-from pccheck_async.transfer.machine import available_cores, available_memory, share_of_machine
+from pccheck_async.transfer.machine import available_cores, available_memory, share_of_cores, share_of_machine
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
 from pccheck_async.transfer.plan import PackedPiece, Segments
 from pccheck_async.transfer.pool import BufferLease, BufferPool
@@ -27,6 +27,7 @@ __all__ = [
     "available_memory",
     "contiguous_buffer",
     "map_memory",
+    "share_of_cores",
     "share_of_machine",
     "to_its_end",
     "uninterrupted",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["available_cores", "available_memory", "share_of_machine"]
+__all__ = ["available_cores", "available_memory", "share_of_cores", "share_of_machine"]
 
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -23,9 +24,9 @@ def available_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use (affinity, cgroup CPU quota). ``root`` holds ``proc`` and ``sys``."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroups(root, "cpu"):
-        quota, *rest = (_read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us")).split() or [""]
+        quota, *rest = (_read(f"{folder}/cpu.max") or _read(f"{folder}/cpu.cfs_quota_us")).split() or [""]
         if quota.isdigit():  # "max" or -1: no quota
-            period = rest[0] if rest else _read(folder / "cpu.cfs_period_us").strip()
+            period = rest[0] if rest else _read(f"{folder}/cpu.cfs_period_us").strip()
             if period.isdigit() and int(period) > 0:
                 cores = min(cores, int(quota) // int(period))
     return max(1, cores)
@@ -36,16 +37,17 @@ def available_memory(root: Path = Path("/")) -> int:
 
     Page cache of a cgroup counts as free, as it does for the machine: the kernel drops it first.
     """
-    free = _fields(root / "proc/meminfo").get("MemAvailable:", os.sysconf("SC_PAGE_SIZE")) * 1024
+    free = _fields(f"{root}/proc/meminfo").get("MemAvailable:", os.sysconf("SC_PAGE_SIZE")) * 1024
     for folder in _cgroups(root, "memory"):
         for limit, use, cache in _MEMORY:
-            if (most := _read(folder / limit).strip()).isdigit() and (now := _read(folder / use).strip()).isdigit():
-                used = int(now) - _fields(folder / "memory.stat").get(cache, 0)
+            most = _read(f"{folder}/{limit}").strip()
+            if most.isdigit() and (now := _read(f"{folder}/{use}").strip()).isdigit():
+                used = int(now) - _fields(f"{folder}/memory.stat").get(cache, 0)
                 free = min(free, max(0, int(most) - max(0, used)))
     for number, used_by in _RLIMITS:
         soft, _ = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY:
-            used = _fields(root / "proc/self/status").get(f"{used_by}:", 0) * 1024
+            used = _fields(f"{root}/proc/self/status").get(f"{used_by}:", 0) * 1024
             free = min(free, max(0, soft - used))
     return free
 
@@ -55,32 +57,48 @@ def share_of_machine(environment: Mapping[str, str] = os.environ) -> tuple[int, 
 
     torchrun and MPI say how many in the environment; they need not be one group. At least one core.
     """
-    ranks = max(1, *(int(environment[name]) for name in _LOCAL_RANKS if environment.get(name, "").isdigit()), 1)
-    return max(1, available_cores() // ranks), available_memory() // ranks
+    return share_of_cores(environment), available_memory() // _local_ranks(environment)
 
 
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup folders for a controller, its own first, then the ancestors; version 2 and 1.
+def share_of_cores(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the cores alone, which takes half as long."""
+    return max(1, available_cores() // _local_ranks(environment))
 
-    In a container the path may be the one outside of it; the mounted root is then the container's own cgroup.
+
+def _local_ranks(environment: Mapping[str, str]) -> int:
+    return max(1, *(int(environment[name]) for name in _LOCAL_RANKS if environment.get(name, "").isdigit()), 1)
+
+
+def _cgroups(root: Path, controller: str) -> Sequence[Path]:
+    return _cgroup_folders(_read(f"{root}/proc/self/cgroup"), root / "sys/fs/cgroup", controller)
+
+
+@lru_cache(8)
+def _cgroup_folders(mine: str, mounted: Path, controller: str) -> Sequence[Path]:
+    """Return this process's cgroup folders for a controller, its own first, then the ancestors; version 2 and 1.
+
+    In a container the path in ``mine`` may be the one outside of it; the mounted root is then the container's own.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    folders: list[Path] = []
+    for line in mine.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        top = mounted / (controller if controllers else "")
         own = top / path.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder == top or top in folder.parents)
+        folders += [folder for folder in (own, *own.parents) if folder == top or top in folder.parents]
+    return tuple(folders)
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _fields(path: str) -> dict[str, int]:
     """Return the names and numbers of a kernel file that has one of each per line."""
     lines = (line.split() for line in _read(path).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text()
+        with open(path) as file:
+            return file.read()
     except OSError:
         return ""
