@@ -248,7 +248,7 @@ def fsdp2(folder: Path, shape: tuple[int, ...], group: Group) -> None:
     assert train(model, optimizer, range(2, 5)) == expected
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp2", "hsdp"])
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.campaign)], ids=["fsdp2", "hsdp"])
 def test_fsdp2_goes_on_with_the_same_bits(tmp_path: Path, shape: tuple[int, ...]) -> None:
     run_ranks(2 * (len(shape) or 1), partial(fsdp2, tmp_path, shape))
 
@@ -279,7 +279,9 @@ def in_the_background(folder: Path, kind: AsyncCheckpointerType, group: Group) -
     assert holds(found, 3)
 
 
-@pytest.mark.parametrize("kind", [*AsyncCheckpointerType])
+@pytest.mark.parametrize(
+    "kind", [AsyncCheckpointerType.THREAD, pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.campaign)]
+)
 def test_async_save(tmp_path: Path, kind: AsyncCheckpointerType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.ranks.PATIENCE", 120.0)  # each rank starts an interpreter
     run_ranks(2, partial(in_the_background, tmp_path, kind))

@@ -142,7 +142,7 @@ def lives_of(folder: Path, stage: int, *moments: str | None, tag: str = "step-{}
     return [live(work, folder / f"journal-{number}", moment) for number, moment in enumerate(moments)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.campaign), 3])
 def test_resumed_bit_by_bit(tmp_path: Path, stage: int) -> None:
     whole, *_ = lives_of(tmp_path / "whole", stage, None)
     moments = {1: ("1 saved 3",), 2: ("0 train 4.1",), 3: ("1 train 5.0",)}[stage]
@@ -150,7 +150,10 @@ def test_resumed_bit_by_bit(tmp_path: Path, stage: int) -> None:
     assert (tmp_path / "killed" / "run" / "latest").read_text() == "last"
 
 
-@pytest.mark.parametrize("moment", ["1 durable#2", "0 before complete#2", "0 before latest#2"])
+CAMPAIGNS = [pytest.param(f"0 before {what}#2", marks=pytest.mark.campaign) for what in ("complete", "latest")]
+
+
+@pytest.mark.parametrize("moment", ["1 durable#2", *CAMPAIGNS])
 def test_a_tag_that_is_saved_again_is_the_old_one_or_the_new_one(tmp_path: Path, moment: str) -> None:
     """Parts of the new one are durable already; what counts is what all ranks have."""
     whole, *_ = lives_of(tmp_path / "whole", 2, None, tag="same")

@@ -322,7 +322,8 @@ def save_once(io: Any, path: Path, value: float) -> None:
     plugin.teardown()
 
 
-@pytest.mark.parametrize("before", ["nothing", "a file", "a checkpoint"])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.campaign), "a file", "a checkpoint"])
 def test_a_save_killed_at_any_operation_leaves_what_was_there(tmp_path: Path, before: str) -> None:
     path, ended, operation = tmp_path / "a.ckpt", False, 0
     while not ended:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FREE = ("rng.python", "rng.numpy")
 """Generators that the recipe does not seed, because it draws nothing from them."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
+pytestmark = [pytest.mark.campaign, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
 
 def run(module: str, folder: Path, steps: int) -> tuple[str, str]:

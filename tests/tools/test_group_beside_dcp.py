@@ -14,7 +14,7 @@ from pccheck_async.medium.filesystem import filesystem_type
 MIB = 1 << 20
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_ranks_once(tmp_path: Path) -> None:
     disk, out = tmp_path / "disk", tmp_path / "out.json"
     disk.mkdir()
