@@ -202,7 +202,7 @@ def test_names_that_look_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(state_strategies.states())
 def test_every_leaf_has_one_path(state: dict[str, Any]) -> None:
     skeleton = save_in_memory(state).decoded.skeleton
@@ -212,7 +212,7 @@ def test_every_leaf_has_one_path(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(state_strategies.states())
 def test_any_state_is_read_as_it_was_saved(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

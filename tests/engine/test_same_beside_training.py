@@ -89,12 +89,12 @@ def test_what_loads_is_what_a_fresh_engine_saves(
 ) -> None:
     capture_at_once(monkeypatch, largest_copy)
     counts: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(2):
         counts += walk(tmp_path / str(seed), seed, 25)
-    assert counts["overlapped"] > 30
+    assert counts["overlapped"] > 15
     assert (counts["torn"] > 0) == (largest_copy == 0)
     assert not counts["again"]
-    assert counts["plain"] > 20
+    assert counts["plain"] > 10
 
 
 @pytest.mark.campaign

@@ -870,7 +870,7 @@ print(seen[0] - before)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("to", [pytest.param("torch", marks=pytest.mark.campaign), "dcp"])
 def test_an_import_takes_little_memory(tmp_path: Path, to: Any) -> None:
     """DCP stores the large tensor in parts, as ranks do."""
     stored = {"large": {"large": torch.rand(48 << 20), "other": torch.rand(1 << 20)}, "small": {"x": torch.ones(3)}}

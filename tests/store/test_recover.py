@@ -475,7 +475,7 @@ def test_whatever_is_offered_loads_to_the_bit() -> None:
             engine.checkpoint(state_of(step), step=step)
     rng = random.Random(1)
     offered = partly = 0
-    for snapshot in rng.sample(history, min(60, len(history))):
+    for snapshot in rng.sample(history, min(25, len(history))):
         dead = CrashDisk.after_process_death(snapshot, rng=rng)
         committed = list_checkpoints("x", io=ImageWriter(Image.of(dead.contents())))
         files = {name: data for name, data in dead.contents().items() if name != "commit"}

@@ -473,7 +473,7 @@ def test_damage_is_not_compared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @given(states())
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_state_equals_itself_and_its_copy(state: dict[str, Any]) -> None:
     disk, other = CrashDisk(), CrashDisk()
     with SyncCheckpointEngine("source", io=CrashWriter(disk), keep_last=2, chunk_bytes=CHUNK) as engine:

@@ -98,8 +98,8 @@ def test_augmentations_are_the_same_after_a_resume(dataset: Dataset[Any], persis
         )
 
     expected = values(islice(make(0).forever(), 18))
-    for before, after in ((0, 0), (2, 2), (0, 2), (2, 1)):
-        for stop in (4, 9):
+    for before, after in ((0, 0), (2, 2), (2, 1)):
+        for stop in (4, 9) if before == after else (4,):
             first = make(before)
             got = values(islice(first.forever(), stop))
             random.seed(), np.random.seed(stop), torch.manual_seed(stop)
@@ -197,7 +197,7 @@ class _Remembering(Numbers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.campaign)])
 def test_workers_know_the_dataset_of_the_user(start: str) -> None:
     loader = ResumableLoader(
         _Remembering(4), batch_size=2, num_workers=2, worker_init_fn=_remember, multiprocessing_context=start

@@ -175,7 +175,7 @@ def capped(folder: str, operations: Operations) -> Medium:
 
 @pytest.mark.slow
 def test_a_device_that_caps_each_stream_gets_several(tmp_path: Path) -> None:
-    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=capped, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=2 * MIB, io=capped, budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] >= 2
     assert_consistent(tuning)
 
@@ -205,7 +205,7 @@ def test_a_device_that_one_stream_saturates_gets_few(tmp_path: Path) -> None:
     def io(folder: str, operations: Operations) -> Medium:
         return ThrottledWriter(Files(folder, operations), total=100e6)
 
-    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=io, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=2 * MIB, io=io, budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] <= 2
     assert max(m.point.max_in_flight for m in tuning.measurements) <= 4  # there was no reason to look further
 
@@ -264,7 +264,7 @@ def test_cancelling_leaves_nothing_and_the_engine_runs_on(tmp_path: Path) -> Non
     async def main() -> None:
         async with CheckpointEngine(tmp_path) as engine:
             before = files(tmp_path)
-            for part in (0.0, 0.1, 0.5):
+            for part in (0.0, 0.5):
                 tuning = asyncio.create_task(cancelled_at(engine, part))
                 with pytest.raises(asyncio.CancelledError):
                     await tuning
@@ -279,7 +279,7 @@ def test_cancelling_leaves_nothing_and_the_engine_runs_on(tmp_path: Path) -> Non
             if done >= part:
                 loop.call_soon_threadsafe(task.cancel)
 
-        await engine.tune(nbytes=16 * MIB, budget_seconds=5, progress=progress)
+        await engine.tune(nbytes=4 * MIB, budget_seconds=1, progress=progress)
 
     asyncio.run(main())
 
@@ -318,7 +318,12 @@ def test_what_a_killed_tuning_left_goes_with_the_next(tmp_path: Path) -> None:
     done = run_warm("-c", script, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(list(tmp_path.glob(".tune-*"))) == 1
-    tune_blocking(tmp_path, nbytes=MIB, budget_seconds=SHORT)
+
+    def progress(done: float, what: str) -> None:
+        raise LookupError(what)
+
+    with pytest.raises(LookupError):
+        tune_blocking(tmp_path, nbytes=MIB, progress=progress)
     assert sorted(os.listdir(tmp_path)) == ["commit", "store.json"]
 
 

@@ -205,7 +205,11 @@ def test_it_is_back_in_the_budget_within_five_intervals_and_back_down_after(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "change"), [("table 5", table_5), ("table 5", dearer_capture), ("interference", dearer_capture)]
+    ("name", "change"),
+    [
+        ("table 5", table_5),
+        *(pytest.param(name, dearer_capture, marks=pytest.mark.campaign) for name in ("table 5", "interference")),
+    ],
 )
 def test_noise_of_a_tenth_does_not_hide_a_disturbance(name: str, change: Change) -> None:
     moves, inside = [], []
@@ -221,8 +225,13 @@ def test_noise_of_a_tenth_does_not_hide_a_disturbance(name: str, change: Change)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("noise", [pytest.param(0.02, marks=pytest.mark.campaign), 0.1])
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [
+        *((name, 0.1) for name in ("table 5", "saturated")),
+        *(pytest.param(name, noise, marks=pytest.mark.campaign) for name in MACHINES for noise in (0.02, 0.1)),
+    ],
+)
 def test_noise_alone_does_not_make_it_oscillate(name: str, noise: float) -> None:
     moves, inside = [], []
     for seed in SEEDS:
@@ -372,7 +381,7 @@ def test_checkpoints_of_others_do_not_keep_it_from_beginning() -> None:
     ("noise", "seeds"),
     [
         (0.0, 1),
-        pytest.param(0.1, 2, marks=pytest.mark.slow),
+        pytest.param(0.1, 1, marks=pytest.mark.slow),
         *(pytest.param(noise, 6, marks=pytest.mark.campaign) for noise in (0.02, 0.1)),
     ],
 )

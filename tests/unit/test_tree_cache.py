@@ -203,7 +203,7 @@ def test_one_container_whose_value_changes_back(kind: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_taken_as_if_it_were_the_first_time(data: st.DataObject) -> None:
     values = st.dictionaries(st.sampled_from("abc"), state_strategies.states(), max_size=3)
