@@ -50,7 +50,7 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
 def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Findings], Findings]) -> None:
     findings = judged(explore(dataclasses.replace(scenario, sampled=WHOLE)))
     assert len(findings.states) >= STATES
-    assert findings.events["read as a whole"] > 0.8 * WHOLE * STATES
+    assert findings.events["read as a whole"] > 0.6 * WHOLE * STATES
     assert findings.events["process deaths"] >= 2 * scenario.deaths
     assert findings.events["committed"] > 0
 

@@ -39,7 +39,7 @@ from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations
 from tests.support.processes import open_files, passes_in_a_forked_child
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 
 
 class Stuck:

@@ -64,7 +64,7 @@ from tests.support.children import in_child
 from tests.support.devices import Device
 from tests.support.loop_devices import unmount
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -750,7 +750,7 @@ def test_an_unclosed_engine_drains_at_exit(tmp_path: Path) -> None:
         from pccheck_async import SyncCheckpointEngine
         from pccheck_async.testing import ThrottledWriter
         from pccheck_async.medium.files import Files
-        slow = lambda path, operations: ThrottledWriter(Files(path, operations), total=10e6)
+        slow = lambda path, operations: ThrottledWriter(Files(path, operations), total=40e6)
         engine = SyncCheckpointEngine(sys.argv[1], io=slow).open()
         engine.checkpoint({"tensor": torch.arange(3000) + 4, "step": 4, "big": torch.ones(5_000_000)}, step=4)
         """

@@ -48,7 +48,7 @@ from pccheck_async.transfer.operations import Operations
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.damage import BadBlocks
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 
 
 def state_of(step: int) -> dict[str, Any]:

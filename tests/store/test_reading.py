@@ -111,7 +111,7 @@ some_ranges = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(some_ranges, st.booleans())
 def test_ranges_are_read_by_the_pieces_that_hold_them(slot: Slot, ranges: list[tuple[int, int]], at_once: bool) -> None:
     """Read are those, and of a chunk that is nearly wanted in full at most one of eight pieces more."""

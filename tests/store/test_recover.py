@@ -50,7 +50,7 @@ from pccheck_async.upkeep import recover
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
 from tests.support.state_strategies import difference
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 CHUNK = 4096
 
 

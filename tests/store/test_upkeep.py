@@ -47,7 +47,7 @@ from pccheck_async.upkeep.verify import examine_records
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.state_strategies import difference, states
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 CHUNK = 4096
 
 

@@ -108,7 +108,7 @@ def steps(samplers: list[ResumableSampler]) -> list[list[list[int]]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
 def test_resuming_anywhere_loses_and_repeats_nothing(case: dict[str, Any], data: st.DataObject) -> None:
     whole = ranks(case)

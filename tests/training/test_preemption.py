@@ -392,13 +392,13 @@ def hang(folder: Path, tell: Tell, deadline: float) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, lambda tell: hang(tmp_path, tell, 3.0))
+    trainer = Trainer(tmp_path, lambda tell: hang(tmp_path, tell, 1.5))
     trainer.expect("hangs")
     trainer.signal(signal.SIGTERM)
     assert trainer.rest() == ["noted", "finally True"]
     assert trainer.wait() == 143
     check_saved(tmp_path / "store", 0)
-    assert "3 s after SIGTERM: the process goes now; nothing newer than the checkpoint of step 0" in trainer.log()
+    assert "1.5 s after SIGTERM: the process goes now; nothing newer than the checkpoint of step 0" in trainer.log()
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("by_dlpack", COMPARISONS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_laid_out_as_if_it_were_the_first_time(by_dlpack: bool, data: st.DataObject) -> None:
     values = data.draw(live())

@@ -487,7 +487,7 @@ def test_arrays_that_do_not_overlap_are_not_compared(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(state_strategies.states())
 def test_a_state_restored_into_its_like_is_the_stored_one(state: dict[str, Any]) -> None:
     saved = save(state)
@@ -502,7 +502,7 @@ def test_a_state_restored_into_its_like_is_the_stored_one(state: dict[str, Any])
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(state_strategies.tied(), state_strategies.tied())
 def test_arrays_that_share_memory_in_another_way(live: list[Any], stored: list[Any]) -> None:
     before = [array_bytes(array) for array in live]

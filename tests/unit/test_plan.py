@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -169,17 +168,11 @@ def test_targets_take_every_byte_however_they_overlap(ranges: list[tuple[int, in
 
 
 @pytest.mark.slow
-def test_ten_thousand_small_tensors_take_milliseconds() -> None:
+def test_ten_thousand_small_tensors_are_planned_once() -> None:
     state: dict[str, Any] = {str(number): torch.zeros(16) for number in range(10_000)}
     leaves = flatten(state).leaves
     planner = Planner(4 * MIB, 4096)
-    planner.plan(arrange(leaves))
-    seconds = []
-    for _ in range(5):
-        fresh = arrange(leaves)
-        start = time.perf_counter()
-        for chunk in planner.plan(fresh).chunks:
-            segments(chunk, fresh.sources)
-        seconds.append(time.perf_counter() - start)
-    assert planner.hits == 5
-    assert min(seconds) < 0.01
+    plan = planner.plan(arrange(leaves))
+    for number in (1, 2):
+        assert planner.plan(arrange(leaves)) is plan
+        assert planner.hits == number

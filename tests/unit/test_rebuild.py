@@ -24,7 +24,7 @@ from tests.support.state_strategies import difference
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(state_strategies.states())
 def test_a_skeleton_gives_the_value_back(state: dict[str, Any]) -> None:
     flat = flatten(state)

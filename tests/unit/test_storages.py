@@ -230,7 +230,7 @@ def test_other_devices_are_packed_with_their_aliases() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(state_strategies.states())
 def test_any_state_comes_back_to_the_bit(state: dict[str, Any]) -> None:
     found = difference(state, save(state).load())
@@ -238,7 +238,7 @@ def test_any_state_comes_back_to_the_bit(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(state_strategies.tied())
 def test_whatever_shares_memory_shares_it_again(views: list[Any]) -> None:
     assert not difference({"v": views}, save({"v": views}).load())

@@ -67,7 +67,7 @@ def by_brute_force(table: Mapping[Point, float], limits: Limits, nbytes: int, no
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tables(), limits_of_any_kind, st.integers(0, 3000 * MIB), st.sampled_from([0.0, 0.03, 0.1, 0.5]))
 def test_the_choice_is_the_brute_force_optimum(
     table: dict[Point, float], limits: Limits, nbytes: int, noise: float
