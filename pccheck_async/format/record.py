@@ -38,7 +38,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -351,15 +350,14 @@ def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearr
 
 def _sane(record: Record) -> bool:
     """Return whether a writer may have counted up to these numbers, and ``datetime`` can express these times."""
-    entries = record.entries
-    counters = [_LARGEST + 1, *(entry.counter for entry in entries)]
+    entries, above = record.entries, _LARGEST + 1
+    for one in entries:
+        least = min(one.counter, one.nbytes, one.slot, one.manifest_offset, one.manifest_nbytes)
+        if least < 0 or one.counter >= above or one.slot > MOST_SLOT or not _TIMES[0] <= one.time <= _TIMES[1]:
+            return False
+        above = one.counter
     return (
-        len({entry.slot for entry in entries}) == len(entries) <= MOST_ENTRIES
+        len({one.slot for one in entries}) == len(entries) <= MOST_ENTRIES
         and record.generation <= _LARGEST
-        and all(above > counter for above, counter in pairwise(counters))
-        and all(
-            min(one.counter, one.nbytes, one.slot, one.manifest_offset, one.manifest_nbytes) >= 0 for one in entries
-        )
-        and all(one.slot <= MOST_SLOT and _TIMES[0] <= one.time <= _TIMES[1] for one in entries)
         and (record.parts is None or len(record.parts.memberships) == len(entries))
     )
