@@ -197,7 +197,7 @@ def test_space_is_reserved(filled: Path) -> None:
     ("change", "message"),
     [
         (lambda path: patch(path, 0, b"NOTSHELF"), "not the file of a shelf"),
-        (lambda path: patch(path, 20, b"\1"), "header of the shelf is damaged"),
+        (lambda path: patch(path, 20, bytes([path.read_bytes()[20] ^ 1])), "header of the shelf is damaged"),
         (lambda path: patch(path, PAGE_BYTES, b"\xff" * (PAGE_BYTES + 64)), "both roots"),
         (lambda path: os.truncate(path, 0), "not the file of a shelf"),
         (lambda path: os.truncate(path, PAGE_BYTES), "both roots"),

@@ -176,7 +176,7 @@ def capped(folder: str, operations: Operations) -> Medium:
 
 @pytest.mark.slow
 def test_a_device_that_caps_each_stream_gets_several(tmp_path: Path) -> None:
-    tuning = tune_blocking(tmp_path, nbytes=2 * MIB, io=capped, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=capped, budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] >= 2
     assert_consistent(tuning)
 
@@ -206,7 +206,7 @@ def test_a_device_that_one_stream_saturates_gets_few(tmp_path: Path) -> None:
     def io(folder: str, operations: Operations) -> Medium:
         return ThrottledWriter(Files(folder, operations), total=100e6)
 
-    tuning = tune_blocking(tmp_path, nbytes=2 * MIB, io=io, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=io, budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] <= 2
     assert max(m.point.max_in_flight for m in tuning.measurements) <= 4  # there was no reason to look further
 
