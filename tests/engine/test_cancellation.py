@@ -422,6 +422,7 @@ def test_one_of_those_who_close_an_engine_is_cancelled(tmp_path: Path, cancelled
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "kind"), [("restore", "read"), ("pin", "flush"), ("surplus", "remove")])
 def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
@@ -586,6 +587,7 @@ def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: P
         assert pending.result(60).step == 2
 
 
+@pytest.mark.slow
 def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_sync_save_and_load(tmp_path: Path, io: str) -> None:
     assert_same(load_sync(tmp_path), 3)
 
 
+@pytest.mark.slow
 def test_the_state_may_be_mutated_when_checkpoint_returns(tmp_path: Path, io: str) -> None:
     async def main() -> None:
         tensor = torch.zeros(3_000_000)
@@ -156,6 +157,7 @@ def test_restore_in_place(tmp_path: Path) -> None:
         assert train(two, 3) == expected
 
 
+@pytest.mark.slow
 def test_growing_and_shrinking_state(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
         for step, size in enumerate([10, 100_000, 1, 0, 250_000, 5]):
@@ -484,6 +486,7 @@ def test_a_manifest_larger_than_a_staging_buffer(tmp_path: Path) -> None:
     assert load_sync(tmp_path)["names"] == state["names"]
 
 
+@pytest.mark.slow
 def test_waiting_for_captures_waits_for_those_of_other_threads() -> None:
     engine, writer, _ = stuck_engine(chunk_bytes=4096, host_memory=8192)
     writer.hold("write")
@@ -509,6 +512,7 @@ def test_waiting_for_captures_waits_for_those_of_other_threads() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_restore_waits_for_captures_of_other_threads() -> None:
     """What it restores would tear them."""
     state = {"x": torch.zeros(50_000)}

@@ -137,6 +137,7 @@ def test_every_operation_fails_once(tmp_path: Path, error: int, stays: bool) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_failed_data_write_fails_only_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 0)
     failing = Failing(fail_at=2, kinds=("write",))
@@ -150,6 +151,7 @@ def test_a_failed_data_write_fails_only_its_checkpoint(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_flush_latches_the_store(tmp_path: Path) -> None:
     save(tmp_path, 0)
     failing = Failing(fail_at=2, kinds=("flush",))  # the first one is the take-over's
@@ -195,6 +197,7 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
         assert loaded_step(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 0, 1, 2, keep_last=3)
     with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=1, kinds=("remove",)), chunk_bytes=4096) as engine:
@@ -283,6 +286,7 @@ def test_a_seen_failure_is_not_raised_again(tmp_path: Path) -> None:
             pending.result(60)
 
 
+@pytest.mark.slow
 def test_on_error_warn(tmp_path: Path) -> None:
     device = Device()
     with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096, on_error="warn") as engine:
@@ -392,6 +396,7 @@ def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
 # -- a second writer
 
 
+@pytest.mark.slow
 def test_a_writer_of_another_process_is_named(tmp_path: Path) -> None:
     def told() -> str:
         with pytest.raises(StoreLockedError) as refused:
@@ -470,6 +475,7 @@ def record_region(folder: Path, *, newest: bool) -> int:
     return (max if newest else min)(generations, key=lambda start: (generations[start], -start))
 
 
+@pytest.mark.slow
 def test_one_copy_of_the_record_damaged_harms_nothing(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
     flip(tmp_path / "commit", record_region(tmp_path, newest=True) + 70)
@@ -486,6 +492,7 @@ def test_both_copies_damaged_go_back_one_record(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["write", "flush"])
 def test_remains_of_a_record_that_cannot_be_erased_latch_the_store(tmp_path: Path, kind: str) -> None:
     save(tmp_path, 0, 1)
@@ -566,6 +573,7 @@ def test_damaged_identity(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["chunk", "manifest", "missing", "short"])
 def test_a_damaged_checkpoint_falls_back_and_is_dropped_by_the_next_record(tmp_path: Path, where: str) -> None:
     save(tmp_path, 0, 1)
@@ -600,6 +608,7 @@ def test_a_damaged_checkpoint_falls_back_and_is_dropped_by_the_next_record(tmp_p
     assert loaded_step(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_the_only_checkpoint_damaged(tmp_path: Path) -> None:
     save(tmp_path, 0)
     flip(slot_of(tmp_path, 0), 100)
@@ -627,6 +636,7 @@ class BadInode(WrappingWriter):
         return await super().open(name, writable=writable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "bad"),
     [("free", errno.EIO), ("free", "folder"), ("older", errno.ESTALE), ("older", "symlink"), ("newest", errno.EIO),
@@ -773,6 +783,7 @@ def test_no_warning_without_a_reason(tmp_path: Path) -> None:
 # -- who is told of a failure
 
 
+@pytest.mark.slow
 def test_who_stopped_waiting_was_not_told(tmp_path: Path) -> None:
     device = Device()
 
@@ -960,6 +971,7 @@ def test_a_step_that_was_asked_for_does_not_fall_back_to_an_older_one_of_that_st
             engine.restore(state_of(9), step=5)
 
 
+@pytest.mark.slow
 def test_a_failed_read_costs_no_checkpoint(tmp_path: Path) -> None:
     """The device may read it the next time; only wrong bytes are dropped."""
 

@@ -196,6 +196,7 @@ def test_writes_tear_at_sectors(sector: int, whole: bool) -> None:
     assert len(found) == 2 if whole else len(found) > 30
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("wf"), st.integers(0, 3), st.integers(1, 250)), max_size=12), st.integers())
 def test_every_block_of_an_image_is_one_that_was_written_since_the_flush(
     steps: list[tuple[str, int, int]], seed: int

@@ -72,6 +72,7 @@ def test_it_is_captured_while_the_device_hangs_and_may_change_at_once() -> None:
     assert found["tied"][12] == found["view"][2] == -1
 
 
+@pytest.mark.slow
 def test_those_that_wait_for_their_turn_keep_their_callers_waiting() -> None:
     engine, writer, _ = stuck_engine(max_in_flight=2)
     writer.hold("flush")
@@ -192,6 +193,7 @@ def test_slots_of_failed_writes_come_back() -> None:
         assert engine.statistics().slots == slots
 
 
+@pytest.mark.slow
 def test_without_memory_for_its_manifest_a_checkpoint_takes_no_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +310,7 @@ def test_all_of_it_is_written_where_it_is_durable(tmp_path: Path) -> None:
         assert done == {"capture": 1, "write": 3, "flush": 2, "commit": 1}
 
 
+@pytest.mark.slow
 def test_plain_values_may_be_more_than_there_is_room_for_behind_the_tensors(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         for count in (100_000, 10):

@@ -100,6 +100,7 @@ def test_one_tensor_reads_its_chunks_only(tmp_path: Path) -> None:
             assert checkpoint.bytes_read - records == CHUNK
 
 
+@pytest.mark.slow
 def test_slices_read_the_chunks_concerned(tmp_path: Path) -> None:
     rows = torch.arange(1024 * 1024, dtype=torch.int32).reshape(1024, 1024)  # 16 to the chunk
     save(tmp_path, {"rows": rows, "columns": rows.t()})
@@ -365,6 +366,7 @@ def test_an_older_one_where_the_manifest_is_damaged(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, step=1)
 
 
+@pytest.mark.slow
 def test_threads_share_one(tmp_path: Path) -> None:
     state = {f"t{number}": torch.full((30_000,), float(number)) for number in range(20)}
     save(tmp_path, state)

@@ -119,6 +119,7 @@ def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines
     assert (line["event"], line["store"], line["step"], line["counter"]) == ("readers", str(tmp_path), 3, 4)
 
 
+@pytest.mark.slow
 def test_the_table_holds_every_event_and_its_level() -> None:
     table = dict(re.findall(r"^(\w+) +(INFO|DEBUG|WARNING|ERROR) ", logs.__doc__ or "", re.M))
     kinds = [getattr(events, name) for name in events.__all__]
@@ -136,6 +137,7 @@ def test_the_table_holds_every_event_and_its_level() -> None:
     assert table == {**declared, **written}
 
 
+@pytest.mark.slow
 def test_no_line_goes_past_the_table() -> None:
     """Only ``logs`` has the logger, and only with the name of an event does anything get to it."""
     past = []

@@ -45,6 +45,7 @@ def names(path: Path) -> list[str | None]:
     return [info.name for info in list_checkpoints(path)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_found_by_its_name(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     with SyncCheckpointEngine(run, keep_last=3) as engine:
@@ -162,6 +163,7 @@ def test_removal_waits_for_what_it_removes_and_for_what_would_be_left(tmp_path: 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_all_are_kept_until_a_record_names_no_more(tmp_path: Path) -> None:
     class Asked:
         asked = 0
@@ -190,6 +192,7 @@ def test_all_are_kept_until_a_record_names_no_more(tmp_path: Path) -> None:
         SyncCheckpointEngine(tmp_path, keep_last="some")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_names_on_the_command_line(tmp_path: Path) -> None:
     def pccheck(*arguments: str) -> str:
         result = CliRunner().invoke(app, list(arguments))

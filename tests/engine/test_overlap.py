@@ -362,6 +362,7 @@ def test_a_step_of_an_optimizer_that_is_not_attached_is_found_out(tmp_path: Path
     assert list_checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> None:
     critic = nn.Linear(900, 900)  # its parameters are in the state, and captured before the call returns
     with held_beside(tmp_path, critic) as (it, pending, want):
@@ -431,6 +432,7 @@ def release_until_returned(it: Held, done: threading.Event) -> None:
             it.io.medium.release(hold_on=True)
 
 
+@pytest.mark.slow
 def test_what_nobody_guards_is_captured_before_the_call_returns(tmp_path: Path) -> None:
     critic = nn.Linear(1000, LARGE // 4000)
     with held_beside(tmp_path, critic) as (it, pending, want):
@@ -680,6 +682,7 @@ def test_interrupts_while_a_thread_starts_start_no_more_of_them(
         assert [thread.name for thread in threading.enumerate()].count("pccheck-status") == 1
 
 
+@pytest.mark.slow
 def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         it.io.medium.release()
@@ -1003,6 +1006,7 @@ def test_a_parameter_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
 FLAVOURS = ["for-loop", "foreach", "fused", "accumulation", "amp", pytest.param("compile", marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_saved_is_the_state_at_the_step(tmp_path: Path, flavour: str) -> None:
     assert check_consistency(tmp_path, flavour, checkpoints=6, backend="aot_eager") == 6
@@ -1147,6 +1151,7 @@ def test_a_failure_nobody_saw_is_raised_at_the_next_context(tmp_path: Path) -> N
         this.pending.result()
 
 
+@pytest.mark.slow
 def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_without_being_asked_nothing_is_pickled_or_unpickled(run: Path, tmp_path
     assert not unpickled
 
 
+@pytest.mark.slow
 def test_what_looks_after_stores_unpickles_nothing(run: Path, tmp_path: Path) -> None:
     leaves = {leaf.path: leaf for leaf in describe_checkpoint(run).leaves}
     assert leaves["scaler"].kind == "pickled"

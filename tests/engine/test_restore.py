@@ -126,6 +126,7 @@ def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept
         assert torch.equal(live["tensor"], torch.arange(3000) + 2)
 
 
+@pytest.mark.slow
 def test_restore_beside_commits(tmp_path: Path) -> None:
     """What was newest when a restore began may be gone when it looks: then a newer one is taken."""
     with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
@@ -411,6 +412,7 @@ def saved_twice(folder: Path, how: str, **settings: Any) -> None:
     damage(folder, 1, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["chunk", "manifest", "gone"])
 def test_the_one_that_the_newest_superseded_takes_its_place_while_it_is_whole(tmp_path: Path, how: str) -> None:
     saved_twice(tmp_path, how)
@@ -464,6 +466,7 @@ def test_what_was_written_over_takes_no_place(tmp_path: Path) -> None:
     assert load_sync(tmp_path)["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
         for step in range(3):

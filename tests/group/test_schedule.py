@@ -182,6 +182,7 @@ def end(state: State, rank: int) -> State:
     return state._replace(ranks=put(state.ranks, rank, number(one)), phase=put(state.phase, rank, "left"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -201,6 +202,7 @@ def test_all_ranks_save_and_stop_alike(scenario: Scenario) -> None:
     assert found == {"+stopped and saved", "+withdrawn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken", "scenario"),
     [

@@ -70,6 +70,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_no_store_is_made_in_a_groups_folder(folder: Path) -> None:
     before = names_in(folder)
     with pytest.raises(StoreError, match="holds a group's checkpoints: open it with group="):
@@ -139,6 +140,7 @@ def slot_of(folder: Path, rank: int, step: int) -> Path:
     return folder / rank_name(rank) / describe_checkpoint(folder, rank=rank, step=step).slot
 
 
+@pytest.mark.slow
 def test_a_damaged_slot_takes_its_rank_to_the_next_older_complete_checkpoint(folder: Path) -> None:
     flip(slot_of(folder, 1, 3), 100)
     with pytest.warns(RuntimeWarning, match="step 3 cannot be read .* falling back to step 2"):
@@ -152,6 +154,7 @@ def test_a_damaged_slot_takes_its_rank_to_the_next_older_complete_checkpoint(fol
     assert [str(one.message).rpartition("; ")[2] for one in told] == [f"falling back to step {step}" for step in (2, 1)]
 
 
+@pytest.mark.slow
 def test_what_one_rank_lacks_is_not_complete(folder: Path) -> None:
     commit = folder / "rank-00001" / "commit"
     before = commit.read_bytes()
@@ -217,6 +220,7 @@ def test_records_that_change_while_they_are_read(made: Path, monkeypatch: pytest
     assert listing.incomplete == ()
 
 
+@pytest.mark.slow
 def test_a_part_that_is_replaced_before_it_is_locked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +364,7 @@ def parsed(*arguments: object, status: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) -> None:
     before = (folder / "rank-00001" / "commit").read_bytes()
     save_in_group(folder, 2, 4, keep_last=4)
@@ -401,6 +406,7 @@ def test_show_and_verify_name_the_rank(folder: Path) -> None:
     assert {one["rank"] for one in parsed("verify", folder, status=4)["checkpoints"]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
     assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
     assert "All 3 leaves are equal" in pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")

@@ -172,6 +172,7 @@ def test_any_block_of_the_commit_file_may_be_unreadable() -> None:
         assert not device.bad[COMMIT_NAME]  # written over: the device took another block
 
 
+@pytest.mark.slow
 def test_verify_names_the_copies_that_cannot_be_read() -> None:
     store = WholeStore.make(elements=300)
     found = verify_checkpoints("x", io=BadBlocks(ImageWriter(store.image), {COMMIT_NAME: {0, 31}}))

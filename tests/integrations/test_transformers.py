@@ -230,6 +230,7 @@ def test_a_folder_of_the_trainers_own_wins(tmp_path: Path) -> None:
 # -- faults
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
     training = Training(tmp_path, options={"max_steps": 4})
     trainer, callback = training.make(Journal(tmp_path / "journal"))
@@ -249,6 +250,7 @@ def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
     assert longer.train().global_step == 6
 
 
+@pytest.mark.slow
 def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) -> None:
     Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))
     other = {"max_steps": 4, "per_device_train_batch_size": 3, "logging_steps": 7}
@@ -260,6 +262,7 @@ def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) 
     assert "logging_steps: 7 (from args) != " in log.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("hook", ["on_step_begin", "on_step_end", "on_evaluate", "on_epoch_end", "on_train_begin"])
 def test_an_exception_in_a_hook_closes_the_store(hook: str, error: type[BaseException], tmp_path: Path) -> None:
@@ -278,6 +281,7 @@ def test_an_exception_in_a_hook_closes_the_store(hook: str, error: type[BaseExce
     assert list_checkpoints(tmp_path / "store")[0].step == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["another model", "a renamed layer", "another width"])
 def test_another_model_is_named_and_nothing_is_changed(change: str, tmp_path: Path) -> None:
     Training(tmp_path, model=MODELS["normed"], options={"max_steps": 2})(Journal(tmp_path / "journal"))
@@ -328,6 +332,7 @@ def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         PCcheckCallback(tmp_path / "store").attach(trainer)
 
 
+@pytest.mark.slow
 def test_without_transformers_one_line_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"

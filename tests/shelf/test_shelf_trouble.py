@@ -314,6 +314,7 @@ def in_child(body: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_forked_child_reads_and_does_not_write(filled: Path) -> None:
     with Shelf(filled) as shelf:
         x = shelf.x
@@ -359,6 +360,7 @@ def test_a_child_that_leaves_a_transaction_commits_nothing(filled: Path) -> None
     unharmed(filled)
 
 
+@pytest.mark.slow
 def test_the_parent_dies_and_its_child_does_not_keep_the_lock(filled: Path) -> None:
     reader, writer = os.pipe()
     parent = os.fork()

@@ -244,6 +244,7 @@ def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:
             assert archive.testzip() is None
 
 
+@pytest.mark.slow
 def test_torch_file_keeps_ties_and_modules(tmp_path: Path) -> None:
     state = training_state()
     state["odd"] = odd_state()
@@ -271,6 +272,7 @@ def test_records_can_be_mapped(tmp_path: Path) -> None:
         assert reader.get_record_offset(name) % 64 == 0
 
 
+@pytest.mark.slow
 def test_equal_states_make_equal_files(tmp_path: Path) -> None:
     for name in ("one", "other"):
         save(tmp_path / name, odd_state() | {"bf16": None, "fp8": None, "e5m2": None, "bool": None, "complex": None})
@@ -346,6 +348,7 @@ def _contiguous(value: Any) -> Any:
             return value
 
 
+@pytest.mark.slow
 def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     state = training_state() | {"odd": odd_state()}
@@ -369,6 +372,7 @@ def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
         assert restored.step == 7
 
 
+@pytest.mark.slow
 def test_a_model_alone(tmp_path: Path) -> None:
     """What other libraries expect of a file of weights: the names that the model itself has."""
     load_file = pytest.importorskip("safetensors.torch").load_file
@@ -406,6 +410,7 @@ def as_transformers_reads(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_safetensors_in_several_files(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     state = training_state() | {"odd": odd_state()}
@@ -437,6 +442,7 @@ def load_safetensors(file: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_what_fits_into_one_file_has_no_index(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     save(tmp_path / "s", {"x": torch.ones(3), "n": 1})
@@ -526,6 +532,7 @@ def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "s", tmp_path / "p", to="safetensors")
 
 
+@pytest.mark.slow
 def test_the_root_is_what_is_written_like_it(tmp_path: Path) -> None:
     save(
         tmp_path / "s", {"a": {"b": {"x": torch.zeros(1)}}, "a.b": {"y": torch.zeros(1)}, "c.d": {"z": torch.zeros(1)}}
@@ -548,6 +555,7 @@ def test_parts_of_large_arrays() -> None:
 # -- torch.distributed.checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 10_000)
@@ -580,6 +588,7 @@ def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(target["tuple"][1], np.arange(4))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_an_optimizer_by_way_of_dcp(tmp_path: Path) -> None:
     """Which makes strings of the numbers of its parameters."""
@@ -714,6 +723,7 @@ def as_dcp_has_it(value: Any) -> Any:
     return [as_dcp_has_it(item) for item in value] if type(value) is list else value
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 10_000)
@@ -773,6 +783,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
+@pytest.mark.slow
 def test_no_code_in_the_metadata_runs(folder: Path, tmp_path: Path) -> None:
     whole = pickle.loads((folder / ".metadata").read_bytes())
     kind = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
@@ -796,6 +807,7 @@ def test_no_code_in_the_metadata_runs(folder: Path, tmp_path: Path) -> None:
     assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path) -> None:
     text = (folder / ".metadata").read_bytes()
 
@@ -936,6 +948,7 @@ NOT_IN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
@@ -964,6 +977,7 @@ def test_every_dtype_is_exported_or_refused_with_what_to_do(tmp_path: Path, to: 
     assert {name: array_bytes(tensor) for name, tensor in back["m"].items()} == {n: array_bytes(state[n]) for n in left}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_dcp_pickles_may_have_any_dtype_that_torch_pickles(tmp_path: Path) -> None:
     bits, wide = (torch.arange(4, dtype=torch.uint8).view(dtype) for dtype in (torch.bits8, torch.bits16))
@@ -998,6 +1012,7 @@ def test_import_of_a_torch_file(tmp_path: Path) -> None:
         assert not difference(load_sync(tmp_path / "s"), torch.load(tmp_path / name, weights_only=True))
 
 
+@pytest.mark.slow
 def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": torch.zeros(3)}, step=100)
     torch.save(torch.ones(3), tmp_path / "t.pt")
@@ -1011,6 +1026,7 @@ def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     assert torch.equal(load_sync(tmp_path / "s", step=100)["x"], torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt")
     with SyncCheckpointEngine(tmp_path / "s") as engine:
@@ -1083,6 +1099,7 @@ def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["new.pt", "old.pt"])
 def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
     torch.save({"x": torch.arange(9.0)}, tmp_path / name, _use_new_zipfile_serialization=name == "new.pt")

@@ -302,6 +302,7 @@ def test_five_hundred_sequences(first: Rules, happening: list[tuple[str, Any]]) 
     run(first, happening)
 
 
+@pytest.mark.slow
 def test_multiples_beyond_what_a_record_names_go_first(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(_crowd())
     assert "of step 0 is dropped although keep_every keeps it" in caplog.text
@@ -484,6 +485,7 @@ def torn(snapshot: Snapshot, landed: slice) -> CrashDisk:
     return CrashDisk.after_process_death(replace(snapshot, files=files))
 
 
+@pytest.mark.slow
 def test_a_record_of_which_two_writers_tore_one_part_each_is_none() -> None:
     """Records of one generation differ in what is new: one's first sectors and the other's last ones may fit (I12)."""
     kept = 16  # a record of several sectors

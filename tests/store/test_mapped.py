@@ -145,6 +145,7 @@ def test_a_full_filesystem_keeps_the_last_checkpoint(small_tmpfs: Path) -> None:
     assert same(load_sync(folder), 2)
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_none_of_it(place: Path) -> None:
     with SyncCheckpointEngine(place, medium="mapped") as engine:
         engine.checkpoint(state(0), step=0).result()

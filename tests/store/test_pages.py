@@ -93,6 +93,7 @@ def save(folder: Path, step: int, block_bytes: int, **settings: Any) -> None:
         engine.checkpoint(state_of(step), step=step).result(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", ["auto", 5 * SMALL])
 @pytest.mark.parametrize(("made_on", "moved_to"), [(SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE)])
 def test_a_store_is_used_on_machines_with_other_pages(
@@ -111,6 +112,7 @@ def test_a_store_is_used_on_machines_with_other_pages(
     assert msgspec.json.decode((tmp_path / IDENTITY_NAME).read_bytes())["block_bytes"] == made_on
 
 
+@pytest.mark.slow
 def test_small_blocks_need_little_memory_on_large_pages_too(tmp_path: Path, machine: Machine) -> None:
     """And large blocks say what they need on small pages."""
     machine(SMALL)

@@ -252,6 +252,7 @@ def other_sums_of_the_same_chunk(sums: bytes, nbytes: int) -> bytes:
     return forged
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 60)), max_size=12), st.integers(1, 40))
 def test_runs_hold_every_row_and_little_else(rows: list[tuple[int, int]], unit: int) -> None:
     table = np.array([(0, low, length) for low, length in rows], np.uint64).reshape(-1, 3)

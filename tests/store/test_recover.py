@@ -92,6 +92,7 @@ def check(path: Path, *steps: int) -> None:
     assert verify_checkpoints(path, every=True).whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["random", "zeros", "gone", "empty"])
 @pytest.mark.parametrize("identity", ["kept", "gone", "damaged"])
 def test_lost_records(tmp_path: Path, damage: str, identity: str) -> None:
@@ -132,6 +133,7 @@ def test_lost_records(tmp_path: Path, damage: str, identity: str) -> None:
     check(tmp_path, 3, 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("identity", ["gone", "damaged"])
 def test_a_valid_record_decides_where_the_identity_is_lost(tmp_path: Path, identity: str) -> None:
     save(tmp_path, 1, 2, 3, 4, keep_last=2)  # the slots hold more than the record names
@@ -198,6 +200,7 @@ class Waiting(WrappingWriter):
         return locked
 
 
+@pytest.mark.slow
 def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: Path) -> None:
     """It waits for the file that is moved aside, and its records belong into the new one."""
     save(tmp_path, 1, 2, keep_last=1)
@@ -225,6 +228,7 @@ def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: 
     check(tmp_path, 3, 2, 1)
 
 
+@pytest.mark.slow
 def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recover, "LOCK_SECONDS", 60.0)
     refused = threading.Event()
@@ -241,6 +245,7 @@ def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypat
     check(tmp_path, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("identity", "commit"), [*product(["kept", "gone"], ["gone", "empty", "zeros"]), ("gone", "kept")]
 )
@@ -263,6 +268,7 @@ def test_no_engine_makes_a_new_store_over_what_is_left(tmp_path: Path, commit: s
     check(tmp_path, 2, 1)
 
 
+@pytest.mark.slow
 def test_one_recovery_at_a_time_where_there_is_no_commit_file_to_lock(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "commit").unlink()
@@ -283,6 +289,7 @@ def test_one_recovery_at_a_time_where_there_is_no_commit_file_to_lock(tmp_path: 
     check(tmp_path, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_recovery_does_not_undo_the_one_before(tmp_path: Path) -> None:
     """And with it what a trainer committed since."""
     save(tmp_path, 1, 2)
@@ -300,6 +307,7 @@ def test_a_recovery_does_not_undo_the_one_before(tmp_path: Path) -> None:
     check(tmp_path, 3, 2, 1)
 
 
+@pytest.mark.slow
 def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:
     """A slot that was freed, and not used again, still holds what it held."""
     save(tmp_path, 1, 2, keep_last=1)
@@ -309,6 +317,7 @@ def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:
     check(tmp_path, 2, 1)
 
 
+@pytest.mark.slow
 def test_what_a_valid_record_pins_stays_pinned(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     pin_checkpoint(tmp_path, 2, pinned=True)
@@ -316,6 +325,7 @@ def test_what_a_valid_record_pins_stays_pinned(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path) if info.pinned] == [2]
 
 
+@pytest.mark.slow
 def test_chosen_slots(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     described = describe_checkpoint(tmp_path, step=2)
@@ -392,6 +402,7 @@ def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int])
         assert [damage.offset for damage in found.found[0].damage] == [8192]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(7))
 def test_a_newer_checkpoint_half_written_over_an_older_one(tmp_path: Path, chunk: int) -> None:
     """Whichever chunk was overwritten, and with or without the newer manifest."""
@@ -415,6 +426,7 @@ def test_a_newer_checkpoint_half_written_over_an_older_one(tmp_path: Path, chunk
         assert len(named) == (0 if changed else 1)
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_larger_checkpoint(tmp_path: Path) -> None:
     """A slot used again by a smaller one still has the larger one's manifest behind it."""
     save(tmp_path / "a", 2)  # the largest
@@ -530,6 +542,7 @@ def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
     assert again > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["posix", "python"])
 def test_without_store_json_the_block_size_fits(tmp_path: Path, first: str) -> None:
     with SyncCheckpointEngine(tmp_path, io="python" if first == "python" else "auto") as engine:

@@ -86,6 +86,7 @@ def test_a_status_comes_back(tmp_path: Path) -> None:
     assert read_status(tmp_path) == Published(EXAMPLE, alive=False)  # the end of a longer one is left there
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200), st.integers(0, 2000), st.booleans())
 def test_damaged_bytes_are_nothing(junk: bytes, at: int, truncate: bool) -> None:
     data = encode_status(EXAMPLE)
@@ -127,6 +128,7 @@ def test_what_is_no_plain_file_is_nothing(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left_behind")
 def test_it_is_there_from_the_first_checkpoint_until_the_end(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
@@ -150,6 +152,7 @@ def test_it_is_there_from_the_first_checkpoint_until_the_end(tmp_path: Path) -> 
     assert read_status(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_what_training_does_and_what_is_due(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, interval=4) as engine:
         for step in range(6):
@@ -230,6 +233,7 @@ def test_closing_removes_what_a_dead_process_left(tmp_path: Path) -> None:
     assert (tmp_path / STATUS_NAME).read_text() == "all is well"
 
 
+@pytest.mark.slow
 def test_what_is_closed_while_it_is_read_did_not_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is removed, and then its lock released, between reading it and asking for the lock."""
     with SyncCheckpointEngine(tmp_path) as engine:

@@ -135,6 +135,7 @@ def test_values_too_long_to_show(tmp_path: Path) -> None:
 # -- reading writes nothing
 
 
+@pytest.mark.slow
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     before = image(tmp_path)
@@ -280,6 +281,7 @@ def test_a_sector_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in damage.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", range(4))
 def test_each_copy_of_each_record(tmp_path: Path, region: int) -> None:
     save(tmp_path, 1, 2)
@@ -290,6 +292,7 @@ def test_each_copy_of_each_record(tmp_path: Path, region: int) -> None:
     assert not found.checkpoints[0].damage
 
 
+@pytest.mark.slow
 def test_the_copies_of_a_young_store(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path):
         pass
@@ -418,6 +421,7 @@ def test_what_differs(tmp_path: Path) -> None:
     assert not compare_checkpoints(tmp_path, step=1).differences
 
 
+@pytest.mark.slow
 def test_elements_are_compared_wherever_they_lie(tmp_path: Path) -> None:
     """Transposed, with gaps, expanded, as views of one storage, in another order in memory."""
     plain = torch.arange(12.0).reshape(3, 4)
@@ -450,6 +454,7 @@ def test_aliases_differ_each_by_its_own_name(tmp_path: Path) -> None:
     assert found.nbytes == 20 * 160000
 
 
+@pytest.mark.slow
 def test_leaves_that_go_to_and_fro_in_the_payload(tmp_path: Path) -> None:
     def state(end: float) -> dict[str, Any]:
         one, two = torch.zeros(20000), torch.zeros(20000)
@@ -493,6 +498,7 @@ def test_any_state_equals_itself_and_its_copy(state: dict[str, Any]) -> None:
 # -- copy
 
 
+@pytest.mark.slow
 def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, 1, 2, 3, loss=0.25)
@@ -624,6 +630,7 @@ def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
         assert [info.step for info in engine.checkpoints()] == [2, 1]
 
 
+@pytest.mark.slow
 def test_pins_hold_against_the_rules_of_a_trainer(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     assert pin_checkpoint(tmp_path, 1).pinned

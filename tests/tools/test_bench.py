@@ -282,6 +282,7 @@ def test_a_raw_transfer_that_fails_is_no_limit(tmp_path: Path) -> None:
         RawDisk(8192).seconds(short, ways()[0], write=False)
 
 
+@pytest.mark.slow
 def test_work_takes_processor_time() -> None:
     before, own = busy_seconds(), time.process_time()
     while time.process_time() < own + 0.2:

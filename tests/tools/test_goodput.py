@@ -98,6 +98,7 @@ def test_failures_are_counted_in_whole_machines() -> None:
     assert trace.seconds == 360
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=50), st.integers(1, 8))
 def test_countings_are_ordered(available: list[int], per_machine: int) -> None:
     trace = Trace(list(range(len(available))), available)
@@ -187,6 +188,7 @@ def test_what_a_failure_costs_at_least_and_at_most(
     assert worst <= load + (1 + in_flight) * interval * step * (1 + 1e-12) or method != "pccheck"
 
 
+@pytest.mark.slow
 @given(seconds, counts, seconds, seconds, counts, seconds)
 def test_goodput_falls_with_failures_and_redo(
     total: float, failures: int, redo: float, step: float, more: int, longer: float
@@ -234,6 +236,7 @@ def test_prediction_needs_a_step_time() -> None:
         predict([row("gpm", 10, 1.0)], Run("drops", 1.0, (1,)), "average", load_seconds=1.0)
 
 
+@pytest.mark.slow
 @given(st.floats(0.1, 100), st.lists(st.floats(0.01, 1), min_size=3, max_size=3), counts, st.sampled_from(CASES))
 def test_nothing_is_better_than_the_ideal(plain: float, shares: list[float], failures: int, case: Case) -> None:
     assume(failures > 0)

@@ -48,6 +48,7 @@ def test_scikit_learn_finds_the_same(digits: Any, k: int) -> None:
         compare_with_sklearn(started(digits, k, seed))
 
 
+@pytest.mark.slow
 def test_scikit_learn_stops_at_the_same_iteration(digits: Any) -> None:
     counts = []
     for tolerance in (0, 1e-2, 1):  # 0: when no label changes any more

@@ -57,6 +57,7 @@ def test_verify(path: Path) -> None:
     assert json.loads(run("verify", str(path), "--json")[1]) == {"whole": False, "changed": ["centres"]}
 
 
+@pytest.mark.slow
 def test_what_is_no_shelf(path: Path, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"nothing")
     with Shelf(path):

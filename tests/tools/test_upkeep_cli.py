@@ -109,6 +109,7 @@ def test_verify(made: Path) -> None:
     assert [copy["state"] for copy in found["records"]] == ["valid"] * 4
 
 
+@pytest.mark.slow
 def test_verify_names_the_damage(store: Path) -> None:
     described = describe_checkpoint(store)
     flip(store / described.slot, 5000)
@@ -127,6 +128,7 @@ def test_verify_names_the_damage(store: Path) -> None:
     assert parsed("verify", store, "--step=2", status=4)["checkpoints"][0]["whole"]  # the record's copy is damaged
 
 
+@pytest.mark.slow
 def test_diff(made: Path) -> None:
     result = pccheck("diff", f"{made}@1", "@3")
     assert result.exit_code == 4
@@ -147,6 +149,7 @@ def test_diff(made: Path) -> None:
     assert parsed("diff", made, made)["equal"]
 
 
+@pytest.mark.slow
 def test_diff_of_hostile_names_and_forms(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         engine.checkpoint({EVIL: EVIL, "x": torch.ones(2), "y" + EVIL: torch.ones(2)}, step=1).result(60)
@@ -172,6 +175,7 @@ def test_places(tmp_path: Path) -> None:
     assert parse_place("a@b") == Place(Path("a@b"), None)
 
 
+@pytest.mark.slow
 def test_copy(made: Path, tmp_path: Path) -> None:
     result = pccheck("copy", made, tmp_path / "new", "--step=3")
     assert result.exit_code == 0
@@ -190,6 +194,7 @@ def test_copy(made: Path, tmp_path: Path) -> None:
     assert pccheck("copy", made, made).exit_code == 1
 
 
+@pytest.mark.slow
 def test_rm_asks(store: Path) -> None:
     result = pccheck("rm", store, 1, 2, input="n\n")
     assert result.exit_code == 1
@@ -200,6 +205,7 @@ def test_rm_asks(store: Path) -> None:
     assert [info.step for info in list_checkpoints(store)] == [3, 2]
 
 
+@pytest.mark.slow
 def test_rm_pin_unpin(store: Path) -> None:
     assert pccheck("pin", store, 1).exit_code == 0
     result = pccheck("rm", store, 9, "--yes")
@@ -243,6 +249,7 @@ def test_commands_beside_a_trainer(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(path)] == [3, 2]
 
 
+@pytest.mark.slow
 def test_changes_as_json(store: Path) -> None:
     assert parsed("pin", store, 1) == as_json(list_checkpoints(store)[-1])
     assert parsed("unpin", store, 1)["pinned"] is False
@@ -251,6 +258,7 @@ def test_changes_as_json(store: Path) -> None:
     assert found["freed_nbytes"] > 24_000
 
 
+@pytest.mark.slow
 def test_recover(store: Path) -> None:
     result = pccheck("recover", store)
     assert result.exit_code == 0
@@ -305,6 +313,7 @@ def test_nothing_there_is_3(tmp_path: Path, arguments: list[str]) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["show"], ["verify"], ["diff", "@1"], ["copy", "new"], ["rm", "1", "-y"], ["pin", "1"]]
 )
@@ -337,6 +346,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
     assert pccheck(*arguments).exit_code == 2
 
 
+@pytest.mark.slow
 def test_every_command_says_how_it_ends() -> None:
     for command in ("show", "verify", "diff", "copy", "rm", "pin", "unpin", "recover"):
         assert "Exit status: 0 " in " ".join(runner.invoke(app, [command, "--help"]).output.replace("│", "").split())

@@ -128,6 +128,7 @@ def test_a_parameter_that_keeps_no_gradient(tmp_path: Path) -> None:
             assert this.whole
 
 
+@pytest.mark.slow
 def test_a_gradient_in_the_place_of_one_that_was_used_is_another(tmp_path: Path) -> None:
     def body(parts: dict[str, Part], step: int) -> None:
         if step > 0:
@@ -159,6 +160,7 @@ def test_a_parameter_that_another_optimizer_took_over(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path)] == [5, 4, 3, 2, 1, 0]  # none of them is torn
 
 
+@pytest.mark.slow
 def test_resumed_in_the_middle_of_a_window_of_one_of_two(tmp_path: Path) -> None:
     def train(folder: Path, steps: int) -> dict[int, list[float]]:
         torch.manual_seed(0)
@@ -490,6 +492,7 @@ def test_looking_for_optimizers_ends(tmp_path: Path) -> None:
     assert looked < 1000
 
 
+@pytest.mark.slow
 def test_an_attached_optimizer_that_is_replaced(tmp_path: Path) -> None:
     """The one that takes its place joins, and has to make steps like it."""
     part = Part()

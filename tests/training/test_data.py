@@ -60,6 +60,7 @@ def test_every_order_is_as_likely_as_any_other(shuffle: Any) -> None:
     assert chi_square(pairs, 12 * 11) < 131 + 5 * (2 * 131) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, "keyed"])
 def test_neighbouring_seeds_and_epochs_share_no_order(shuffle: Any) -> None:
     drawn = {tuple(Order(50, seed, shuffle).indices(epoch, 0, 50)) for seed in range(-10, 20) for epoch in range(30)}

@@ -292,6 +292,7 @@ def test_a_whole_program(tmp_path: Path, signum: int, status: int) -> None:
     assert f"saved step {last}" in errors
 
 
+@pytest.mark.slow
 def test_a_handler_from_before_is_called_and_decides(tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         called: list[int] = []
@@ -348,6 +349,7 @@ def test_after_a_handler_that_stayed_signals_may_be_watched_again(tmp_path: Path
     check_saved(tmp_path / "store", 2)
 
 
+@pytest.mark.slow
 def test_closing_ends_at_its_own_time_where_that_comes_first(tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -444,6 +446,7 @@ def test_a_launcher_that_passes_the_signal_on_does_no_harm(tmp_path: Path) -> No
     check_saved(tmp_path / "store", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pace")
 @pytest.mark.parametrize("pace", [{LATE: 60.0}], indirect=True, ids=["the drain ends in time"])
 @pytest.mark.parametrize("kind", ["write", "flush"])

@@ -105,6 +105,7 @@ def test_what_was_due_in_a_window_is_saved_at_its_end_whatever_the_policy_makes_
         assert model.train(engine, 20) == [3]
 
 
+@pytest.mark.slow
 def test_windows_do_not_make_the_checkpoints_of_bursts_ever_rarer(tmp_path: Path) -> None:
     model = Model(window=16)
     with SyncCheckpointEngine(tmp_path, interval=PCcheckInterval()) as engine:

@@ -574,6 +574,7 @@ def test_a_snapshot_of_two_devices(devices: list[PretendDevice]) -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_copies_that_block_do_not_block_the_loop(devices: list[PretendDevice]) -> None:
     """They hold their lane while they wait for training, and the next capture has something to tell that lane."""
 
@@ -602,6 +603,7 @@ def test_copies_that_block_do_not_block_the_loop(devices: list[PretendDevice]) -
     run(test)
 
 
+@pytest.mark.slow
 def test_a_lane_without_memory_does_not_ask_again_at_once(devices: list[PretendDevice]) -> None:
     async def test() -> None:
         asked = []
@@ -1101,6 +1103,7 @@ def placed(gaps_and_lengths: list[tuple[int, int]]) -> Table:
     return np.array(rows, np.uint64).reshape(-1, 3)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(rows_of, st.sampled_from([0, 64, 256 << 10]), st.data())
 def test_split_copies_every_segment_once_and_no_other(
@@ -1129,6 +1132,7 @@ def test_split_joins_what_is_near() -> None:
     assert split(table[:0]).filled.tolist() == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 1 << 40), st.integers(0, 300_000)), max_size=9))
 def test_moves_cut_rows_to_size(rows: list[tuple[int, int, int]]) -> None:
     into, source, lengths = np.array(rows, np.uint64).reshape(-1, 3).T
@@ -1144,6 +1148,7 @@ def test_moves_cut_rows_to_size(rows: list[tuple[int, int, int]]) -> None:
     assert whole == [row for row in rows if row[2]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20)), max_size=9))
 def test_joined_rows_copy_the_same_in_fewest_pieces(rows: list[tuple[int, int, int]]) -> None:
     into, source, lengths = np.array(rows, np.uint64).reshape(-1, 3).T
@@ -1170,6 +1175,7 @@ def test_compacted_pieces_keep_their_alignment_and_do_not_overlap(pieces: list[t
     assert end <= nbytes < end + 16
 
 
+@pytest.mark.slow
 @given(rows_of, st.data())
 def test_merged_tables_keep_what_devices_wrote_and_add_what_the_host_has(
     rows: list[tuple[int, int]], data: st.DataObject
@@ -1286,6 +1292,7 @@ def write(device: PretendDevice, tensor: torch.Tensor, value: torch.Tensor) -> N
         tensor.copy_(value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left_behind")
 @pytest.mark.parametrize("mode", ["auto", "snapshot", "stream"])
 def test_an_engine_whose_state_changes_as_soon_as_it_may(

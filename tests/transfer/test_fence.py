@@ -144,6 +144,7 @@ def training(
         assert device.idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "snapshot"])
 def test_a_step_does_not_wait_for_copies_that_are_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: DeviceMode
@@ -199,6 +200,7 @@ def test_steps_on_other_streams_wait_too(tmp_path: Path, monkeypatch: pytest.Mon
         assert it.engine.statistics().guard_fences == 1
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_what_is_not_queued_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging memory is smaller than the state: until it is free again the rest is not even queued."""
     with training(tmp_path, monkeypatch, chunk_bytes=256 * KIB, host_memory=512 * KIB) as it:

@@ -29,6 +29,7 @@ def map_at(address: int) -> None:
     assert libc.mmap(address, PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
 
 
+@pytest.mark.slow
 def test_a_forked_child_unmaps_nothing_of_its_own_in_its_place() -> None:
     mapped = [map_memory(PAGE_BYTES)]
     address = address_of(memoryview(mapped[0]))

@@ -401,6 +401,7 @@ async def test_scatter_verifies_before_it_copies(runner: asyncio.Runner, operati
     assert into == source[-50:] * 2
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.tuples(st.integers(0, 40000), st.binary(max_size=300))), tail=st.integers(0, 40000))
 def test_gather_and_scatter_do_what_slices_do(
@@ -639,6 +640,7 @@ async def test_threads_that_cannot_all_be_started_are_not_left(
     assert refused
 
 
+@pytest.mark.slow
 def test_python_waits_where_a_device_is_out_of_requests(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the extension does (``tests/c/test_transfer.c``): no file here answers EAGAIN when asked to."""
     answers = iter([errno.EAGAIN, 0, errno.EAGAIN, errno.EAGAIN, 0])

@@ -74,6 +74,7 @@ def test_a_refused_state_spoils_nothing() -> None:
     assert captures.start(state, BACKEND).layout.tensors is captures.start(state, BACKEND).layout.tensors
 
 
+@pytest.mark.slow
 def test_snapshots_of_several_threads() -> None:
     captures = Captures()
     states = [{"t": [torch.full((n + 1,), float(n)) for _ in range(40)], "n": n} for n in range(3)]

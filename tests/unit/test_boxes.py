@@ -46,6 +46,7 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]
     return shape, draw(st.lists(splits, max_size=3))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(meshes())
 def test_the_boxes_of_all_ranks_are_where_torch_puts_the_shards_and_tile_the_tensor(
@@ -83,6 +84,7 @@ def test_a_tensor_of_a_billion_elements_takes_no_time() -> None:
     assert len(boxes_of((1 << 40,), [Split(0, 1024, 1023), Split(0, 8, 7, factor=1)])) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
 def test_a_range_of_a_flattened_tensor_is_few_boxes(sizes: list[int], data: st.DataObject) -> None:

@@ -97,6 +97,7 @@ def run(folder: Path) -> Iterator[Run]:
         it.engine.close()
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_that_follows_by_hand_is_saved_as_it_was(tmp_path: Path) -> None:
     with run(tmp_path) as it:
         for step in range(4):
@@ -123,6 +124,7 @@ def test_what_stays_the_same_is_left_to_the_capture(tmp_path: Path) -> None:
         assert equal(load_sync(tmp_path)["model"], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["base", "table"])
 def test_a_change_in_the_middle_that_nothing_counts_is_torn_once(tmp_path: Path, name: str) -> None:
     with run(tmp_path) as it:
@@ -146,6 +148,7 @@ def test_a_change_in_the_middle_that_nothing_counts_is_torn_once(tmp_path: Path,
     assert [info.step for info in list_checkpoints(tmp_path)] == [6]
 
 
+@pytest.mark.slow
 def test_a_change_between_two_checkpoints_that_nothing_counts_is_told_as_one(tmp_path: Path) -> None:
     with run(tmp_path) as it:
         memory = it.model.base.detach().numpy()  # taken before any capture
@@ -184,6 +187,7 @@ BETWEEN: dict[str, Callable[[Adapted], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BETWEEN)
 def test_a_change_between_two_checkpoints_fails_none(tmp_path: Path, how: str) -> None:
     with run(tmp_path) as it:
@@ -193,6 +197,7 @@ def test_a_change_between_two_checkpoints_fails_none(tmp_path: Path, how: str) -
             BETWEEN[how](it.model)
 
 
+@pytest.mark.slow
 def test_small_ones_and_those_of_other_optimizers_are_none_of_it(tmp_path: Path) -> None:
     with run(tmp_path) as it:
         critic = nn.Linear(WIDTH, WIDTH)

@@ -115,6 +115,7 @@ def meshes(draw: st.DrawFn) -> list[list[int]]:
     return [list(ranks[number : boxes * copies : boxes]) for number in range(boxes)]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(meshes(), st.integers(1, 1000)), max_size=8),
     st.lists(st.integers(0, 3), min_size=16, max_size=16),

@@ -51,6 +51,7 @@ def test_nothing() -> None:
     assert (plan.storages, plan.chunks, plan.payload_nbytes) == ((), (), 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 5000), max_size=12), st.sampled_from([512, 1024, 4096, 65536]), st.integers(1, 4))
 def test_every_byte_is_in_one_part_and_in_its_place(sizes: list[int], block: int, blocks: int) -> None:
@@ -154,6 +155,7 @@ def test_scatter_segments_by_device() -> None:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90)), max_size=12))
 def test_targets_take_every_byte_however_they_overlap(ranges: list[tuple[int, int]]) -> None:

@@ -79,6 +79,7 @@ def test_other_settings_are_checked_too() -> None:
 # -- fixed intervals
 
 
+@pytest.mark.slow
 @given(st.integers(1, 50), st.integers(0, 200))
 def test_a_resumed_run_saves_the_same_steps(interval: int, resumed_at: int) -> None:
     def saved(first: int) -> list[int]:

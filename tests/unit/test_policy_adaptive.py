@@ -285,6 +285,7 @@ def slow_first_steps(sim: Simulator, at: int) -> None:
     sim.machine.step_seconds = 2.0 if sim.step < at % 8 else 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outlier", [a_slow_step, a_long_stall, a_hiccup_of_the_disk, slow_first_steps])
 @pytest.mark.parametrize("save", [0.04, 0.5])
 @pytest.mark.parametrize("kind", [Adaptive, PCcheckInterval])
@@ -341,6 +342,7 @@ def test_the_newest_durable_checkpoint_is_never_older_than_most_seconds(most: fl
     assert policy.decision().most_seconds == most
 
 
+@pytest.mark.slow
 def test_steps_of_microseconds_and_of_minutes() -> None:
     machine = Machine(step_seconds=2e-5, save_seconds=0.05, capture_seconds=1e-4, interference=1e-3)
     sim = Simulator(Adaptive(max_in_flight=2), machine)
@@ -377,6 +379,7 @@ def test_checkpoints_of_others_do_not_keep_it_from_beginning() -> None:
     assert policy.measured().step_seconds == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "seeds"),
     [

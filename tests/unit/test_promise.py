@@ -55,6 +55,7 @@ def test_its_future_cannot_be_cancelled() -> None:
     assert moment.future().result(0) == 2
 
 
+@pytest.mark.slow
 def test_those_who_come_to_wait_while_it_happens_are_told() -> None:
     for number in range(300):
         moment: Promise[int] = Promise()

@@ -81,6 +81,7 @@ def test_every_module_belongs_to_a_room() -> None:
     assert {room_of(module) for module in TREES} <= set(LEVEL)
 
 
+@pytest.mark.slow
 def test_imports_go_downward() -> None:
     upward = [
         f"{module} -> {name}"
@@ -91,6 +92,7 @@ def test_imports_go_downward() -> None:
     assert sorted(upward) == []
 
 
+@pytest.mark.slow
 def test_rooms_are_entered_by_their_doors() -> None:
     offered = {
         f"{room}.{alias.name}"
@@ -109,6 +111,7 @@ def test_rooms_are_entered_by_their_doors() -> None:
     assert sorted(past) == []
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """What a package's ``__init__`` offers is below it: its modules import one another, and never the package."""
     try:
@@ -127,6 +130,7 @@ def test_pure_rooms_do_not_await() -> None:
     assert awaiting == []
 
 
+@pytest.mark.slow
 def test_nothing_unpickles() -> None:
     """Pickles are written for others to read, and torch's restricted reader may refuse one."""
     for module, tree in TREES.items():

@@ -87,6 +87,7 @@ def test_extents_that_overlap_are_refused() -> None:
         layout.check_extents(HEADER, root(1), [Extent(4 * PAGE, PAGE), Extent(3 * PAGE, 2 * PAGE)])
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_space_is_given_out_once_and_comes_back(data: st.DataObject) -> None:
     space = Space(3, 40)

@@ -256,6 +256,7 @@ LINES = [(ONE, TWO)] * 3 + [(TWO, THREE, FOUR)] * 4
 """Rounds of two lines that have one point in common."""
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.2, 5), min_size=len(LINES), max_size=len(LINES)))
 def test_the_drift_of_the_machine_does_not_decide(drift: list[float]) -> None:
