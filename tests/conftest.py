@@ -53,8 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let no collection of garbage look at modules and collected tests again: there are a million objects of them."""
+    """Let no collection of garbage look at modules and collected tests again: there are a million objects of them.
+
+    And fewer look at what tests make: with Python's own thresholds they are a fifteenth of the suite.
+    """
     gc.enable()
+    gc.set_threshold(20_000, 20, 10)
     gc.collect()
     gc.freeze()
 

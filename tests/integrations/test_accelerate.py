@@ -15,24 +15,23 @@ from torch.utils.data import DataLoader, TensorDataset
 from pccheck_async import ResumableLoader, StateMismatchError, SyncCheckpointEngine
 from tests.support.killed_ranks import RankJournal, on_ranks
 from tests.support.killed_training import Journal, agree, live
+from tests.support.lazily import Lazily, need_framework
 
-pytest.importorskip("accelerate")
-
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
-
-from pccheck_async.integrations.accelerate import PRIVATE, AcceleratedLoader, TrackedLoader, training_state
-
+need_framework("accelerate")
+accelerate, adapter = Lazily("accelerate"), Lazily("pccheck_async.integrations.accelerate")
 EPOCHS = 2  # of 10 batches in windows of 4, 4 and 2
 REPLICATED = ["model.*.weight", "model.*.bias", "optimizer.state.*"]
 DATA = TensorDataset(torch.arange(80.0).reshape(40, 2) / 40)
 
 
-def accelerator_of(kind: str = "default") -> Accelerator:
-    configuration = DataLoaderConfiguration(
+def accelerator_of(kind: str = "default") -> Any:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # what a Trainer in this process left
+    configuration = accelerate.utils.DataLoaderConfiguration(
         use_seedable_sampler=kind == "seedable", use_stateful_dataloader=kind == "stateful"
     )
-    return Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, dataloader_config=configuration)
+    return accelerate.Accelerator(
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, dataloader_config=configuration
+    )
 
 
 def network() -> nn.Module:
@@ -41,7 +40,7 @@ def network() -> nn.Module:
 
 def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal) -> None:
     torch.set_num_threads(1)
-    set_seed(3)
+    accelerate.utils.set_seed(3)
     accelerator = accelerator_of(kind)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -49,11 +48,11 @@ def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loader: Any
     if kind == "resumable":
-        loader = AcceleratedLoader(ResumableLoader(DATA, batch_size=4, num_workers=workers), accelerator)
+        loader = adapter.AcceleratedLoader(ResumableLoader(DATA, batch_size=4, num_workers=workers), accelerator)
     else:
         loader = accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers))
     validation = accelerator.prepare(DataLoader(DATA, batch_size=20))
-    state = training_state(accelerator, loader)
+    state = adapter.training_state(accelerator, loader)
     loader = state["loader"]
     ranks: dict[str, Any] = {"group": dist.group.WORLD, "replicated": REPLICATED} if dist.is_initialized() else {}
     with SyncCheckpointEngine(folder, interval=1, **ranks) as engine:
@@ -123,50 +122,50 @@ def test_killed_ranks_resume_with_the_same_bits(tmp_path: Path, kind: str) -> No
 
 def test_accelerate_has_what_is_read() -> None:
     accelerator = accelerator_of()
-    assert all(hasattr(accelerator, name) for name in PRIVATE)
+    assert all(hasattr(accelerator, name) for name in adapter.PRIVATE)
 
 
 def test_wrong_uses_are_told() -> None:
     accelerator = accelerator_of()
     loader = accelerator.prepare(DataLoader(DATA, batch_size=4))
     with pytest.raises(ValueError, match="has no models"):
-        training_state(accelerator, loader)
+        adapter.training_state(accelerator, loader)
     model = network()
     accelerator.prepare(model)
     with pytest.raises(ValueError, match="is no loader that"):
-        training_state(accelerator, DataLoader(DATA))
-    assert isinstance(training_state(accelerator, loader)["loader"], TrackedLoader)
+        adapter.training_state(accelerator, DataLoader(DATA))
+    assert isinstance(adapter.training_state(accelerator, loader)["loader"], adapter.TrackedLoader)
     accelerator.prepare(network())
-    assert {"model", "model_1"} < training_state(accelerator, loader).keys()
+    assert {"model", "model_1"} < adapter.training_state(accelerator, loader).keys()
     accelerator.free_memory()
     optimizer = torch.optim.SGD(model.parameters())
     accelerator.prepare(model, optimizer)
     accelerator.prepare(optimizer)
     with pytest.raises(ValueError, match="prepared twice"):
-        training_state(accelerator, loader)
+        adapter.training_state(accelerator, loader)
 
 
 def test_another_model_is_told(tmp_path: Path) -> None:
     accelerator = accelerator_of()
     _, loader = accelerator.prepare(network(), DataLoader(DATA, batch_size=4))
     with SyncCheckpointEngine(tmp_path) as engine:
-        engine.checkpoint(training_state(accelerator, loader), step=0).result()
+        engine.checkpoint(adapter.training_state(accelerator, loader), step=0).result()
     accelerator = accelerator_of()
     _, loader = accelerator.prepare(nn.Linear(3, 1), DataLoader(DATA, batch_size=4))
     with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(StateMismatchError, match="model"):
-        engine.restore(training_state(accelerator, loader))
+        engine.restore(adapter.training_state(accelerator, loader))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 def test_a_stateful_loader_is_told() -> None:
     pytest.importorskip("torchdata")
     with pytest.raises(ValueError, match="cannot be replayed"):
-        TrackedLoader(accelerator_of("stateful").prepare(DataLoader(DATA)))
+        adapter.TrackedLoader(accelerator_of("stateful").prepare(DataLoader(DATA)))
 
 
 def test_another_kind_of_sampler_is_told() -> None:
-    def loader_of(kind: str) -> TrackedLoader:
-        return TrackedLoader(accelerator_of(kind).prepare(DataLoader(DATA, batch_size=4, shuffle=True)))
+    def loader_of(kind: str) -> Any:
+        return adapter.TrackedLoader(accelerator_of(kind).prepare(DataLoader(DATA, batch_size=4, shuffle=True)))
 
     with pytest.raises(ValueError, match="use_seedable_sampler differs"):
         loader_of("default").load_state_dict(loader_of("seedable").state_dict())

@@ -12,12 +12,9 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-pl = pytest.importorskip("lightning.pytorch")
-
-from torch.utils.data import DataLoader  # noqa: E402
-
-from pccheck_async import (  # noqa: E402
+from pccheck_async import (
     Group,
     ResumableLoader,
     StateMismatchError,
@@ -26,13 +23,16 @@ from pccheck_async import (  # noqa: E402
     UnsupportedStateError,
     list_checkpoints,
 )
-from pccheck_async.integrations.lightning import PCcheckCallback, PCcheckIO, callback  # noqa: E402
-from pccheck_async.medium.files import Files  # noqa: E402
-from pccheck_async.testing import Access, WrappingWriter  # noqa: E402
-from pccheck_async.transfer.operations import Operations  # noqa: E402
-from tests.support.killed_training import Life, agree, bits, live, read  # noqa: E402
-from tests.support.lightning_run import Model, Samples, make_trainer, train, train_rank  # noqa: E402
-from tests.support.ranks import meeting_place, run_ranks  # noqa: E402
+from pccheck_async.medium.files import Files
+from pccheck_async.testing import Access, WrappingWriter
+from pccheck_async.transfer.operations import Operations
+from tests.support.killed_training import Life, agree, bits, live, read
+from tests.support.lazily import Lazily, need_framework
+from tests.support.ranks import meeting_place, run_ranks
+
+need_framework("lightning")
+pl, kit = Lazily("lightning.pytorch"), Lazily("tests.support.lightning_run")
+adapter = Lazily("pccheck_async.integrations.lightning")
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,19 +54,24 @@ MOMENTS = (
 """Six batches an epoch, in windows of four and two; validations after the third and the sixth."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    assert kit.Model  # before a test forks
+
+
 @pytest.fixture(autouse=True)
 def _quiet(nothing_left_behind: None) -> None: ...
 
 
 def killed_at(moments: list[str], tmp_path: Path, kind: str, workers: int, in_flight: int = 2) -> None:
-    whole = live(train(tmp_path / "whole", kind, workers), tmp_path / "journal")
+    whole = live(kit.train(tmp_path / "whole", kind, workers), tmp_path / "journal")
     assert len(whole.keys) == 18 + 6 * 2 + 2
     for moment in moments:
         place = tmp_path / moment.replace(" ", "-")
-        lives = [live(train(place, kind, workers, in_flight=in_flight), tmp_path / "journal", moment)]
+        lives = [live(kit.train(place, kind, workers, in_flight=in_flight), tmp_path / "journal", moment)]
         assert in_flight == 2 or list_checkpoints(place)[0].step == 2  # inside the second epoch
         saved = list_checkpoints(place)
-        lives.append(live(train(place, kind, workers), tmp_path / "journal"))
+        lives.append(live(kit.train(place, kind, workers), tmp_path / "journal"))
         agree(whole, lives)
         if saved:
             assert "train 0" not in lives[1].keys
@@ -97,7 +102,7 @@ def of_ranks(kind: str, folder: Path, tmp_path: Path, die_at: str | None = None)
         journal.unlink(missing_ok=True)
 
     def train_one(group: Group) -> None:
-        train_rank(group, place, folder, journals[group.rank], kind, die_at if group.rank == 1 else None)
+        kit.train_rank(group, place, folder, journals[group.rank], kind, die_at if group.rank == 1 else None)
 
     run_ranks(2, train_one, statuses=statuses if die_at else None)
     assert not die_at or statuses[1] == -signal.SIGKILL
@@ -137,12 +142,12 @@ def test_ranks_go_on_wherever_one_was_killed(tmp_path: Path, kind: str) -> None:
     one_rank_killed_at([*moments, "epoch starts 1", "train 7"], tmp_path, kind)
 
 
-def fit(*callbacks: Any, model: Model | None = None, ckpt_path: Any = None, **options: Any) -> Any:
+def fit(*callbacks: Any, model: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
     """Train on five batches an epoch; return the trainer."""
     torch.manual_seed(0)
-    trainer = make_trainer(Path("."), *callbacks, **{"max_epochs": 1} | options)
-    loaders = ResumableLoader(Samples(20, random=True), batch_size=4), DataLoader(Samples(8, random=False), 4)
-    trainer.fit(model or Model(), *loaders, ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+    trainer = kit.make_trainer(Path("."), *callbacks, **{"max_epochs": 1} | options)
+    loaders = ResumableLoader(kit.Samples(20, random=True), batch_size=4), DataLoader(kit.Samples(8, random=False), 4)
+    trainer.fit(model or kit.Model(), *loaders, ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
     return trainer
 
 
@@ -151,8 +156,8 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_private_attributes_are_there(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    for owner, names in callback.PRIVATE.items():
+    trainer = kit.make_trainer(tmp_path)
+    for owner, names in adapter.callback.PRIVATE.items():
         found: Any = trainer
         for name in owner.split(".")[1:]:
             found = getattr(found, name)
@@ -161,10 +166,10 @@ def test_private_attributes_are_there(tmp_path: Path) -> None:
 
 def test_more_epochs_and_steps(tmp_path: Path) -> None:
     """What ended goes on where it ended, with the bits of a run that did not end: in mid-epoch, too."""
-    whole = fit(PCcheckCallback(tmp_path / "whole"), max_epochs=3)
+    whole = fit(adapter.PCcheckCallback(tmp_path / "whole"), max_epochs=3)
     for number, options in enumerate([{"max_epochs": 1}, {"max_steps": 7}, {"max_epochs": 2}, {"max_epochs": 3}]):
-        saver = PCcheckCallback(tmp_path / "parts", keep_last=9)
-        part = fit(saver, **{"max_epochs": 3} | options)  # type: ignore[arg-type]
+        saver = adapter.PCcheckCallback(tmp_path / "parts", keep_last=9)
+        part = fit(saver, **{"max_epochs": 3} | options)
         assert (saver.restored is None) == (number == 0)
     assert steps(tmp_path / "parts") == [14, 9, 6, 4]
     assert bits(part.lightning_module.state_dict()) == bits(whole.lightning_module.state_dict())
@@ -172,8 +177,10 @@ def test_more_epochs_and_steps(tmp_path: Path) -> None:
 
 def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
     def train(batch: int, **options: Any) -> None:
-        trainer = make_trainer(tmp_path, PCcheckCallback(tmp_path / "s"), max_epochs=4, **options)
-        trainer.fit(Model(), DataLoader(Samples(24, random=False), batch), DataLoader(Samples(8, random=False), 4))
+        trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"), max_epochs=4, **options)
+        trainer.fit(
+            kit.Model(), DataLoader(kit.Samples(24, random=False), batch), DataLoader(kit.Samples(8, random=False), 4)
+        )
 
     train(4, max_steps=2)
     with pytest.raises(ValueError, match="made after 2 of 6 batches of an epoch, which has 3 now"):
@@ -185,44 +192,46 @@ def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
 
 
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:
-    whole = fit(PCcheckCallback(tmp_path / "whole"), max_epochs=2)
-    trainer = fit(saver := PCcheckCallback(tmp_path / "twice"))
+    whole = fit(adapter.PCcheckCallback(tmp_path / "whole"), max_epochs=2)
+    trainer = fit(saver := adapter.PCcheckCallback(tmp_path / "twice"))
     assert saver.engine is None
     trainer.fit_loop.max_epochs = 2
-    model, loader = trainer.lightning_module, DataLoader(Samples(8, random=False), 4)
+    model, loader = trainer.lightning_module, DataLoader(kit.Samples(8, random=False), 4)
     generators = torch.get_rng_state()
     trainer.validate(model, loader, verbose=False)
     torch.set_rng_state(generators)
-    again = ResumableLoader(Samples(20, random=True), batch_size=4)
-    trainer.fit(model, again, DataLoader(Samples(8, random=False), 4))
+    again = ResumableLoader(kit.Samples(20, random=True), batch_size=4)
+    trainer.fit(model, again, DataLoader(kit.Samples(8, random=False), 4))
     assert trainer.global_step == whole.global_step == 10
     assert steps(tmp_path / "twice") == [9]
 
 
 def test_another_model_is_named(tmp_path: Path) -> None:
-    fit(PCcheckCallback(tmp_path / "s"))
-    model = Model(width=9)
+    fit(adapter.PCcheckCallback(tmp_path / "s"))
+    model = kit.Model(width=9)
     before = bits(model.state_dict())
     with pytest.raises(
         StateMismatchError, match=r"nothing was restored. .*weight \(float32 \(9, 4\) here, float32 \(8, 4\)"
     ):
-        fit(PCcheckCallback(tmp_path / "s"), model=model)
+        fit(adapter.PCcheckCallback(tmp_path / "s"), model=model)
     assert bits(model.state_dict()) == before
     assert steps(tmp_path / "s") == [4]
 
 
 def test_wrong_and_idle_uses(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="no argument 'intervall'; did you mean 'interval'"):
-        PCcheckCallback(tmp_path / "s", intervall=2)
+        adapter.PCcheckCallback(tmp_path / "s", intervall=2)
     with pytest.raises(ValueError, match="a Trainer takes one PCcheckCallback"):
-        fit(PCcheckCallback(tmp_path / "s"), PCcheckCallback(tmp_path / "t"))
-    fit(PCcheckCallback(tmp_path / "s"), fast_dev_run=True)
+        fit(adapter.PCcheckCallback(tmp_path / "s"), adapter.PCcheckCallback(tmp_path / "t"))
+    fit(adapter.PCcheckCallback(tmp_path / "s"), fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
-    fit(PCcheckCallback(tmp_path / "s")).save_checkpoint(tmp_path / "file.ckpt")
+    fit(adapter.PCcheckCallback(tmp_path / "s")).save_checkpoint(tmp_path / "file.ckpt")
     with pytest.raises(ValueError, match="holds step 4: leave ckpt_path out to resume"):
-        fit(PCcheckCallback(tmp_path / "s"), ckpt_path=tmp_path / "file.ckpt", max_epochs=2)
+        fit(adapter.PCcheckCallback(tmp_path / "s"), ckpt_path=tmp_path / "file.ckpt", max_epochs=2)
     trainer = fit(
-        PCcheckCallback(tmp_path / "new", save_last=False, interval=8), ckpt_path=tmp_path / "file.ckpt", max_epochs=2
+        adapter.PCcheckCallback(tmp_path / "new", save_last=False, interval=8),
+        ckpt_path=tmp_path / "file.ckpt",
+        max_epochs=2,
     )
     assert trainer.global_step == 10
     assert steps(tmp_path / "new") == [7]
@@ -235,16 +244,16 @@ def test_errors_close_the_store(tmp_path: Path, error: BaseException) -> None:
             if trainer.global_step == 3:
                 raise error
 
-    saver = PCcheckCallback(tmp_path / "s", interval=1)
+    saver = adapter.PCcheckCallback(tmp_path / "s", interval=1)
     with pytest.raises((SystemExit, ZeroDivisionError)):
         fit(saver, Fails())
     assert saver.engine is None
     assert steps(tmp_path / "s") == [1]
-    assert fit(PCcheckCallback(tmp_path / "s", interval=1)).global_step == 5
+    assert fit(adapter.PCcheckCallback(tmp_path / "s", interval=1)).global_step == 5
 
 
 def test_time_that_is_up(tmp_path: Path) -> None:
-    assert fit(PCcheckCallback(tmp_path / "s"), max_time={"seconds": 0}).global_step < 5
+    assert fit(adapter.PCcheckCallback(tmp_path / "s"), max_time={"seconds": 0}).global_step < 5
 
 
 # Lightning's own checkpoints
@@ -259,19 +268,21 @@ def test_model_checkpoint(tmp_path: Path, link: Any) -> None:
         return fit(saver, enable_checkpointing=True, plugins=io, max_epochs=epochs, ckpt_path=path)
 
     theirs = run([], tmp_path / "theirs", 3)
-    ours = run([PCcheckIO()], tmp_path / "ours", 3)
+    ours = run([adapter.PCcheckIO()], tmp_path / "ours", 3)
     names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names
     for name in names:
-        held = PCcheckIO().load_checkpoint(tmp_path / "ours" / name)
+        held = adapter.PCcheckIO().load_checkpoint(tmp_path / "ours" / name)
         expected = torch.load(tmp_path / "theirs" / name, weights_only=False)
         assert [*held] == [*expected]
         assert bits(held["state_dict"]) == bits(expected["state_dict"])
         assert bits(held["optimizer_states"]) == bits(expected["optimizer_states"])
     best = ours.checkpoint_callback.best_model_path
-    found = ours.validate(Model(), DataLoader(Samples(8, random=False), 4), ckpt_path=best, verbose=False)
+    found = ours.validate(kit.Model(), DataLoader(kit.Samples(8, random=False), 4), ckpt_path=best, verbose=False)
     assert found[0]["validation"] > 0
-    ends = [run([PCcheckIO()], tmp_path / folder, 4, "last") for folder in ("theirs", "ours")]  # a file, and a folder
+    ends = [
+        run([adapter.PCcheckIO()], tmp_path / folder, 4, "last") for folder in ("theirs", "ours")
+    ]  # a file, and a folder
     assert [trainer.global_step for trainer in ends] == [20, 20]
     assert bits(ends[0].lightning_module.state_dict()) == bits(ends[1].lightning_module.state_dict())
     assert theirs.global_step == ours.global_step
@@ -285,7 +296,7 @@ def in_the_way(path: Any, operations: Operations) -> Files:
 
 
 def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
-    io = PCcheckIO(io=in_the_way)
+    io = adapter.PCcheckIO(io=in_the_way)
     io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
     io.save_checkpoint({"weight": torch.ones(3) * 2}, tmp_path / "a.ckpt")  # in place
     with pytest.raises(UnsupportedStateError, match="model"):
@@ -317,7 +328,7 @@ class Killed(WrappingWriter):
 
 
 def save_once(io: Any, path: Path, value: float) -> None:
-    plugin = PCcheckIO(io=io)
+    plugin = adapter.PCcheckIO(io=io)
     plugin.save_checkpoint({"weight": torch.full((3000,), value), "global_step": int(value)}, path)
     plugin.teardown()
 
@@ -342,17 +353,17 @@ def test_a_save_killed_at_any_operation_leaves_what_was_there(tmp_path: Path, be
         if before == "nothing" and not path.exists():
             assert not ended
         else:
-            value = PCcheckIO().load_checkpoint(path)["weight"].unique().item()
+            value = adapter.PCcheckIO().load_checkpoint(path)["weight"].unique().item()
             assert value == 2 if ended or before == "nothing" else value in {1, 2}
         save_once("auto", path, 3)
-        assert PCcheckIO().load_checkpoint(path)["weight"].unique().item() == 3
+        assert adapter.PCcheckIO().load_checkpoint(path)["weight"].unique().item() == 3
         assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
     assert operation > 10
 
 
 def test_two_that_save_to_one_path(tmp_path: Path) -> None:
     """The second one waits for the first, or is refused; the first one's checkpoint is whole."""
-    one, other = PCcheckIO(), PCcheckIO(lock_timeout=0.1)
+    one, other = adapter.PCcheckIO(), adapter.PCcheckIO(lock_timeout=0.1)
     with SyncCheckpointEngine(tmp_path / ".a.ckpt.saving"), pytest.raises(StoreLockedError):
         other.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
     one.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
@@ -362,18 +373,18 @@ def test_two_that_save_to_one_path(tmp_path: Path) -> None:
 
 def test_what_only_pickle_holds_and_where_tensors_go(tmp_path: Path) -> None:
     saved = {"state_dict": {"weight": torch.ones(3)}, "hyper_parameters": {"activation": torch.nn.functional.relu}}
-    io = PCcheckIO(allow_pickle=True)
+    io = adapter.PCcheckIO(allow_pickle=True)
     io.save_checkpoint(saved, tmp_path / "a.ckpt")
     found = io.load_checkpoint(tmp_path / "a.ckpt", map_location={"cpu": "meta"})
     assert found["hyper_parameters"]["activation"] is torch.nn.functional.relu
     assert found["state_dict"]["weight"].device.type == "meta"
     with pytest.raises(UnsupportedStateError, match="allow_pickle"):
-        PCcheckIO().load_checkpoint(tmp_path / "a.ckpt")
+        adapter.PCcheckIO().load_checkpoint(tmp_path / "a.ckpt")
     assert len([*(tmp_path / "a.ckpt").glob("slot-*")]) == 1
 
 
 def test_links_and_removal(tmp_path: Path) -> None:
-    io = PCcheckIO()
+    io = adapter.PCcheckIO()
     io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
     assert io.load_checkpoint(tmp_path / "last.ckpt")["weight"].sum() == 3

@@ -17,22 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
-import transformers
-from accelerate.state import AcceleratorState
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-from transformers.testing_utils import CaptureLogger
 
-from pccheck_async import ClosedError, ResumableLoader, StateMismatchError, list_checkpoints, open_checkpoint
-from pccheck_async.integrations import transformers as adapter
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
-from pccheck_async.integrations.transformers import ATTRIBUTES, METHODS, PROGRESS, PCcheckCallback
+from pccheck_async import ClosedError, StateMismatchError, list_checkpoints, open_checkpoint
 from tests.support.children import fork
-from tests.support.hf_training import MODELS, Noting, Training
 from tests.support.killed_training import Journal, Life, agree, bits, live
+from tests.support.lazily import Lazily, need_framework
+
+need_framework("transformers")
+transformers, kit = Lazily("transformers"), Lazily("tests.support.hf_training")
+adapter = Lazily("pccheck_async.integrations.transformers")
 
 MOMENTS = (
     "loss 0.2",  # before anything was saved
@@ -48,13 +42,13 @@ MOMENTS = (
 )
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "normed": {"model": MODELS["normed"], "interval": 2, "options": {"dataloader_num_workers": 2}},
-    "bert": {"model": MODELS["bert"], "options": {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3}},
-    "llama-bf16": {"model": MODELS["llama"], "options": {"bf16": True, "dataloader_num_workers": 2}},
+    "normed": {"model": "normed", "interval": 2, "options": {"dataloader_num_workers": 2}},
+    "bert": {"model": "bert", "options": {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3}},
+    "llama-bf16": {"model": "llama", "options": {"bf16": True, "dataloader_num_workers": 2}},
 }
 
 
-def killed(training: Callable[[Path], Training], folder: Path, *moments: str) -> list[Life]:
+def killed(training: Callable[[Path], Any], folder: Path, *moments: str) -> list[Life]:
     """Return the lives of one run that is killed at these moments."""
     (folder / "cut").mkdir()
     work = training(folder / "cut")
@@ -69,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Life]:
     def run(name: str) -> Life:
         if name not in known:
             folder = tmp_path_factory.mktemp(name)
-            known[name] = live(Training(folder, saved=False, **CONFIGURATIONS[name]), folder / "journal")
+            known[name] = live(kit.Training(folder, saved=False, **CONFIGURATIONS[name]), folder / "journal")
         return known[name]
 
     return run
@@ -87,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Life]:
     ],
 )
 def test_killed_and_resumed(name: str, moments: tuple[str, ...], whole: Callable[[str], Life], tmp_path: Path) -> None:
-    lives = killed(lambda folder: Training(folder, **CONFIGURATIONS[name]), tmp_path, *moments)
+    lives = killed(lambda folder: kit.Training(folder, **CONFIGURATIONS[name]), tmp_path, *moments)
     agree(whole(name), lives)
 
 
@@ -99,59 +93,44 @@ def test_killed_at_every_moment(name: str, workers: int, moment: str, tmp_path: 
     options = CONFIGURATIONS[name].get("options", {}) | {"dataloader_num_workers": workers}
     configuration = CONFIGURATIONS[name] | {"options": options}
     (tmp_path / "whole").mkdir()
-    whole = live(Training(tmp_path / "whole", saved=False, **configuration), tmp_path / "journal")
+    whole = live(kit.Training(tmp_path / "whole", saved=False, **configuration), tmp_path / "journal")
     if name == "bert":  # it evaluates every two steps
         moment = {"predicted 3#2": "predicted 4#2", "evaluation 3": "evaluation 4"}.get(moment, moment)
     if name == "normed" and moment == "captured 5":  # it saves every two
         moment = "captured 6"
-    agree(whole, killed(lambda folder: Training(folder, **configuration), tmp_path, moment))
+    agree(whole, killed(lambda folder: kit.Training(folder, **configuration), tmp_path, moment))
 
 
 # -- what is relied on
 
 
 def test_the_methods_that_are_wrapped_are_there() -> None:
-    for name, parameters in METHODS.items():
-        found = [*inspect.signature(getattr(Trainer, name)).parameters]
+    for name, parameters in adapter.METHODS.items():
+        found = [*inspect.signature(getattr(transformers.Trainer, name)).parameters]
         assert tuple(found) == ("self", *parameters), name
 
 
 def test_what_is_read_of_the_trainer_is_there(tmp_path: Path) -> None:
-    trainer, _ = Training(tmp_path, saved=False, options={"max_steps": 1}).make(Journal(tmp_path / "journal"))
+    trainer, _ = kit.Training(tmp_path, saved=False, options={"max_steps": 1}).make(Journal(tmp_path / "journal"))
     trainer.train()
-    assert [name for name in (*ATTRIBUTES, "_total_loss_scalar") if not hasattr(trainer, name)] == []
+    assert [name for name in (*adapter.ATTRIBUTES, "_total_loss_scalar") if not hasattr(trainer, name)] == []
     others = {
         "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs",
         "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params",
         "stateful_callbacks",
     }  # fmt: skip
-    assert {field.name for field in fields(trainer.state)} == {*PROGRESS} | others
+    assert {field.name for field in fields(trainer.state)} == {*adapter.PROGRESS} | others
 
 
 # -- data
 
 
-def masked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch with words masked at random."""
-    words = torch.stack([row["input_ids"] for row in rows])
-    hidden = torch.rand(words.shape) < 0.3
-    return {"input_ids": words.masked_fill(hidden, 2), "labels": words.masked_fill(~hidden, -100)}
-
-
-class Resumable(Noting):
-    def get_train_dataloader(self) -> Any:
-        workers = self.args.dataloader_num_workers
-        loader = ResumableLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=masked, num_workers=workers)
-        attached = any(isinstance(each, PCcheckCallback) for each in self.callback_handler.callbacks)
-        return loader if attached else AcceleratedLoader(loader, self.accelerator)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_resumable_loader_repeats_the_masks_of_a_random_collator(workers: int, tmp_path: Path) -> None:
-    def training(folder: Path, **more: Any) -> Training:
+    def training(folder: Path, **more: Any) -> Any:
         options = {"dataloader_num_workers": workers}
-        return Training(folder, model=MODELS["bert"], trainer=Resumable, options=options, **more)
+        return kit.Training(folder, model="bert", trainer=kit.Resumable, options=options, **more)
 
     whole = live(training(tmp_path, saved=False), tmp_path / "journal")
     agree(whole, killed(training, tmp_path, "loss 4.3"))
@@ -160,8 +139,8 @@ def test_a_resumable_loader_repeats_the_masks_of_a_random_collator(workers: int,
 @pytest.mark.slow
 def test_samplers_that_draw_from_the_global_generator_repeat_their_order(tmp_path: Path) -> None:
     options = {"train_sampling_strategy": "group_by_length"}
-    whole = live(Training(tmp_path, saved=False, options=options), tmp_path / "journal")
-    agree(whole, killed(lambda folder: Training(folder, options=options), tmp_path, "loss 4.3"))
+    whole = live(kit.Training(tmp_path, saved=False, options=options), tmp_path / "journal")
+    agree(whole, killed(lambda folder: kit.Training(folder, options=options), tmp_path, "loss 4.3"))
 
 
 # -- what a run can have beside the defaults
@@ -175,16 +154,16 @@ def test_adapters_are_saved_without_the_frozen_base(tmp_path: Path) -> None:
     def adapted(seed: int = 0) -> Any:
         torch.manual_seed(seed)
         return peft.get_peft_model(
-            MODELS["gpt2"](), peft.LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.1, fan_in_fan_out=True)
+            kit.MODELS["gpt2"](), peft.LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.1, fan_in_fan_out=True)
         )
 
-    whole = live(Training(tmp_path, model=adapted, saved=False), tmp_path / "journal")
-    agree(whole, killed(lambda folder: Training(folder, model=adapted), tmp_path, "loss 4.2"))
+    whole = live(kit.Training(tmp_path, model=adapted, saved=False), tmp_path / "journal")
+    agree(whole, killed(lambda folder: kit.Training(folder, model=adapted), tmp_path, "loss 4.2"))
     store = tmp_path / "cut" / "store"
     with open_checkpoint(store) as checkpoint:
         assert {path.split(".")[0] for path in checkpoint} >= {"model", "frozen"}
         assert not [path for path in checkpoint if path.startswith("model") and "lora" not in path]
-    other = Training(tmp_path / "cut", model=lambda: adapted(1)).make(Journal(tmp_path / "none"))[0]
+    other = kit.Training(tmp_path / "cut", model=lambda: adapted(1)).make(Journal(tmp_path / "none"))[0]
     before = bits(other.model.state_dict())
     with pytest.raises(StateMismatchError, match="frozen"):
         other.train()
@@ -199,8 +178,8 @@ def test_the_best_model_and_patience_are_resumed_beside_the_trainers_own_saving(
         "greater_is_better": True, "num_train_epochs": 6, "learning_rate": 0.05,
     }  # fmt: skip
 
-    def training(folder: Path, **more: Any) -> Training:
-        return Training(folder, options=options, callbacks=lambda: [EarlyStoppingCallback(2)], **more)
+    def training(folder: Path, **more: Any) -> Any:
+        return kit.Training(folder, options=options, callbacks=lambda: [transformers.EarlyStoppingCallback(2)], **more)
 
     (tmp_path / "whole").mkdir()
     whole = live(training(tmp_path / "whole", saved=False), tmp_path / "journal")
@@ -214,8 +193,8 @@ def test_the_best_model_and_patience_are_resumed_beside_the_trainers_own_saving(
 @pytest.mark.filterwarnings("ignore:training resumes from .* will be replaced")
 def test_a_folder_of_the_trainers_own_wins(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 4}
-    whole = live(Training(tmp_path, options=options), tmp_path / "journal")
-    again = Training(tmp_path, options=options)
+    whole = live(kit.Training(tmp_path, options=options), tmp_path / "journal")
+    again = kit.Training(tmp_path, options=options)
     life = live(
         lambda journal: again(journal, resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-4")),
         tmp_path / "journal",
@@ -232,7 +211,7 @@ def test_a_folder_of_the_trainers_own_wins(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
-    training = Training(tmp_path, options={"max_steps": 4})
+    training = kit.Training(tmp_path, options={"max_steps": 4})
     trainer, callback = training.make(Journal(tmp_path / "journal"))
     assert callback is not None
     trainer.evaluate()
@@ -246,32 +225,40 @@ def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
     again, callback = training.make(Journal(tmp_path / "journal"))
     again.train()
     assert bits(again.model.state_dict()) == trained
-    longer, _ = Training(tmp_path, options={"max_steps": 6}).make(Journal(tmp_path / "journal"))
+    longer, _ = kit.Training(tmp_path, options={"max_steps": 6}).make(Journal(tmp_path / "journal"))
     assert longer.train().global_step == 6
 
 
 @pytest.mark.slow
 def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) -> None:
-    Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))
+    kit.Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))
     other = {"max_steps": 4, "per_device_train_batch_size": 3, "logging_steps": 7}
-    trainer, _ = Training(tmp_path, options=other).make(Journal(tmp_path / "journal"))
+    trainer, _ = kit.Training(tmp_path, options=other).make(Journal(tmp_path / "journal"))
     transformers.logging.set_verbosity_warning()  # until the next Trainer sets its own
-    with CaptureLogger(transformers.logging.get_logger()) as log:
+    with Lazily("transformers.testing_utils").CaptureLogger(transformers.logging.get_logger()) as log:
         trainer.train()
     assert "per_device_train_batch_size: 3 (from args) != " in log.out
     assert "logging_steps: 7 (from args) != " in log.out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("hook", ["on_step_begin", "on_step_end", "on_evaluate", "on_epoch_end", "on_train_begin"])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("on_train_begin", RuntimeError),
+        ("on_step_begin", KeyboardInterrupt),
+        ("on_step_end", RuntimeError),
+        ("on_evaluate", KeyboardInterrupt),
+        ("on_epoch_end", RuntimeError),
+    ],
+)
 def test_an_exception_in_a_hook_closes_the_store(hook: str, error: type[BaseException], tmp_path: Path) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error("by the test")
 
-    trainer, callback = Training(tmp_path).make(Journal(tmp_path / "journal"))
+    trainer, callback = kit.Training(tmp_path).make(Journal(tmp_path / "journal"))
     assert callback is not None
-    trainer.add_callback(type("Failing", (TrainerCallback,), {hook: fail})())
+    trainer.add_callback(type("Failing", (transformers.TrainerCallback,), {hook: fail})())
     with pytest.raises(error, match="by the test"):
         trainer.train()
     with pytest.raises(ClosedError):
@@ -284,10 +271,10 @@ def test_an_exception_in_a_hook_closes_the_store(hook: str, error: type[BaseExce
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["another model", "a renamed layer", "another width"])
 def test_another_model_is_named_and_nothing_is_changed(change: str, tmp_path: Path) -> None:
-    Training(tmp_path, model=MODELS["normed"], options={"max_steps": 2})(Journal(tmp_path / "journal"))
+    kit.Training(tmp_path, model="normed", options={"max_steps": 2})(Journal(tmp_path / "journal"))
 
     def changed() -> Any:
-        model: Any = MODELS["gpt2" if change == "another model" else "normed"]()
+        model: Any = kit.MODELS["gpt2" if change == "another model" else "normed"]()
         if change == "a renamed layer":
             model.tail, model.head = model.head, None
             model.forward = lambda input_ids, labels: {"loss": model.tail(model.embedding(input_ids)).mean()}
@@ -295,7 +282,7 @@ def test_another_model_is_named_and_nothing_is_changed(change: str, tmp_path: Pa
             model.body = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 16))
         return model
 
-    trainer, _ = Training(tmp_path, model=changed, options={"max_steps": 2}).make(Journal(tmp_path / "journal"))
+    trainer, _ = kit.Training(tmp_path, model=changed, options={"max_steps": 2}).make(Journal(tmp_path / "journal"))
     before = bits(trainer.model.state_dict())
     with pytest.raises(StateMismatchError) as caught:
         trainer.train()
@@ -306,30 +293,32 @@ def test_another_model_is_named_and_nothing_is_changed(change: str, tmp_path: Pa
 
 
 def test_wrong_uses_are_told(tmp_path: Path) -> None:
-    trainer, callback = Training(tmp_path).make(Journal(tmp_path / "journal"))
+    trainer, callback = kit.Training(tmp_path).make(Journal(tmp_path / "journal"))
     assert callback is not None
     with pytest.raises(RuntimeError, match="attach one"):
         callback.attach(trainer)
     with pytest.raises(RuntimeError, match="attach one"):
-        PCcheckCallback(tmp_path / "other").attach(trainer)
+        adapter.PCcheckCallback(tmp_path / "other").attach(trainer)
     with pytest.raises(TypeError, match="lacks _inner_training_loop"):
-        PCcheckCallback(tmp_path / "other").attach(object())
+        adapter.PCcheckCallback(tmp_path / "other").attach(object())
     with pytest.raises(TypeError, match="interval"):
-        PCcheckCallback(tmp_path / "other", intervall=3)
-    unattached, _ = Training(tmp_path, saved=False).make(Journal(tmp_path / "journal"))
-    unattached.add_callback(PCcheckCallback(tmp_path / "other"))
+        adapter.PCcheckCallback(tmp_path / "other", intervall=3)
+    unattached, _ = kit.Training(tmp_path, saved=False).make(Journal(tmp_path / "journal"))
+    unattached.add_callback(adapter.PCcheckCallback(tmp_path / "other"))
     with pytest.raises(RuntimeError, match="attach"):
         unattached.train()
-    finding, _ = Training(tmp_path, saved=False, options={"auto_find_batch_size": True}).make(Journal(tmp_path / "j"))
+    finding, _ = kit.Training(tmp_path, saved=False, options={"auto_find_batch_size": True}).make(
+        Journal(tmp_path / "j")
+    )
     with pytest.raises(ValueError, match="auto_find_batch_size"):
-        PCcheckCallback(tmp_path / "other").attach(finding)
+        adapter.PCcheckCallback(tmp_path / "other").attach(finding)
 
 
 def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, _ = Training(tmp_path, saved=False).make(Journal(tmp_path / "journal"))
-    monkeypatch.setattr(adapter, "TESTED", ("5.0", "5.1"))
+    trainer, _ = kit.Training(tmp_path, saved=False).make(Journal(tmp_path / "journal"))
+    monkeypatch.setattr("pccheck_async.integrations.transformers.TESTED", ("5.0", "5.1"))
     with pytest.warns(UserWarning, match=rf"5\.0 to 5\.1; this is {transformers.__version__}"):
-        PCcheckCallback(tmp_path / "store").attach(trainer)
+        adapter.PCcheckCallback(tmp_path / "store").attach(trainer)
 
 
 @pytest.mark.slow
@@ -346,8 +335,8 @@ def test_without_transformers_one_line_says_what_to_install() -> None:
 
 @pytest.mark.slow
 def test_a_signal_saves_the_step_underway(tmp_path: Path) -> None:
-    class Preempted(TrainerCallback):
-        def __init__(self, callback: PCcheckCallback) -> None:
+    class Preempted(transformers.TrainerCallback):  # type: ignore[name-defined]
+        def __init__(self, callback: Any) -> None:
             self.callback = callback
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -357,7 +346,7 @@ def test_a_signal_saves_the_step_underway(tmp_path: Path) -> None:
             if state.global_step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer, callback = Training(tmp_path, interval=100).make(Journal(tmp_path / "journal"))
+    trainer, callback = kit.Training(tmp_path, interval=100).make(Journal(tmp_path / "journal"))
     assert callback is not None
     trainer.add_callback(Preempted(callback))
     with pytest.raises(SystemExit) as caught:
@@ -369,11 +358,11 @@ def test_a_signal_saves_the_step_underway(tmp_path: Path) -> None:
 def test_logs_have_what_the_engine_did_and_results_have_not(tmp_path: Path) -> None:
     logs: list[dict[str, Any]] = []
 
-    class Listening(TrainerCallback):
+    class Listening(transformers.TrainerCallback):  # type: ignore[name-defined]
         def on_log(self, *_: Any, **named: Any) -> None:
             logs.append(named["logs"])
 
-    trainer, _ = Training(tmp_path, options={"max_steps": 4, "logging_steps": 1, "eval_strategy": "no"}).make(
+    trainer, _ = kit.Training(tmp_path, options={"max_steps": 4, "logging_steps": 1, "eval_strategy": "no"}).make(
         Journal(tmp_path / "journal")
     )
     trainer.add_callback(Listening())
@@ -387,7 +376,7 @@ def test_logs_have_what_the_engine_did_and_results_have_not(tmp_path: Path) -> N
 # -- ranks
 
 
-def live_ranks(training: Training, folder: Path, die_at: tuple[int, str] | None = None) -> list[Life]:
+def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = None) -> list[Life]:
     """Run the training on two ranks, as torchrun would; where one is to die, kill the other when that is dead."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as probe:
@@ -400,7 +389,7 @@ def live_ranks(training: Training, folder: Path, die_at: tuple[int, str] | None 
             os.dup2(output.fileno(), 2)
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
-        AcceleratorState._reset_state(reset_partial_state=True)
+        Lazily("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
         moment = die_at[1] if die_at is not None and die_at[0] == rank else None
         try:
             training(Journal(folder / f"journal-{rank}", moment))
@@ -433,8 +422,8 @@ def live_ranks(training: Training, folder: Path, die_at: tuple[int, str] | None 
 )
 def test_one_of_two_ranks_is_killed(rank: int, moment: str, tmp_path: Path) -> None:
     """Each rank has 6 batches of an epoch: windows of 4 and 2."""
-    whole = live_ranks(Training(tmp_path / "whole", model=MODELS["normed"], saved=False), tmp_path / "whole")
-    training = Training(tmp_path / "cut", model=MODELS["normed"])
+    whole = live_ranks(kit.Training(tmp_path / "whole", model="normed", saved=False), tmp_path / "whole")
+    training = kit.Training(tmp_path / "cut", model="normed")
     lives = [live_ranks(training, tmp_path / "cut", where) for where in ((rank, moment), None)]
     for number in range(2):
         agree(whole[number], [life[number] for life in lives])

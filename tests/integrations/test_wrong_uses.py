@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-pl = pytest.importorskip("lightning.pytorch")
-pytest.importorskip("transformers")
+from pccheck_async import StateMismatchError, UnsupportedStateError, list_checkpoints, load_sync
+from tests.support.killed_training import bits
+from tests.support.lazily import Lazily, need_framework
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
-
-from pccheck_async import StateMismatchError, UnsupportedStateError, list_checkpoints, load_sync  # noqa: E402
-from pccheck_async.integrations import lightning, transformers  # noqa: E402
-from tests.support.killed_training import bits  # noqa: E402
+need_framework("lightning", "transformers")
+pl, kit, hf = Lazily("lightning.pytorch"), Lazily("tests.support.lightning_run"), Lazily("transformers")
+lightning = Lazily("pccheck_async.integrations.lightning")
+transformers = Lazily("pccheck_async.integrations.transformers")
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,27 +26,9 @@ pytestmark = [
 ]
 SAMPLES = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
 
 @pytest.fixture(autouse=True)
 def _quiet(nothing_left_behind: None) -> None: ...
-
-
-class Module(pl.LightningModule):  # type: ignore[name-defined]
-    """Notes the steps that it was trained at."""
-
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(4, width)
-        self.trained: list[int] = []
-
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        self.trained.append(self.trainer.global_step)
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
 
 
 def trainer(*callbacks: Any, epochs: int = 1, steps: int = -1, plugins: Any = None) -> Any:
@@ -64,12 +45,12 @@ def loader(size: int = 4) -> Any:
 def test_a_callback_that_gets_another_trainer_resumes(tmp_path: Path) -> None:
     """As it would in another process, instead of replacing the checkpoint by the first steps of a new model."""
     saver = lightning.PCcheckCallback(tmp_path / "s")
-    trainer(saver).fit(Module(), loader())
-    trainer(saver, epochs=2).fit(model := Module(), loader())
+    trainer(saver).fit(kit.Counting(), loader())
+    trainer(saver, epochs=2).fit(model := kit.Counting(), loader())
     assert model.trained == [3, 4, 5]
     again = trainer(saver, epochs=3)
     with pytest.raises(StateMismatchError, match="nothing was restored"):
-        again.fit(Module(width=5), loader())
+        again.fit(kit.Counting(width=5), loader())
     assert [info.step for info in list_checkpoints(tmp_path / "s")] == [5]
 
 
@@ -81,34 +62,34 @@ def test_fit_after_an_error_resumes(tmp_path: Path) -> None:
             if trainer.global_step == 4 and len(model.trained) == 5:
                 raise ZeroDivisionError
 
-    model = Module()
+    model = kit.Counting()
     start = {name: each.clone() for name, each in model.state_dict().items()}
     again = trainer(lightning.PCcheckCallback(tmp_path / "s", interval=2), Fails(), epochs=2)
     with pytest.raises(ZeroDivisionError):
         again.fit(model, loader())
     again.fit(model, loader())
     assert model.trained == [0, 1, 2, 3, 4, 4, 5]
-    whole = Module()
+    whole = kit.Counting()
     whole.load_state_dict(start)
     trainer(epochs=2).fit(whole, loader())
     assert bits(model.state_dict()) == bits(whole.state_dict())
 
 
 def test_a_position_that_the_data_does_not_have_is_named(tmp_path: Path) -> None:
-    trainer(lightning.PCcheckCallback(tmp_path / "s"), steps=4).fit(Module(), loader(2))
+    trainer(lightning.PCcheckCallback(tmp_path / "s"), steps=4).fit(kit.Counting(), loader(2))
     with pytest.raises(ValueError, match="after 4 of 6 batches of an epoch, which has 3 now"):
-        trainer(lightning.PCcheckCallback(tmp_path / "s"), epochs=2).fit(Module(), loader())
+        trainer(lightning.PCcheckCallback(tmp_path / "s"), epochs=2).fit(kit.Counting(), loader())
 
 
 def test_checkpoint_io_leaves_a_callbacks_store_alone(tmp_path: Path) -> None:
-    trainer(lightning.PCcheckCallback(tmp_path / "run")).fit(Module(), loader())
+    trainer(lightning.PCcheckCallback(tmp_path / "run")).fit(kit.Counting(), loader())
     saved = bits(load_sync(tmp_path / "run")["model"])
     other = trainer(plugins=[lightning.PCcheckIO()])
-    other.fit(Module(), loader())
+    other.fit(kit.Counting(), loader())
     with pytest.raises(FileExistsError, match="PCcheckIO did not save, and does not replace"):
         other.save_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="PCcheckCallback resumes from its own by itself"):
-        trainer(plugins=[lightning.PCcheckIO()], epochs=2).fit(Module(), loader(), ckpt_path=tmp_path / "run")
+        trainer(plugins=[lightning.PCcheckIO()], epochs=2).fit(kit.Counting(), loader(), ckpt_path=tmp_path / "run")
     assert bits(load_sync(tmp_path / "run")["model"]) == saved
 
 
@@ -156,11 +137,11 @@ def test_a_folder_that_is_older_than_the_store_is_told(tmp_path: Path) -> None:
     """``resume_from_checkpoint=True`` finds the Trainer's own folder, which is seldom as new as the store."""
 
     def train(steps: int, **options: Any) -> None:
-        arguments = TrainingArguments(
+        arguments = hf.TrainingArguments(
             str(tmp_path / "output"), max_steps=steps, per_device_train_batch_size=4, use_cpu=True, report_to=[],
             disable_tqdm=True, save_strategy="steps", save_steps=2, logging_strategy="no",
         )  # fmt: skip
-        made = Trainer(Loss(), arguments, train_dataset=[{"x": x} for x in SAMPLES])
+        made = hf.Trainer(Loss(), arguments, train_dataset=[{"x": x} for x in SAMPLES])
         transformers.PCcheckCallback(tmp_path / "store").attach(made)
         made.train(**options)
 

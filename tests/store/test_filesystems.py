@@ -60,9 +60,10 @@ def test_a_full_filesystem(tmp_path: Path, kind: str) -> None:
         store, filler = device.place / "store", device.place / "filler"
         with SyncCheckpointEngine(store) as engine:
             engine.checkpoint(state_of(0), step=0).result()
+            noise = os.urandom(8 * MIB)
             for nbytes in (8 * MIB, MIB // 4):
                 with filler.open("ab", buffering=0) as file, suppress(OSError):
-                    while file.write(os.urandom(nbytes)):
+                    while file.write(noise[:nbytes]):
                         os.fsync(file.fileno())
             with pytest.raises(StoreFullError):
                 engine.checkpoint({"x": torch.zeros(8 * MIB), "step": 1}, step=1).result()

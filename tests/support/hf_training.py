@@ -23,11 +23,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from pccheck_async import RNGState
+from pccheck_async import ResumableLoader, RNGState
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 from pccheck_async.integrations.transformers import PCcheckCallback
 from tests.support.killed_training import Journal
 
-__all__ = ["MODELS", "Noting", "Training"]
+__all__ = ["MODELS", "Noting", "Resumable", "Training"]
 
 SAMPLES, TOKENS, WORDS = 22, 8, 32
 
@@ -125,12 +126,29 @@ class Noting(Trainer):
         return loss
 
 
+def masked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch with words masked at random."""
+    words = torch.stack([row["input_ids"] for row in rows])
+    hidden = torch.rand(words.shape) < 0.3
+    return {"input_ids": words.masked_fill(hidden, 2), "labels": words.masked_fill(~hidden, -100)}
+
+
+class Resumable(Noting):
+    """Reads with a ResumableLoader, whose collator draws at random."""
+
+    def get_train_dataloader(self) -> Any:
+        workers = self.args.dataloader_num_workers
+        loader = ResumableLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=masked, num_workers=workers)
+        attached = any(isinstance(each, PCcheckCallback) for each in self.callback_handler.callbacks)
+        return loader if attached else AcceleratedLoader(loader, self.accelerator)
+
+
 @dataclass
 class Training:
     """One configuration: 11 batches of an epoch in windows of 4, 4 and 3, three epochs: nine steps."""
 
     folder: Path
-    model: Callable[[], nn.Module] = MODELS["gpt2"]
+    model: str | Callable[[], nn.Module] = "gpt2"
     interval: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +171,8 @@ class Training:
             dataloader_pin_memory=False, **options,
         )  # fmt: skip
         data = {"train_dataset": samples(), "eval_dataset": samples()[:9]} | self.more
-        trainer = self.trainer(self.model(), arguments, callbacks=[*self.callbacks(), Told(journal)], **data)
+        model = MODELS[self.model] if isinstance(self.model, str) else self.model
+        trainer = self.trainer(model(), arguments, callbacks=[*self.callbacks(), Told(journal)], **data)
         trainer.remove_callback(PrinterCallback)
         trainer.journal = journal
         if not self.saved:

@@ -24,7 +24,7 @@ from pccheck_async.integrations.lightning import PCcheckCallback
 from tests.support.killed_training import Journal
 from tests.support.ranks import meet
 
-__all__ = ["Model", "Ranks", "Samples", "make_trainer", "train", "train_rank"]
+__all__ = ["Counting", "Model", "Ranks", "Samples", "make_trainer", "train", "train_rank"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -90,6 +90,22 @@ class Model(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.counted = checkpoint["counted"]
+
+
+class Counting(pl.LightningModule):
+    """Notes the steps that it was trained at."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, width)
+        self.trained: list[int] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        self.trained.append(self.trainer.global_step)
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
 
 
 class ShardedModel(Model):

@@ -11,8 +11,6 @@ import torch
 from examples.paper import clustering, gmm
 from tests.support.clustering_harness import Comparison, Program, check_engine, check_savez_in_place, two_states
 
-sklearn_mixture: Any = pytest.importorskip("sklearn.mixture")
-
 FLAGS = ("--k=5", "--threads=1")
 
 
@@ -38,7 +36,7 @@ def started(samples: Any, k: int, seed: int = 1, tolerance: float = 1e-3, regula
 
 def compare_with_sklearn(model: Any, most: int = 100) -> None:
     """Iterate, and let scikit-learn do so from the same weights, means and covariances."""
-    theirs = sklearn_mixture.GaussianMixture(
+    theirs = pytest.importorskip("sklearn.mixture").GaussianMixture(
         len(model.means),
         tol=model.tolerance,
         reg_covar=model.regularisation,

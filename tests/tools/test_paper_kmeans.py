@@ -9,8 +9,6 @@ import pytest
 from examples.paper import clustering, kmeans
 from tests.support.clustering_harness import Comparison, Program, check_engine, check_savez_in_place, two_states
 
-sklearn_cluster: Any = pytest.importorskip("sklearn.cluster")
-
 
 @pytest.fixture(scope="module")
 def digits() -> Any:
@@ -30,6 +28,7 @@ def compare_with_sklearn(model: Any, most: int = 300, tolerance: float = 1e-4) -
     it to rounding which is nearer.
     """
     model.centres += np.random.default_rng(0).normal(scale=1e-3, size=model.centres.shape)
+    sklearn_cluster: Any = pytest.importorskip("sklearn.cluster")
     theirs = sklearn_cluster.KMeans(
         len(model.centres), init=model.centres.copy(), n_init=1, algorithm="lloyd", tol=tolerance, max_iter=most
     ).fit(model.samples)

@@ -326,7 +326,7 @@ KINDS: dict[str, Callable[[], Policy]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_no_sequence_of_reports_breaks_a_policy(kind: str, data: st.DataObject) -> None:
     """Steps of no time, checkpoints that never end, that fail, that someone else made: an answer comes, and is sane."""

@@ -298,7 +298,7 @@ def test_a_single_outlier_prices_no_checkpoint(
         return [k for k in sim.intervals if k is not None]
 
     usual = run(None)[-1]
-    for at in range(3, 400, 57):
+    for at in range(3, 400, 133):
         intervals = run(lambda sim, at=at: outlier(sim, at))  # type: ignore[misc]
         # Two checkpoints in flight that meet the same hiccup may look like another disk for a while.
         assert max(intervals) <= (16 if outlier is a_hiccup_of_the_disk else 2) * usual + 4, at

@@ -47,6 +47,7 @@ OPEN = {
 }  # fmt: skip
 """What other rooms import by its module, past the door: lists of names that belong together, what imports torch where
 the room does not, and rooms inside a room."""
+Trees = dict[str, ast.Module]
 PURE = ("errors", "telemetry", "format", "state")
 """No await there, and no file descriptor."""
 
@@ -55,17 +56,20 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
-TREES = {module_of(path): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """Every module's syntax by its name. Only while it is read: it is as large as torch."""
+    return {module_of(path): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 
 def room_of(module: str) -> str:
     return module.split(".", maxsplit=1)[0]
 
 
-def imports(module: str) -> set[str]:
+def imports(trees: Trees, module: str) -> set[str]:
     """The modules of the package that one imports; a name that is no module stands for the module it comes from."""
     found: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees[module]):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("pccheck_async.") for alias in node.names), module
         elif isinstance(node, ast.ImportFrom):
@@ -73,67 +77,67 @@ def imports(module: str) -> set[str]:
             package, _, source = (node.module or "").partition(".")
             if package == "pccheck_async":
                 names = {f"{source}.{alias.name}".lstrip(".") for alias in node.names}
-                found |= {name if name in TREES or name == "_ext" else source for name in names}
+                found |= {name if name in trees or name == "_ext" else source for name in names}
     return found - {module}
 
 
-def test_every_module_belongs_to_a_room() -> None:
-    assert {room_of(module) for module in TREES} <= set(LEVEL)
+def test_every_module_belongs_to_a_room(trees: Trees) -> None:
+    assert {room_of(module) for module in trees} <= set(LEVEL)
 
 
 @pytest.mark.slow
-def test_imports_go_downward() -> None:
+def test_imports_go_downward(trees: Trees) -> None:
     upward = [
         f"{module} -> {name}"
-        for module in TREES
-        for name in imports(module)
+        for module in trees
+        for name in imports(trees, module)
         if room_of(name) != room_of(module) and LEVEL[room_of(name)] >= LEVEL[room_of(module)]
     ]
     assert sorted(upward) == []
 
 
 @pytest.mark.slow
-def test_rooms_are_entered_by_their_doors() -> None:
+def test_rooms_are_entered_by_their_doors(trees: Trees) -> None:
     offered = {
         f"{room}.{alias.name}"
         for room in LEVEL
-        if (tree := TREES.get(room)) is not None
+        if (tree := trees.get(room)) is not None
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     past = [
         f"{module} -> {name}"
-        for module in TREES
-        for name in imports(module)
+        for module in trees
+        for name in imports(trees, module)
         if room_of(name) != room_of(module) and "." in name and name not in OPEN | offered
     ]
     assert sorted(past) == []
 
 
 @pytest.mark.slow
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others(trees: Trees) -> None:
     """What a package's ``__init__`` offers is below it: its modules import one another, and never the package."""
     try:
-        TopologicalSorter({module: imports(module) for module in TREES}).prepare()
+        TopologicalSorter({module: imports(trees, module) for module in trees}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_pure_rooms_do_not_await() -> None:
+def test_pure_rooms_do_not_await(trees: Trees) -> None:
     asynchronous = (ast.AsyncFunctionDef, ast.Await, ast.AsyncWith, ast.AsyncFor)
     awaiting = [
         module
-        for module, tree in TREES.items()
+        for module, tree in trees.items()
         if room_of(module) in PURE and any(isinstance(node, asynchronous) for node in ast.walk(tree))
     ]
     assert awaiting == []
 
 
 @pytest.mark.slow
-def test_nothing_unpickles() -> None:
+def test_nothing_unpickles(trees: Trees) -> None:
     """Pickles are written for others to read, and torch's restricted reader may refuse one."""
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         nodes = list(ast.walk(tree))
         named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         parts = [node for node in nodes if isinstance(node, ast.ImportFrom)]
