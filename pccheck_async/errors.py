@@ -87,7 +87,7 @@ class StateMismatchError(_PathError, ValueError):
     Attributes:
         missing: Paths the state has and the checkpoint lacks.
         unexpected: Paths the checkpoint has and the state lacks.
-        mismatched: Paths both have with another shape, dtype or type, each with what was found.
+        mismatched: Paths both have with another shape, dtype, type or arguments, each with what was found.
 
     Args:
         message: What to say instead of listing the three.
@@ -112,7 +112,7 @@ class StateMismatchError(_PathError, ValueError):
             for label, paths in (
                 ("missing from the checkpoint", self.missing),
                 ("unexpected in the checkpoint", self.unexpected),
-                ("of another shape, dtype or type", self.mismatched),
+                ("different in the checkpoint", self.mismatched),
             )
             if paths
         ]

@@ -93,6 +93,10 @@ class AcceleratedLoader(DataLoaderStateMixin):
         """Go to a saved position (see :meth:`~pccheck_async.ResumableSampler.load_state_dict`)."""
         self.loader.load_state_dict(state_dict)
 
+    def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Raise ValueError where not (see :meth:`~pccheck_async.ResumableSampler.check_state_dict`)."""
+        self.loader.check_state_dict(state_dict)
+
     @staticmethod
     def collate_fn(batch: Any) -> Any:
         """Return the batch as it is."""

@@ -31,23 +31,23 @@ class RNGState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Set all generators. Raises StateMismatchError, before any is set, where numbers of CUDA devices differ."""
-        cuda = state_dict["cuda"]
-        trouble = self.mismatch(None if cuda is None else len(cuda))
-        if trouble:
-            raise StateMismatchError(mismatched=[trouble])
-        python = state_dict["python"]
+        self.check_state_dict(state_dict)
+        python, cuda = state_dict["python"], state_dict["cuda"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         np.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 
-    def mismatch(self, saved_devices: int | None) -> str:
-        """Return why the generators of so many CUDA devices (None: CUDA was not used) do not fit; empty if they do."""
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if saved_devices is None or saved_devices == available:
-            return ""
-        return f"cuda: generators of {saved_devices} CUDA devices were saved, and this process sees {available}"
+    def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Raise StateMismatchError where numbers of CUDA devices differ, or this is no state of generators."""
+        if not isinstance(state_dict, Mapping) or not {"python", "numpy", "torch", "cuda"} <= state_dict.keys():
+            raise StateMismatchError("this is not the state of an RNGState")
+        saved, available = state_dict["cuda"], torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if saved is not None and len(saved) != available:
+            raise StateMismatchError(
+                f"generators of {len(saved)} CUDA devices were saved, and this process sees {available}"
+            )
 
 
 def _cuda_devices() -> int:

@@ -16,7 +16,12 @@ _LEAVES: Final = frozenset((NoneType, bool, int, float, str, torch.Tensor, torch
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state of its own: a module, an optimizer, a scheduler, a loader, or a user's own."""
+    """An object with a state of its own: a module, an optimizer, a scheduler, a loader, or a user's own.
+
+    A class may also have ``check_state_dict(state_dict)``, which raises ValueError for a state that its
+    ``load_state_dict`` would refuse: ``engine.restore`` calls it before it changes anything, with placeholders for
+    arrays and objects in the state.
+    """
 
     def state_dict(self) -> Any:
         """Return the state, made of any values that can be saved."""
@@ -29,6 +34,13 @@ def is_stateful(value: object) -> bool:
     """Return whether ``value`` is an object (not a class) with ``state_dict`` and ``load_state_dict``."""
     kind = type(value)
     return not isinstance(value, type) and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
+def can_check(value: object) -> bool:
+    """Return whether ``value`` has a ``check_state_dict`` for its own ``load_state_dict``, not for one it overrides."""
+    names = ("check_state_dict", "load_state_dict")
+    checker, loader = (next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in names)
+    return checker is not None and loader is not None and issubclass(checker, loader)
 
 
 def parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

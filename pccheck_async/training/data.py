@@ -234,8 +234,16 @@ class ResumableSampler(Sampler[list[int]]):
         The world size may be another one if ``batch_size`` makes up for it, so that steps stay as they are.
 
         Raises:
-            ValueError: The position is none of this sampler's, or was saved with other arguments; says which. Nothing
-                has changed.
+            ValueError: See :meth:`check_state_dict`. Nothing has changed.
+        """
+        self.check_state_dict(state_dict)
+        self._move(operator.index(state_dict["epoch"]), operator.index(state_dict["position"]))
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
+
+        Raises:
+            ValueError: The position is none of this sampler's, or was saved with other arguments; says which.
         """
         numbers = ("epoch", "position", "batch_size", "world_size")
         try:
@@ -254,7 +262,7 @@ class ResumableSampler(Sampler[list[int]]):
         if differing:
             raise ValueError(
                 f"the data position was saved with {', '.join(differing)}: resume with the same data and arguments, or "
-                "leave the sampler out of the state to start an epoch anew"
+                "without the position, which begins an epoch anew"
             )
         total = shares.total
         if epoch < 0 or not (position == total or (0 <= position < total and position % shares.step == 0)):
@@ -264,7 +272,6 @@ class ResumableSampler(Sampler[list[int]]):
                 f"the epoch has {total - position} samples left, fewer than the {shares.world_size} ranks; "
                 f"resume on {world_size} ranks, or from another checkpoint"
             )
-        self._move(epoch, position)
 
     def rest(self) -> Iterator[list[int]]:
         """Yield what this rank still has to get of the epoch, without moving on (for loaders that fetch ahead)."""
@@ -464,6 +471,10 @@ class ResumableLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Go to a saved position, or raise ValueError (see :meth:`ResumableSampler.load_state_dict`)."""
         self.sampler.load_state_dict(state_dict)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Raise ValueError for a position that is not to go to (see :meth:`ResumableSampler.check_state_dict`)."""
+        self.sampler.check_state_dict(state_dict)
 
     def _batches(self) -> Iterator[Any]:
         self._generator.manual_seed(mix("workers", self.sampler.seed, self.sampler.epoch))

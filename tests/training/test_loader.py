@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from pccheck_async import ResumableLoader, ResumableSampler, RNGState, SyncCheckpointEngine
+from pccheck_async import ResumableLoader, ResumableSampler, RNGState, StateMismatchError, SyncCheckpointEngine
 from tests.support.datasets import SHUFFLES, Augmented, AugmentedInBatches, Digits, Numbers, Stream, values
 
 
@@ -292,9 +292,41 @@ def test_a_checkpoint_in_mid_epoch_brings_the_loader_back(tmp_path: Path, worker
         assert engine.restore(resumed) is not None
     assert resumed["loader"].epoch == 1
     assert go_on(resumed, 9) == expected
-    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(ValueError, match="seed=0") as caught:
-        engine.restore({"loader": ResumableLoader(Augmented(), batch_size=4, seed=1), "sampler": make()["sampler"]})
-    assert any("loader" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"batch_size": 4}, r"loader \(.*batch_size=2 on 1 ranks \(now 4 on 1; the product must stay 2\)"),
+        ({"dataset": Numbers(11)}, r"loader \(.*size=10 \(now 11\)"),
+        ({"seed": 1, "shuffle": False}, r"loader \(.*seed=0 \(now 1\), shuffle=True \(now False\)"),
+    ],
+)
+def test_a_position_from_other_arguments_leaves_the_whole_state_as_it_was(
+    tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    def make(**other: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"dataset": Numbers(10), "batch_size": 2}
+        loader = ResumableLoader(**arguments | other)
+        return {"model": nn.Linear(4, 4), "progress": {"best": 0.0}, "loader": loader, "rng": RNGState()}
+
+    saved = make()
+    next(iter(saved["loader"]))
+    resumed = make(**other)
+    weight, position = resumed["model"].weight.clone(), resumed["loader"].state_dict()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(saved | {"progress": {"best": 1.0}}, step=3).result(60)
+        torch.rand(1)
+        drawn = generators()
+        for strict in (True, False):
+            with pytest.raises(StateMismatchError, match=f"nothing was restored.*{message}") as caught:
+                engine.restore(resumed, strict=strict)
+            assert "to restore all but loader: take it out of the state" in str(caught.value)
+            assert torch.equal(resumed["model"].weight, weight)
+            assert (resumed["loader"].state_dict(), generators()) == (position, drawn)
+            assert resumed["progress"] == {"best": 0.0}
+        assert engine.restore({name: resumed[name] for name in ("model", "progress", "rng")}, strict=False)
+    assert torch.equal(resumed["model"].weight, saved["model"].weight)
 
 
 @pytest.mark.slow

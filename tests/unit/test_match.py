@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+from pccheck_async import ResumableSampler
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, DictNode, StatefulNode
 from pccheck_async.state import RNGState, allocate, as_bits, match
@@ -1195,6 +1196,42 @@ def test_errors_of_load_state_dict_say_whose_they_are() -> None:
     (note,) = error.__notes__
     assert note.startswith("raised by load_state_dict() of a.0, a tests.unit.test_match.")
     assert note.endswith("Broken; the state may now be a mixture of what it was and of the checkpoint")
+
+
+def test_what_an_object_refuses_is_a_mismatch_of_its_path() -> None:
+    class Checking(Thing):
+        error: Exception = ValueError("another table")
+
+        def check_state_dict(self, state_dict: dict[str, Any], /) -> None:
+            if state_dict["table"] != self.state["table"]:
+                raise self.error
+
+    kept, live = torch.zeros(2), Checking(table=1, x=torch.zeros(3))
+    saved = save({"a": kept + 1, "b": [Thing(table=2, x=torch.ones(3))]})
+    error = mismatch({"a": kept, "b": [live]}, saved)
+    assert error.mismatched == ("b.0 (another table)",)
+    assert "to restore all but b.0: take it out" in str(error)
+    live.error = KeyError("mine")
+    with pytest.raises(KeyError) as raised:
+        match({"a": kept, "b": [live]}, saved.decoded)
+    assert raised.value.__notes__[0].startswith("raised by check_state_dict() of b.0, a tests.unit.test_match.")
+    live.state["table"] = 2
+    saved.restore({"a": kept, "b": [live]})
+    assert (kept.tolist(), live.state["x"].tolist()) == ([1, 1], [1, 1, 1])
+
+
+def test_a_class_that_loads_in_its_own_way_is_not_checked_in_that_of_its_base() -> None:
+    class Counted(ResumableSampler):
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": super().state_dict(), "more": 1}
+
+        def load_state_dict(self, state_dict: Any, /) -> None:
+            super().load_state_dict(state_dict["position"])
+
+    saved, live = Counted(10, batch_size=2), Counted(10, batch_size=2)
+    next(iter(saved))
+    save({"a": saved}).restore({"a": live})
+    assert live.position == 2
 
 
 def test_errors_of_a_live_state_dict_say_whose_they_are() -> None:

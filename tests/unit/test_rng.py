@@ -43,11 +43,20 @@ def test_cuda_generators_need_as_many_devices(monkeypatch: pytest.MonkeyPatch) -
     expected = draws()
     RNGState().load_state_dict(before)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(StateMismatchError, match=r"rng\.cuda: generators of 3 CUDA devices were saved.*sees 0"):
+    with pytest.raises(StateMismatchError, match=r"rng \(generators of 3 CUDA devices were saved.*sees 0"):
         saved.restore({"rng": RNGState()})
     with pytest.raises(StateMismatchError, match="3 CUDA devices"):
         RNGState().load_state_dict(saved.load()["rng"])
     assert draws() == expected
+
+
+@pytest.mark.parametrize("other", [{"x": 1}, [1], 1])
+def test_another_state_is_none_of_generators(other: Any) -> None:
+    saved = save({"rng": other})
+    with pytest.raises(StateMismatchError, match=r"rng \(this is not the state of an RNGState\)"):
+        saved.restore({"rng": RNGState()})
+    with pytest.raises(StateMismatchError, match="not the state of an RNGState"):
+        RNGState().load_state_dict(other)
 
 
 def test_cuda_generators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ from pccheck_async.state.restore.tree import (
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
-from pccheck_async.state.stateful import is_stateful
+from pccheck_async.state.stateful import can_check, is_stateful
 from pccheck_async.telemetry import write
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
@@ -201,6 +201,7 @@ class _Matching:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
+        self._refused: list[str] = []  # paths of objects that refuse what was saved
         self._disjoint: list[str] = []  # paths that both have, with nothing in common below
         self._matched = 0  # entries of the state that something is restored into
         self._unread = 0  # leaves of the checkpoint that the state lacks
@@ -266,6 +267,9 @@ class _Matching:
                 advice = "; they have nothing in common"
         if not set(paths.components(mapping_keys(self._skeleton))).isdisjoint(self._unexpected):
             advice += "; to take only part of it: load(path, keys=[...])"
+        if self._refused:
+            refused = ", ".join(self._refused)
+            advice += f"; to restore all but {refused}: take it out of the state, and call restore(state, strict=False)"
         return make(f"{make()}{advice}")
 
     def _wrapped(self) -> str:
@@ -452,14 +456,14 @@ class _Matching:
         else:
             self._matched += 1
             if isinstance(live, RNGState):
-                self._generators(live, child, path)
                 actions = self._last_actions
             with naming_owner("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
-        rebuild(
-            child, lambda index: index, pickled=self._unpickle
-        )  # raises before anything changed where it describes no value
+        # Raises before anything changed where it describes no value, as the object does for one that it refuses.
+        stored = rebuild(child, lambda index: index, pickled=self._unpickle)
+        if can_check(live):
+            self._check(live, stored, path)
         self._make_sharded(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
@@ -552,12 +556,13 @@ class _Matching:
                 if value is not _NOWHERE:
                     self._pair(value, child, below)
 
-    def _generators(self, live: RNGState, node: Node, path: str) -> None:
-        if not isinstance(node, MappingNode):
-            self._differs(live, node, path)
-        cuda = next((child for key, _, child in entries(node) if key == "cuda"), None)
-        if trouble := live.mismatch(len(cuda.items) if isinstance(cuda, ListNode) else None):
-            self._mismatched.append(f"{path}.{trouble}")
+    def _check(self, live: Any, stored: Any, path: str) -> None:
+        try:
+            with naming_owner("check_state_dict", path, live):
+                live.check_state_dict(stored)
+        except ValueError as error:
+            self._refused.append(path)
+            self._mismatched.append(f"{path} ({error})")
 
     # -- what both need
 
