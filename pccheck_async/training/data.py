@@ -147,7 +147,7 @@ class ResumableSampler(Sampler[list[int]]):
         world_size: Number of ranks; likewise, else 1.
 
     Raises:
-        TypeError: ``data`` is neither a number nor has a length.
+        TypeError: ``data`` is neither a number nor has a length, or is a ``DataLoader``.
         ValueError: The arguments make no sense together, or leave an epoch without a step.
         RuntimeError: At any use where ``torch.distributed`` has other ranks than at the first use.
     """
@@ -331,6 +331,8 @@ class ResumableSampler(Sampler[list[int]]):
 
 
 def _size(data: int | Sized | Dataset[Any]) -> int:
+    if isinstance(data, DataLoader):  # whose length is that of its batches
+        raise TypeError("this takes the dataset, not a DataLoader: ResumableLoader(dataset, batch_size=...)")
     if isinstance(data, Sized):
         return len(data)
     if hasattr(data, "__index__"):
@@ -359,7 +361,8 @@ class ResumableLoader:
 
     Each ``for`` yields the rest of an epoch, the next one the next epoch; :meth:`forever` crosses epochs. Order, ranks,
     ``break`` and what happens to a live iterator: see :class:`ResumableSampler`. A batch counts from the moment the
-    loop gets it, so save after the step that used it.
+    loop gets it, so save after the step that used it. Unlike a ``DataLoader`` it shuffles unless it is told not to, and
+    the order comes from ``seed``, not from ``torch.manual_seed``.
 
     Random augmentations come out the same after a resume, whatever ``num_workers`` is: Python's, numpy's and torch's
     global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
@@ -371,7 +374,8 @@ class ResumableLoader:
 
     Args:
         dataset: Map-style: it has a length and ``[index]``.
-        batch_size, shuffle, drop_last, rank, world_size: See :class:`ResumableSampler`.
+        batch_size, shuffle, drop_last, rank, world_size: See :class:`ResumableSampler`; without ``batch_size``, 1, as
+            in ``DataLoader``.
         seed: For the orders, and for what is random in the samples.
         num_workers: Worker processes; 0 loads in this one.
         seed_samples: Seed before each sample (some 20 microseconds). False: in this process samples and ``collate_fn``
@@ -381,7 +385,7 @@ class ResumableLoader:
             ``persistent_workers``...), except for what decides the order.
 
     Raises:
-        TypeError: The dataset is iterable-style, or an argument is one that this class decides.
+        TypeError: The dataset is iterable-style, or a ``DataLoader``, or an argument is one that this class decides.
         ValueError: See :class:`ResumableSampler`; also ``in_order=False``.
     """
 
@@ -389,7 +393,7 @@ class ResumableLoader:
         self,
         dataset: Dataset[Any] | Sequence[Any],
         *,
-        batch_size: int,
+        batch_size: int = 1,
         seed: int = 0,
         shuffle: Shuffle = True,
         drop_last: bool = False,

@@ -388,6 +388,7 @@ def test_what_is_no_position_is_refused(damage: dict[str, Any] | None) -> None:
         ({"rank": 1}, ValueError, "both rank and world_size"),
         ({"rank": 2, "world_size": 2}, ValueError, "ranks count from 0"),
         ({"data": Dataset[int]()}, TypeError, "has no length"),
+        ({"data": DataLoader(Numbers(9))}, TypeError, "takes the dataset, not a DataLoader"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from pccheck_async import ResumableLoader, ResumableSampler, RNGState, StateMismatchError, SyncCheckpointEngine
 from tests.support.datasets import SHUFFLES, Augmented, AugmentedInBatches, Digits, Numbers, Stream, values
@@ -205,6 +205,10 @@ def test_workers_know_the_dataset_of_the_user(start: str) -> None:
     assert values(loader) == [[0, 0], [-1, -1]]
 
 
+def test_a_batch_has_one_sample_where_no_size_is_given_as_in_a_dataloader() -> None:
+    assert values(ResumableLoader(Numbers(3), shuffle=False)) == values(iter(DataLoader(Numbers(3)))) == [[0], [1], [2]]
+
+
 def test_forever_crosses_epochs() -> None:
     loader = ResumableLoader(Numbers(10), batch_size=4, seed=1)
     sampler = ResumableSampler(10, batch_size=4, seed=1)
@@ -232,6 +236,7 @@ def test_loading_a_position_ends_a_live_iterator_loudly() -> None:
         ({"generator": None, "batch_sampler": None}, TypeError, "batch_sampler, generator: the loader decides"),
         ({"in_order": False}, ValueError, "in_order=False"),
         ({"dataset": Stream()}, TypeError, "StatefulDataLoader"),
+        ({"dataset": DataLoader(Numbers(9))}, TypeError, r"not a DataLoader: ResumableLoader\(dataset, batch_size="),
         ({"dataset": Dataset[int]()}, TypeError, "has no length"),
     ],
 )
@@ -292,6 +297,35 @@ def test_a_checkpoint_in_mid_epoch_brings_the_loader_back(tmp_path: Path, worker
         assert engine.restore(resumed) is not None
     assert resumed["loader"].epoch == 1
     assert go_on(resumed, 9) == expected
+
+
+@pytest.mark.slow
+def test_a_loop_over_the_epochs_of_the_loader_ends_alike_wherever_it_was_killed(tmp_path: Path) -> None:
+    """The loop of the README. A run that has ended trains nothing more."""
+
+    def run(folder: Path, kill_after: int = -1) -> tuple[list[Any], int]:
+        loader = ResumableLoader(Numbers(10), batch_size=4, seed=3)
+        got: dict[str, list[Any]] = {"batches": []}
+        state = {"loader": loader, "got": got}
+        with SyncCheckpointEngine(folder, interval=1) as engine:
+            restored = engine.restore(state)
+            first = step = restored.step + 1 if restored else 0
+            for _ in range(loader.epoch, 3):
+                for batch in loader:
+                    with engine.step(state, step):
+                        got["batches"] += [batch.tolist()]
+                    if step == kill_after:
+                        raise KeyboardInterrupt
+                    step += 1
+        return got["batches"], step - first
+
+    whole, steps = run(tmp_path / "whole")
+    assert (len(whole), steps) == (9, 9)
+    assert run(tmp_path / "whole") == (whole, 0)
+    for killed in (2, 3, 8):  # at the end of an epoch, inside one, and at the end
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / str(killed), killed)
+        assert run(tmp_path / str(killed)) == (whole, 8 - killed)
 
 
 @pytest.mark.parametrize(
