@@ -21,8 +21,9 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop, Handoff, Until, block_on, outlast
 from pccheck_async.engine.overlap import Guard
-from pccheck_async.engine.pending import PendingCheckpoint, Promise
+from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
+from pccheck_async.engine.promise import Promise
 from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
@@ -432,7 +433,7 @@ class EngineCore:
         others = any(which not in (info.step, info.name) for info in self.infos)
         for pending in in_flight:
             if which in (pending.step, pending.name) or not others:
-                yield pending.ended
+                yield pending.until_ended
         removed: list[Entry] = yield assembly.store.remove(which, force=force)
         return [entry.info for entry in removed]
 
@@ -453,7 +454,7 @@ class EngineCore:
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
-                yield pending.out_of_reach  # what is restored would tear its capture
+                yield pending.until_out_of_reach  # what is restored would tear its capture
         self.guard.wait()
         how = {"strict": strict, "dtype": dtype, "allow_pickle": self.config.allow_pickle}
         restored: Restored | None = yield from self._restore(assembly, state, which, progress, how)

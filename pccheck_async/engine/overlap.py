@@ -27,7 +27,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pccheck_async.engine.pending import PendingCheckpoint, Promise
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.promise import Promise
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions, no_functions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence

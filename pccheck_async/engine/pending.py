@@ -4,128 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pccheck_async.engine.loop import Until
+from pccheck_async.engine.promise import Promise, wait_for_any
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
 
-__all__ = ["CheckpointProgress", "PendingCheckpoint", "Promise", "wait_for_any"]
+__all__ = ["CheckpointProgress", "PendingCheckpoint"]
 
 T = TypeVar("T")
-_is_over = attrgetter("over")
-
-
-class Promise(Generic[T]):
-    """Something that happens once, with a result or an error, for any thread to note and any thread to ask for.
-
-    Most promises are over when somebody asks, or nobody ever does. So a future, which takes longer to make than all
-    else here, is made only for coroutines that have to wait; a thread waits at a lock of its own. There is none that a
-    signal handler could find taken: the first caller of ``dict.setdefault`` wins.
-    """
-
-    __slots__ = ("_facts",)
-
-    def __init__(self) -> None:
-        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future", "threads": of those who wait
-
-    @property
-    def over(self) -> bool:
-        """Whether it has happened."""
-        return "outcome" in self._facts
-
-    @property
-    def outcome(self) -> tuple[T, BaseException | None] | None:
-        """Its result, and what went wrong if something did; None where it has not happened yet."""
-        return self._facts.get("outcome")
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong; None where nothing did, or it has not happened yet."""
-        outcome = self.outcome
-        return None if outcome is None else outcome[1]
-
-    def set_result(self, result: T) -> None:
-        """Note that it happened; whoever was first decided."""
-        self._decide((result, None))
-
-    def set_error(self, error: BaseException) -> None:
-        """Note that it will not happen; whoever was first decided."""
-        self._decide((None, error))
-
-    def result(self, timeout: float | None = None) -> T:
-        """Block until it has happened. Raises its error, or TimeoutError."""
-        if "outcome" not in self._facts and not wait_for_any((self,), timeout):
-            raise TimeoutError
-        outcome: tuple[T, BaseException | None] = self._facts["outcome"]
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
-
-    def future(self) -> Future[T]:
-        """Return a future of it; nobody can cancel that."""
-        if not self.over:
-            future: Future[T] = self._facts.setdefault("future", _running())
-            if not self.over:
-                return future  # whoever decides will find it
-        over: Future[T] = _running()
-        _tell(over, self._facts["outcome"])
-        return over
-
-    def _threads(self) -> list[threading.Lock]:
-        threads: list[threading.Lock] = self._facts.setdefault("threads", [])
-        return threads
-
-    def _decide(self, outcome: tuple[Any, BaseException | None]) -> None:
-        if self._facts.setdefault("outcome", outcome) is not outcome:
-            return
-        for thread in [*self._facts.get("threads", ())]:
-            with suppress(RuntimeError):  # another promise that it waits for was first
-                thread.release()
-        future = self._facts.get("future")
-        if future is not None:
-            _tell(future, outcome)
-
-
-def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None) -> bool:
-    """Block until one of them has happened; False where that takes longer than ``timeout`` seconds.
-
-    Interrupted, it leaves no lock behind that whoever decides would wait for, as futures do.
-    """
-    mine = threading.Lock()
-    mine.acquire()
-    try:
-        for promise in promises:
-            promise._threads().append(mine)
-        if not any(map(_is_over, promises)):  # else whoever decided may not have found it
-            mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
-    finally:
-        for promise in promises:
-            if not promise.over and mine in (threads := promise._threads()):  # not where it was interrupted before
-                threads.remove(mine)
-    return any(map(_is_over, promises))
-
-
-def _running() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def _tell(future: Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
-    result, error = outcome
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +51,8 @@ class PendingCheckpoint:
         nbytes: Bytes of its tensors, None until it is its turn.
         captured_nbytes: Bytes captured so far.
         written_nbytes: Bytes written so far.
-        failure_told: Whether the user got to know of its failure.
+        failure_told: Whether the user has been told of its failure.
+        compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
     """
 
     def __init__(self, step: int, counter: int, name: str | None = None) -> None:
@@ -173,7 +66,7 @@ class PendingCheckpoint:
         self.stall = 0.0
         self.nbytes: int | None = None
         self.captured_nbytes = self.written_nbytes = 0
-        self.compare: Callable[[], None] | None = None  # before whoever waits for the capture may change the state
+        self.compare: Callable[[], None] | None = None
         self._eager_captured: Promise[None] = Promise()
         self._captured: Promise[None] = Promise()
         self._durable: Promise[CheckpointInfo] = Promise()
@@ -295,20 +188,20 @@ class PendingCheckpoint:
     # -- the engine's side
 
     async def eager_captured(self) -> None:
-        """Wait until what is not lazy is captured: all of the state, but for what an optimizer's step waits for."""
+        """Wait until the eager leaves are captured: all of the state, but for what an optimizer's step waits for."""
         await self._wait(self._eager_captured)
 
     def wait_eager_captured(self) -> None:
-        """Do the same, blocking."""
+        """Block until the eager leaves are captured."""
         self._block(self._eager_captured)
 
     @property
-    def out_of_reach(self) -> Until:
+    def until_out_of_reach(self) -> Until:
         """A wait until nothing reads the live state any more. A failure is not raised, and not told."""
         return Until(self._captured.future())
 
     @property
-    def ended(self) -> Until:
+    def until_ended(self) -> Until:
         """A wait until it is durable, superseded or failed. A failure is not raised, and not told."""
         return Until(self._durable.future())
 
