@@ -204,9 +204,9 @@ class Captures:
                 layout, lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
-            admission = backend.mark_queued_work(sources.devices)
+            marks = backend.mark_queued_work(sources.devices)
             sums = tally.sums if flat.has_sharded and tally is not None else None
-            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sums)
+            return Capture(flat.skeleton, layout, backend, marks, lazy, captured, sums)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise UnsupportedStateError where a state cannot be saved."""
@@ -245,7 +245,7 @@ class Capture:
         skeleton: Any,
         layout: Layout,
         backend: CopyBackend,
-        admission: Any,
+        marks: Any,
         lazy: LazyPart | None = None,
         inline: InlineCapture | None = None,
         sums: Mapping[str, int] | None = None,
@@ -259,7 +259,7 @@ class Capture:
             self.plan = inline.plan
         self.time = time.time()
         self._backend = backend
-        self._admission = admission
+        self._marks = marks
         self._sources = layout.sources
 
     async def begin(
@@ -267,18 +267,18 @@ class Capture:
         plan: Plan,
         captured: Callable[[], None],
         eager_captured: Callable[[], None] = lambda: None,
-        fenced: Fenced | None = None,
+        on_fence: Fenced | None = None,
     ) -> None:
         """Get ready to copy; where the backend copies the state on its device first, it may be out of reach already.
 
         ``captured`` is called when the live state is out of reach, ``eager_captured`` when the eager part of it is, if
-        there is a lazy one, and ``fenced``, on any thread, with the fence behind which the live state is out of reach,
-        where there is one before it is for everyone.
+        there is a lazy one. ``on_fence`` is called, on any thread, once all remaining copies of the live state are
+        queued on devices, with the fence behind them.
 
         Cancellation: ends once what was started ended.
         """
         self.plan, self._chunks = plan, plan.chunks
-        self._captured, self._eager_captured, self._fenced = captured, eager_captured, fenced
+        self._captured, self._eager_captured, self._on_fence = captured, eager_captured, on_fence
         self._fence = Fence({})
         self._entries: list[ChunkEntry | None] = [None] * len(plan.chunks)
         self._sums = [b""] * len(plan.chunks)
@@ -286,22 +286,23 @@ class Capture:
         self._idle = asyncio.Event()
         self.copied = asyncio.Event()
         live = self._sources
-        if fenced is not None and (live.live() & live.on_host()).any():
-            fenced = None
+        # A fence behind snapshots on devices is not enough where the host has live bytes left to copy.
+        of_snapshots = None if on_fence is None or (live.live() & live.on_host()).any() else on_fence
         self._copying = 1
         try:
-            self._sources = await self._backend.begin(self._admission, live, fenced)
+            self._sources = await self._backend.begin(self._marks, live, of_snapshots)
         finally:
             self._note_copy_end()
         if self._sources is not live:
             live.release()
         alive = self._sources.live()
-        # Numbers of chunks that are not copied yet: those that hold bytes of the live state,
+        # Numbers of the chunks that hold bytes of the live state and are not copied yet.
         self._live = self._chunks_of(alive)
-        # those of them that the fence does not cover yet, or never covers, as the host copies live bytes of them,
-        self._unfenced = self._live.copy() if self._fenced is not None else set()
-        self._by_host = self._chunks_of(alive & self._sources.on_host()) if self._fenced is not None else set()
-        # and those of them for which the caller waits.
+        # Numbers of the live chunks whose copies are not behind the fence yet; empty without ``on_fence``.
+        self._unfenced = self._live.copy() if on_fence is not None else set()
+        # Numbers of the live chunks of which the host copies bytes: no fence covers these before they are copied.
+        self._by_host = self._chunks_of(alive & self._sources.on_host()) if on_fence is not None else set()
+        # Numbers of the live chunks that the caller waits for.
         self._eager: set[int] = set()
         if self.lazy is not None:
             if self.lazy.eager is not None:
@@ -326,13 +327,13 @@ class Capture:
         if self._stopped:
             raise asyncio.CancelledError
         chunk, lazy = self._chunks[index], self.lazy
-        fenced = None
-        if self._fenced is not None and index in self._live and index not in self._by_host:
-            fenced = partial(self._extend_fence, index)
+        on_fence = None
+        if self._on_fence is not None and index in self._live and index not in self._by_host:
+            on_fence = partial(self._extend_fence, index)
         self._copying += 1
         self._idle.clear()
         try:
-            sums = await self._backend.gather(segments(chunk, self._sources), into, self._sources, fenced)
+            sums = await self._backend.gather(segments(chunk, self._sources), into, self._sources, on_fence)
         finally:
             self._note_copy_end()
         checksum = combine(sums, chunk.nbytes)
@@ -392,8 +393,8 @@ class Capture:
         self._unfenced.remove(index)
         if fence is not None:
             self._fence = self._fence.before(fence)
-        if not self._unfenced and self._fenced is not None:
-            self._fenced(self._fence)
+        if not self._unfenced and self._on_fence is not None:
+            self._on_fence(self._fence)
 
     def _chunks_of(self, sources: npt.NDArray[np.bool_]) -> set[int]:
         return {index for index, chunk in enumerate(self._chunks) if sources[chunk.table[:, 0].astype(np.intp)].any()}
@@ -405,5 +406,5 @@ class Capture:
             self._timed_since = now
         else:
             self._timed_nbytes += nbytes
-        if not self._left and self._admission:
+        if not self._left and self._sources.devices:
             self._backend.note_capture(self._timed_nbytes, now - self._timed_since)

@@ -745,7 +745,7 @@ def test_a_capture_that_is_stopped_while_it_begins_reads_nothing_more() -> None:
         begun = asyncio.Event()
 
         class Slow(CopyBackend):
-            async def begin(self, _: Any, sources: Any, fenced: Any = None) -> Any:
+            async def begin(self, _: Any, sources: Any, on_fence: Any = None) -> Any:
                 await begun.wait()
                 return sources
 

@@ -1,4 +1,7 @@
-"""Copies between live state and staging buffers: what every copy backend does, and how for memory of the host."""
+"""Copies between live state and staging buffers: what every copy backend does, and how for memory of the host.
+
+(Invariants, such as I8: :mod:`pccheck_async.store`.)
+"""
 
 from __future__ import annotations
 
@@ -62,10 +65,10 @@ class CopyBackend:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
-    async def begin(self, marks: Any, sources: Sources, fenced: Fenced | None = None) -> Sources:
+    async def begin(self, marks: Any, sources: Sources, on_fence: Fenced | None = None) -> Sources:
         """Order the copies of a capture after the marked work; take device snapshots where that pays.
 
-        ``fenced`` is called with the fence behind the snapshots, if these are all that the capture reads on devices.
+        ``on_fence`` is called with the fence behind the snapshots, if these are all that the capture reads on devices.
 
         Returns:
             The sources to copy from: ``sources``, or others that in part are snapshots of the backend, which are freed
@@ -77,12 +80,12 @@ class CopyBackend:
         """Order all later copies after the marked work."""
 
     async def gather(
-        self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
+        self, segments: Segments, into: memoryview, keepalive: Any = None, on_fence: Fenced | None = None
     ) -> bytes:
         """Fill a staging buffer: segments of memory by address, packed pieces by their own copy, zeros between.
 
-        ``fenced`` is called with the fence behind the copies from devices once they are queued, if that is before they
-        have ended; in the order in which copies are queued.
+        ``on_fence`` is called with the fence behind the copies from devices once they are queued, if that is before
+        they have ended; in the order in which copies are queued.
 
         Returns:
             The CRC-32 of each MiB of ``into``, computed from the buffer and not from the source (I8).

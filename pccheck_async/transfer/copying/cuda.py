@@ -1,7 +1,7 @@
 """The CUDA backend: its own streams copy device memory by address, as the base class copies that of the host.
 
 What that means for training (which work a capture contains, snapshots, overlap, CUDA graphs) is said in
-``examples/guide/training.md``.
+``examples/guide/training.md``. (Invariants, such as I9: :mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CudaCopy(CopyBackend):
         with _device_errors():
             return {index: self._copiers[index].device.current() for index in devices}
 
-    async def begin(self, marks: _Marks, sources: Sources, fenced: Fenced | None = None) -> Sources:
+    async def begin(self, marks: _Marks, sources: Sources, on_fence: Fenced | None = None) -> Sources:
         if not marks:
             return sources
         with _device_errors():
@@ -94,7 +94,7 @@ class CudaCopy(CopyBackend):
             taken: set[int] = set()
             before = sources
             if chosen:
-                sources, taken = await self._waiting.call(self._snapshot, marks, sources, chosen, fenced)
+                sources, taken = await self._waiting.call(self._snapshot, marks, sources, chosen, on_fence)
             if taken == before.devices:
                 sources = await self._copy_small_host(sources)
             await self.order_after({index: event for index, event in marks.items() if index not in taken})
@@ -111,12 +111,12 @@ class CudaCopy(CopyBackend):
             await self._launching.call(wait)
 
     async def gather(
-        self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
+        self, segments: Segments, into: memoryview, keepalive: Any = None, on_fence: Fenced | None = None
     ) -> bytes:
         if not segments.devices:
             return await super().gather(segments, into, keepalive)
         base = address_of(into)
-        filled = await self._fill(segments.devices, base, into.nbytes, fenced)
+        filled = await self._fill(segments.devices, base, into.nbytes, on_fence)
         if segments.host or segments.packed:
             rest = Segments(merged(segments.host, filled, base), packed=segments.packed)
             return await super().gather(rest, into, keepalive)
@@ -150,7 +150,7 @@ class CudaCopy(CopyBackend):
         for threads in (self._launching, self._waiting, self._registering):
             threads.close()
 
-    async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, fenced: Fenced | None) -> Ranges:
+    async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, on_fence: Fenced | None) -> Ranges:
         """Let devices copy their segments into a buffer. Returns the ranges written, in order."""
         filled: list[Ranges] = []
         last: dict[Lane, tuple[Device, Event]] = {}
@@ -166,7 +166,7 @@ class CudaCopy(CopyBackend):
                 filled.append(ranges)
                 last[lane] = copier.device, end
 
-        await self._perform(start, base, None if fenced is None else lambda: fenced(Fence(last)))
+        await self._perform(start, base, None if on_fence is None else lambda: on_fence(Fence(last)))
         together = np.concatenate(filled)
         ordered: Ranges = together[np.argsort(together[:, 0], kind="stable")]
         return ordered
@@ -222,7 +222,7 @@ class CudaCopy(CopyBackend):
         return chosen
 
     def _snapshot(
-        self, marks: _Marks, sources: Sources, chosen: Sequence[int], fenced: Fenced | None
+        self, marks: _Marks, sources: Sources, chosen: Sequence[int], on_fence: Fenced | None
     ) -> tuple[Sources, set[int]]:
         """Copy sources on their devices, on a waiting thread. Returns the copies, and the devices that had memory."""
         where = sources.device_of
@@ -239,8 +239,8 @@ class CudaCopy(CopyBackend):
                     write(logging.INFO, "no_snapshot", "%s", self._reason)
                 else:
                     started[index] = (snapshot, rows)
-            if fenced is not None and started.keys() == sources.devices:
-                fenced(Fence({n: (self._copiers[n].device, taken.copied) for n, (taken, _) in started.items()}))
+            if on_fence is not None and started.keys() == sources.devices:
+                on_fence(Fence({n: (self._copiers[n].device, taken.copied) for n, (taken, _) in started.items()}))
         finally:
             _synchronize([snapshot.copied for snapshot, _ in started.values()])
         for index, (snapshot, rows) in started.items():

@@ -2,7 +2,8 @@
 
 Large segments of a chunk are copied one by one. Small ones the device gathers into a scratch image of the chunk, and
 one copy moves each run of them between the image and the staging buffer; a restore goes the other way. The functions
-that decide this are plain arithmetic on tables, at the end of the file.
+that decide this are plain arithmetic on tables, at the end of the file. (Invariants, such as I9:
+:mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations

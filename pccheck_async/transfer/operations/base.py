@@ -2,7 +2,7 @@
 
 Awaiting an operation puts it into the batch of the current loop iteration, which is submitted in one call. A cancelled
 operation is asked to stop and then *waited for*: when the await ends, cancelled or not, nothing of the operation runs
-any more, so its buffer may be reused (invariant I9).
+any more, so its buffer may be reused (invariant I9 of :mod:`pccheck_async.store`).
 """
 
 from __future__ import annotations
