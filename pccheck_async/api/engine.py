@@ -252,7 +252,8 @@ class CheckpointEngine(EngineBase):
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
         Tensors are filled where they are, Stateful objects get ``load_state_dict``, and a plain value is replaced by
-        the one that was saved. If the newest checkpoint is damaged, the next older one is restored, with a warning.
+        the one that was saved. If the newest checkpoint is damaged, the next older one is restored, with a warning. The
+        next commit drops a checkpoint that was found damaged.
 
         Args:
             state: Shaped like the state that was saved.

@@ -87,7 +87,10 @@ class SyncCheckpointEngine(EngineBase):
         dtype: torch.dtype | None = None,
         progress: ReadProgress | None = None,
     ) -> Restored | None:
-        """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
+        """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`).
+
+        The next commit drops a checkpoint that was found damaged.
+        """
         which = which_one(step, name)
         restored: Restored | None = block_on(
             self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)

@@ -4,7 +4,8 @@ A checkpoint is a task graph: for each chunk a staging buffer is leased, and a c
 goes back when that has ended, whatever its end. Another coroutine writes the manifest as soon as the last chunk is
 copied; when all ended, the store commits. A state of one chunk, captured inline or into one staging buffer, is written
 in one piece with its manifest, without a coroutine for each part. Checkpoints run concurrently, at most
-``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters.
+``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters. (Invariants, such as I9:
+:mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from pccheck_async.transfer.plan import Planner
 __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
-_TURNS = 4
-"""Of the loop, after which a slot is reserved that does not have to be made or waited for."""
+_ROUNDS_TO_RESERVE = 4
+"""Rounds of the event loop after which a slot is reserved, unless it has to be made or waited for."""
 _YIELD_EVERY = 8
 """Chunks that are begun before others may run."""
 _MANY = 1000
 """Tensors that take a while to encode: some 100 us."""
 
 
-_Written: TypeAlias = tuple[SlotLease, Entry, Sequence[Piece]]
+_ToCommit: TypeAlias = tuple[SlotLease, Entry, Sequence[Piece]]
 """The slot of a captured checkpoint, what the commit record will say of it, and what of it is not written yet."""
 
 
@@ -234,15 +235,18 @@ class Scheduler:
             else:
                 plan = self.planner.plan(capture.layout)
                 pending.nbytes = plan.payload_nbytes
-                fenced = None if overlapped is None else overlapped.fence.set_result
-                await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, fenced)
-                # The last buffer is for those that have their slot: else two would wait for each other.
+                on_fence = None if overlapped is None else overlapped.fence.set_result
+                await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, on_fence)
+                # In one piece, a checkpoint holds its buffer while it waits for a slot. It never takes the last one,
+                # which one that has its slot may need to go on: else each would wait for what the other one holds.
                 if len(plan.chunks) != 1 or self.pool.available <= 1:
                     slot, entry, rest = await self._copy_and_write(job)
                 else:
                     lease = await self.pool.lease()
                     tensors = capture.layout.tensors
-                    if len(tensors) >= _MANY:  # behind the submission of the copy, which is put into the loop below
+                    if len(tensors) >= _MANY:
+                        # Encode while the copy runs. The copy's batch is submitted in the next round of the event loop,
+                        # which has to come first: so this is put off by two rounds.
                         loop = asyncio.get_running_loop()
                         loop.call_soon(loop.call_soon, self._manifests.prepare, capture.skeleton, tensors)
                     await self._copy_chunk(job, 0, lease.view)
@@ -251,12 +255,11 @@ class Scheduler:
 
             def written() -> None:
                 pending.written_nbytes = entry.nbytes
-                if overlapped is not None:
-                    overlapped.check()
 
             start = time.perf_counter()
             try:
-                committed = await self.store.commit(slot, entry, rest, written, chain=overlapped is None)
+                check = None if overlapped is None else overlapped.check
+                committed = await self.store.commit(slot, entry, rest, written, check)
             finally:
                 self.clock.note("commit", start, time.perf_counter())
             return (entry.info, False) if committed else (self.store.newest.info, True)
@@ -264,7 +267,7 @@ class Scheduler:
             if lease is not None:
                 lease.release()
 
-    async def _describe(self, job: Job, buffer: memoryview) -> _Written:
+    async def _describe(self, job: Job, buffer: memoryview) -> _ToCommit:
         """Put the manifest behind the state that a buffer begins with, where there is room; reserve a slot for both."""
         data, start = self._encode(job, job.capture.entries(), job.capture.pieces()), job.capture.plan.payload_nbytes
         padded = align(len(data), self.store.block_bytes)
@@ -281,7 +284,7 @@ class Scheduler:
         self.reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
         pending.set_captured()
 
-    async def _copy_and_write(self, job: Job) -> _Written:
+    async def _copy_and_write(self, job: Job) -> _ToCommit:
         """Capture a state into a slot, manifest included; when this returns every write has ended."""
         reserving: asyncio.Task[SlotLease] | None = None
         try:
@@ -289,7 +292,8 @@ class Scheduler:
                 # Beside the capture: what makes the trainer wait is the copy, never the store.
                 reserving = group.create_task(self._reserve(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
-                for _ in range(_TURNS if self.medium.stages else 0):
+                # Chunks are copied right into a slot that is mapped into memory, if it is reserved by then.
+                for _ in range(_ROUNDS_TO_RESERVE if self.medium.stages else 0):
                     await asyncio.sleep(0)
                 for number, index in enumerate(job.capture.order()):
                     place: memoryview | None = None
@@ -300,7 +304,8 @@ class Scheduler:
                         group.create_task(self._save_chunk(job, index, reserving, place, in_place=True))
                         continue
                     if not reserving.done() and self.pool.available <= 1:
-                        # The last buffer is for those that have their slot: else two would wait for each other.
+                        # The last buffer is for checkpoints that have their slot: else one without a slot could hold
+                        # all buffers, and the one whose commit frees a slot would wait for a buffer.
                         await asyncio.wait((reserving,))
                     lease = await self.pool.lease()
                     saving = self._save_chunk(job, index, reserving, lease.view)

@@ -55,8 +55,7 @@ class GroupStore(Store):
         entry: Entry,
         rest: Sequence[Piece] = (),
         written: Callable[[], None] = lambda: None,
-        *,
-        chain: bool = True,
+        check: Callable[[], None] | None = None,
     ) -> bool:
         """Prepare a checkpoint, and wait for what the group decides; False where it is superseded.
 
@@ -68,6 +67,8 @@ class GroupStore(Store):
         try:
             await self.make_data_durable(lease, rest)
             written()
+            if check is not None:
+                check()
             await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
         except BaseException:
             await self.release(lease, entry.manifest_offset)

@@ -306,8 +306,8 @@ async def _create(medium: Medium, file: File, block_bytes: int, version: int) ->
     view = aligned_buffer(COMMIT_NBYTES)
     for offset in region_offsets(0):
         _encoded(Record(0, (), parts=None if version == FORMAT_VERSION else Parts()), identity, view[offset:])
-    await medium.make_durable([(file, [(0, view)])])  # crash: store.json without a first record behind it
-    await medium.sync_names()  # crash: store.json without a commit file beside it
-    # Crash: checkpoints acknowledged in a folder that is no store. So it is durable, as a whole, when this returns.
+    await medium.make_durable([(file, [(0, view)])])  # else a crash may leave store.json without a first record
+    await medium.sync_names()  # else a crash may leave store.json without a commit file
+    # Durable, as a whole, when this returns: else a crash may leave acknowledged checkpoints, and no store around them.
     await medium.replace(IDENTITY_NAME, encode_identity(identity))
     return identity

@@ -233,8 +233,8 @@ class Committed:
     record: Record
     retention: Retention
     adopted: tuple[Entry, ...] = ()
-    """Superseded ones that were fallen back to: the next record may name them, and must not be written where the only
-    one is that does."""
+    """Superseded ones that were fallen back to. Only the older of the two records on storage names them, so the next
+    record must leave it whole (:meth:`record_naming`)."""
     damaged: set[int] = field(default_factory=set)
     """Counters of those whose bytes are not what was written: the next record leaves them out."""
     _without_metric: bool = False
@@ -258,8 +258,9 @@ class Committed:
     def record_naming(self, entries: Iterable[Entry]) -> Record:
         """Return the record that comes next where it names ``entries``. Changes nothing.
 
-        It goes where the one before the newest is. Where that alone names what was adopted, a crash must not tear it:
-        then it goes where the newest is, of which nothing newer was whole.
+        Its generation decides which of the two records on storage it overwrites: by default the older one. Only that
+        one names what was adopted. Then the next record must overwrite the newer one (generation + 2, same parity) and
+        leave the older one whole.
         """
         named, before = tuple(entries), self.record
         if self.adopted:

@@ -324,7 +324,8 @@ class Slots:
 
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._medium.reserve(slot_name(number), nbytes)
-        # Crash: a record may name this slot later, and its name must be there then. Its size is flushed with its bytes.
+        # Without this: a crash may leave a record that names a slot of which no file is there. Its size is flushed with
+        # its bytes.
         await self._sync_names()
         self._files[number] = file
         self.table.created(number, nbytes)

@@ -174,10 +174,13 @@ class Store:
         return self.file.identity.block_bytes
 
     def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
-        """Hear of a checkpoint, in the order of counters; ``sums`` are those of :class:`Tally`."""
+        """Hear of a checkpoint, in the order of counters; ``sums`` are those of :class:`Tally`.
+
+        Nothing to do for one process; ``GroupStore`` overrides it.
+        """
 
     async def admit(self, counter: int) -> None:
-        """Wait until a checkpoint may be written."""
+        """Wait until a checkpoint may be written. Nothing to do for one process; ``GroupStore`` overrides it."""
 
     async def reserve(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
@@ -188,7 +191,7 @@ class Store:
         """
         nbytes = align(nbytes, self.block_bytes)
         if self.committed.adopted:
-            await self.amend(lambda entries: entries)  # frees the slots of damaged checkpoints
+            await self.drop_damaged()
         async with self.slots.lock:
             self.latch.check()
             if not self.took_over:
@@ -201,8 +204,7 @@ class Store:
         entry: Entry,
         rest: Sequence[Piece] = (),
         written: Callable[[], None] = lambda: None,
-        *,
-        chain: bool = True,
+        check: Callable[[], None] | None = None,
     ) -> bool:
         """Commit a checkpoint; False where it is superseded (I6).
 
@@ -211,10 +213,13 @@ class Store:
                 more commits it may stay taken, since a restart may find a record that names it.
             entry: What the record says of it.
             rest: What of it is not written yet.
-            written: Called when all of it is durable in its slot; what it raises ends the checkpoint, unless ``chain``.
-            chain: It may be written in one chain with its record where it is small and no other commit is under way.
+            written: Told that all of it is durable in its slot.
+            check: Called then, and before the record is written: what it raises ends the checkpoint, and nothing is
+                committed. Without it a small checkpoint is written in one chain with its record where no other commit
+                is under way.
 
-        Durability: on True the checkpoint survives power loss. Each step below names the crash that it survives.
+        Durability: on True the checkpoint survives power loss. At each step below stands what a crash there leaves, or
+            what it would leave without the step.
 
         Cancellation: once the record is being written it ends as if it had not been cancelled.
 
@@ -223,13 +228,16 @@ class Store:
             StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
         """
         small = rest and sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES
-        chain = bool(chain and small and self.medium.chains and not self.lock.locked())
+        chain = bool(check is None and small and self.medium.chains and not self.lock.locked())
         deciding = False
         try:
             if not chain:
-                # Data durable. Crash: a durable record names bytes that were only in the device's cache (I2).
+                # Make the data durable. Without this: a crash may leave a durable record that names bytes which were
+                # only in the device's cache (I2).
                 await self.make_data_durable(lease, rest)
                 written()
+                if check is not None:
+                    check()
                 await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
             async with self.lock:
                 deciding = True
@@ -237,12 +245,12 @@ class Store:
                 # Decided once, and right until the record is durable: no other commit runs meanwhile (I6).
                 record = self.committed.decide(entry)
                 if record is not None:
-                    # The other record, in two copies, and flush. Crash while it is written: the record before it is
-                    # whole, and the slots that it names are still theirs (I1). In a chain the data is flushed before
-                    # (I2).
+                    # Write the other record, in two copies, and flush. A crash here: the record before it is whole, and
+                    # the slots that it names are still theirs (I1). In a chain ``make_durable`` flushes the data before
+                    # that (I2), and unlocks the slot.
                     await self.write_record(record, [(lease.file, rest)] if chain else ())
-                    # Publish, and free the slots that it names no more. Crash: none is lost, a durable record named
-                    # others before any of these is written again (I3).
+                    # Publish, and free the slots that it names no more. A crash here: no checkpoint is lost, as these
+                    # slots are written only now that the record without them is durable (I3).
                     self.publish(record)
                 else:
                     self.superseded += 1
@@ -258,7 +266,10 @@ class Store:
         return record is not None
 
     async def leave(self, seconds: float | None) -> None:
-        """Hear that no more checkpoints come; takes so many seconds at the most."""
+        """Hear that no more checkpoints come; takes so many seconds at the most.
+
+        Nothing to do for one process; ``GroupStore`` overrides it.
+        """
 
     async def release(self, lease: SlotLease, manifest_offset: int | None = None) -> None:
         """Free the slot of a checkpoint that will not be committed, once nothing writes to it any more.
@@ -303,13 +314,18 @@ class Store:
             if not self.took_over:  # else skip the lock: its holder may be waiting for readers
                 async with self.slots.lock:
                     self.latch.check()
-                    # Crash: this record overwrites the last durable one. Where nothing is to change: the record that
-                    # says so was only in the device's cache, as its writer died before the flush.
+                    # Without this: the record overwrites the last durable one, and a crash may leave neither. Where
+                    # nothing is to change: a crash loses the record that says so, which may be in the device's cache
+                    # only, as its writer died before the flush.
                     if not self.took_over:  # by a reservation meanwhile
                         await self.take_over()
             if entries != self.committed.record.entries:
                 await uninterrupted(replace_record(self.committed.record_naming(entries)))
             return entries
+
+    async def drop_damaged(self) -> None:
+        """Free the slots of checkpoints found damaged: write a record without them, and with what was adopted."""
+        await self.amend(lambda entries: entries)
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
@@ -334,6 +350,10 @@ class Store:
         await self.slots.remove_surplus()
         return [entry for entry in before if entry.counter not in left]
 
+    def note_damaged(self, entry: Entry) -> None:
+        """Note that the bytes of a checkpoint are not what was written: the next record leaves it out."""
+        self.committed.damaged.add(entry.counter)
+
     async def adopt(self, entry: Entry) -> None:
         """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.
 
@@ -354,17 +374,18 @@ class Store:
 
         Once, and under the lock of the slots. Raises StoreFailedError: no commits.
         """
-        # Flush what a dead predecessor wrote and did not flush. Crash: a record that was only in the device's cache
-        # names the slots this writer keeps; if the power fails after new data went into the slots it freed, the older
-        # record comes back and names overwritten slots.
+        # Flush what a dead predecessor wrote and did not flush. Without this: a record that is only in the device's
+        # cache names the slots this writer keeps; if the power fails after new data went into the slots it freed, the
+        # older record comes back and names overwritten slots.
         await self.latch.flush(partial(self.medium.make_durable, [(self.file.file, ())]))
         await self.latch.flush(self.medium.sync_names)
         if self.repairs is not None:
-            # Erase the remains of a torn record. Crash: its first sectors and the last sectors of this writer's record,
-            # torn in turn, may together be the predecessor's whole record, of the same generation, which names
-            # overwritten slots. And write one copy of the record once more, where that flush may have found nothing to
-            # do: a page cache shows what no disk has after a predecessor's flush failed, and to some filesystems a file
-            # is clean that this process did not write. Crash: the older record comes back here, too.
+            # Erase the remains of a torn record. Without this: its first sectors and the last sectors of this writer's
+            # record, torn by a crash in turn, may together be the predecessor's whole record, of the same generation,
+            # which names overwritten slots. And write one copy of the record once more, where that flush may have found
+            # nothing to do: a page cache shows what no disk has after a predecessor's flush failed, and to some
+            # filesystems a file is clean that this process did not write. Without this: a crash brings the older record
+            # back here, too.
             await self.latch.flush(partial(self.medium.make_durable, [self.repairs]))
             self.repairs = None
         self.took_over = True
