@@ -149,10 +149,14 @@ class EngineCore:
         return self.path
 
     def _join(self) -> Handoff:
-        """Get in touch with whom this engine saves together, once its own store is open."""
+        """Get in touch with whom this engine saves together, once its own store is open.
+
+        Nothing to do for one process; ``GroupCore`` overrides it.
+        """
         yield from ()
 
     def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        """Note it, for one process; ``GroupCore`` extends it."""
         self.in_flight.note_end(pending, error, superseded, nbytes)
 
     def close(self, deadline: float | None = None) -> Handoff:
@@ -312,19 +316,21 @@ class EngineCore:
                 if skipped is not None:
                     return skipped, start
                 self._check_place(name, replace=replace)
-                # One that waits for its turn keeps its caller waiting, too: else they would pile up.
-                captured = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
-                # Before the engine hears of it: an interrupt must not give it away twice.
+                # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
+                returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
+                # Uses up a counter before the scheduler hears of it: else an interrupt in between gives it away twice.
                 pending = self.in_flight.add(step, name)
                 if assembly.publisher is not None:
                     assembly.publisher.start()
                 overlapped = None if capture.lazy is None else self.guard.watch(pending, capture.lazy)
                 job = Job(pending, capture, plain, overlapped, self.trace)
-                taken = True  # before it is: a buffer that is lost does no harm, one that is given back twice does
+                # Noted before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
+                # harm, one that is given back twice does.
+                taken = True
                 taken = self.loop.post(assembly.scheduler.start, job)
                 if not taken:
                     raise ClosedError(f"the engine of {self.path} is closed")
-                if captured:
+                if returns_at_once:
                     pending.set_captured()
         except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
             if pending is not None:
@@ -456,8 +462,9 @@ class EngineCore:
             for pending in reading:
                 yield pending.until_out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        how = {"strict": strict, "dtype": dtype, "allow_pickle": self.config.allow_pickle}
-        restored: Restored | None = yield from self._restore(assembly, state, which, progress, how)
+        restored: Restored | None = yield from self._restore(
+            assembly, state, which, progress, strict=strict, dtype=dtype
+        )
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{in_words(which)}")
         return restored
@@ -468,9 +475,13 @@ class EngineCore:
         state: Mapping[str, Any],
         which: Which,
         progress: ReadProgress | None,
-        how: Mapping[str, Any],
+        *,
+        strict: bool,
+        dtype: torch.dtype | None,
     ) -> Handoff:
-        return restore(assembly, state, which, progress, how)
+        """Restore from one process's own store; ``GroupCore`` overrides it."""
+        pickles = self.config.allow_pickle
+        return restore(assembly, state, which, progress, strict=strict, dtype=dtype, allow_pickle=pickles)
 
     # -- statistics
 

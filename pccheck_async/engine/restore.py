@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.loop import Handoff
@@ -13,7 +15,7 @@ from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored, Which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
-from pccheck_async.state import BoxTargets, JointTargets, Restoration, Targets, match
+from pccheck_async.state import AnyTargets, BoxTargets, JointTargets, Restoration, Targets, match
 from pccheck_async.store import (
     Fallback,
     ReadLease,
@@ -22,7 +24,7 @@ from pccheck_async.store import (
     pool_for,
     read_manifest,
     read_payload,
-    reading,
+    unreadable_errors,
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
@@ -35,15 +37,22 @@ _NAMED = 5
 
 
 def restore(
-    parts: Assembly, state: Mapping[str, Any], which: Which, progress: ReadProgress | None, how: Mapping[str, Any]
+    assembly: Assembly,
+    state: Mapping[str, Any],
+    which: Which,
+    progress: ReadProgress | None,
+    *,
+    strict: bool,
+    dtype: torch.dtype | None,
+    allow_pickle: bool,
 ) -> Handoff:
     """Restore the newest checkpoint (or the one asked for), falling back where one is damaged; None: there is none.
 
-    ``how`` is for :func:`pccheck_async.state.match`.
+    What follows ``progress`` is for :func:`pccheck_async.state.match`.
     """
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
-    fallback, committed = Fallback(which), parts.store.committed
+    fallback, committed = Fallback(which), assembly.store.committed
 
     def find() -> tuple[Entry, bool] | None:
         """Return what to read, and whether it was superseded; what is known to be damaged comes last, for its error."""
@@ -59,10 +68,13 @@ def restore(
             fallback.failure = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
         with fallback.trying(entry, superseded, find):
             try:
-                restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, how, begun)
+                restored: Restored = yield from _restore_one(
+                    assembly, state, entry, superseded, progress, begun,
+                    strict=strict, dtype=dtype, allow_pickle=allow_pickle,
+                )  # fmt: skip
             except UnreadableError as unreadable:
                 if isinstance(unreadable.error, DamagedError) and not superseded:  # else it may be read the next time
-                    parts.loop.post(committed.damaged.add, entry.counter)
+                    assembly.loop.post(assembly.store.note_damaged, entry)
                 raise
             except StateMismatchError as error:
                 if begun:
@@ -71,8 +83,8 @@ def restore(
             break
     else:
         return None
-    seconds = time.perf_counter() - start
-    parts.reporter.tell(events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds)
+    told = {"step": entry.step, "counter": entry.counter, "nbytes": entry.nbytes}
+    assembly.reporter.tell(events.Restored, **told, seconds=time.perf_counter() - start)
     return restored
 
 
@@ -111,15 +123,15 @@ class Reading:
     restoration: Restoration
     _targets: Targets | JointTargets
 
-    def __init__(self, parts: Assembly, lease: Lease, progress: ReadProgress | None = None) -> None:
-        self._parts = parts
+    def __init__(self, assembly: Assembly, lease: Lease, progress: ReadProgress | None = None) -> None:
+        self._assembly = assembly
         self._lease = lease
         self._progress = progress
 
     async def hold(self) -> None:
         """Keep its slot from being reused, and read its manifest. Raises UnreadableError."""
         lease = self._lease
-        with reading():
+        with unreadable_errors():
             self._file: File = await lease.acquire()
             self._manifest: Manifest = await read_manifest(lease.medium, self._file, lease.entry, lease.block_bytes)
 
@@ -129,7 +141,7 @@ class Reading:
 
     async def read(self, targets: BoxTargets) -> None:
         """Fill other targets than the state's. Raises UnreadableError; some are filled then."""
-        await self._read(targets, self._parts.backend.mark_queued_work(targets.devices))
+        await self._read(targets, self._assembly.backend.mark_queued_work(targets.devices))
 
     @property
     def step(self) -> int:
@@ -145,38 +157,59 @@ class Reading:
         self,
         state: Mapping[str, Any],
         *,
+        strict: bool,
+        dtype: torch.dtype | None,
+        allow_pickle: bool,
+        generators: bool = True,
         merged: tuple[Manifest, Collection[str]] | None = None,
-        **how: Any,
     ) -> None:
         """Compare it with the live state, changing nothing. Raises StateMismatchError.
 
         ``merged`` is what :func:`merge_parts` returns; the rest is for :func:`pccheck_async.state.match`.
         """
         manifest, added = (self._manifest, ()) if merged is None else merged
-        backend = self._parts.backend
-        self.restoration = match(state, manifest, lambda: backend.by_address, **how, added=added)
+        self.restoration = match(
+            state,
+            manifest,
+            self._assembly.backend.by_address,
+            strict=strict,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            generators=generators,
+            added=added,
+        )
 
     def begin(self, boxes: BoxTargets | None = None) -> None:
         """Mark what devices have queued by now: they are filled after that, and ``boxes`` with them."""
         self._targets = self.restoration.targets if boxes is None else JointTargets(self.restoration.targets, boxes)
-        self._admission = self._parts.backend.mark_queued_work(self._targets.devices)
+        self._marks = self._assembly.backend.mark_queued_work(self._targets.devices)
 
     async def fill(self) -> None:
-        """Fill the live arrays. Raises UnreadableError; some are filled then."""
-        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in self._manifest.chunks))
-        with self._parts.clock.timed("restore", self._manifest.payload_nbytes):
-            await self._read(self._targets, self._admission, advance)
+        """Fill the targets; :meth:`finish` copies to its live array what is not read in place.
 
-    async def _read(self, *arguments: Any, **how: Any) -> None:
-        parts = self._parts
-        pool = pool_for(self._manifest, parts.pool)
-        with reading():
-            medium = self._lease.medium
-            await read_payload(medium, parts.backend, pool, self._file, self._manifest, *arguments, **how)
+        Raises UnreadableError; some targets are filled then.
+        """
+        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in self._manifest.chunks))
+        with self._assembly.clock.timed("restore", self._manifest.payload_nbytes):
+            await self._read(self._targets, self._marks, advance)
+
+    async def _read(
+        self,
+        targets: AnyTargets,
+        marks: Any = None,
+        advance: Callable[[int], None] = lambda _: None,
+        *,
+        every: bool = False,
+    ) -> None:
+        """Do what :func:`read_payload` does. Raises UnreadableError."""
+        manifest, backend = self._manifest, self._assembly.backend
+        source = self._lease.medium, backend, pool_for(manifest, self._assembly.pool), self._file, manifest
+        with unreadable_errors():
+            await read_payload(*source, targets, marks, advance, every=every)
 
     def release(self) -> None:
         """Let its slot go. Idempotent."""
-        self._parts.loop.post(self._lease.release)
+        self._assembly.loop.post(self._lease.release)
 
     def finish(self) -> Restored:
         """Give every object its state, and say what was restored."""
@@ -189,26 +222,29 @@ class Reading:
 
 
 def _restore_one(
-    parts: Assembly,
+    assembly: Assembly,
     state: Mapping[str, Any],
     entry: Entry,
     superseded: bool,
     progress: ReadProgress | None,
-    how: Mapping[str, Any],
     begun: list[str],
+    *,
+    strict: bool,
+    dtype: torch.dtype | None,
+    allow_pickle: bool,
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    one = Reading(parts, ReadLease(parts.store, entry, superseded), progress)
+    one = Reading(assembly, ReadLease(assembly.store, entry, superseded), progress)
 
     async def hold() -> None:
         await one.hold()
         if superseded:
             await one.verify()
-            await parts.store.adopt(entry)
+            await assembly.store.adopt(entry)
 
     try:
         yield hold()
-        one.match(state, **how)
+        one.match(state, strict=strict, dtype=dtype, allow_pickle=allow_pickle)
         refuse_parts(entry.step, one.restoration, begun)
         begun += one.restoration.filled
         one.begin()
@@ -220,9 +256,9 @@ def _restore_one(
 
 def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
     counts = [f"{number} of {all_} leaves of {name}" for name, (number, all_) in restoration.counts.items()]
-    parts = _first_few(restoration.missing), _first_few(restoration.unexpected), _first_few(counts)
+    texts = _first_few(restoration.missing), _first_few(restoration.unexpected), _first_few(counts)
     text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s; restored were %s"
-    write(logging.WARNING, "restored_in_part", text, entry.step, *parts, step=entry.step, counter=entry.counter)
+    write(logging.WARNING, "restored_in_part", text, entry.step, *texts, step=entry.step, counter=entry.counter)
 
 
 def _first_few(names: Sequence[str]) -> str:
@@ -234,10 +270,10 @@ def _first_few(names: Sequence[str]) -> str:
 def refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> None:
     """Raise StateMismatchError where what stays as it is would be what a damaged checkpoint left."""
     kept = tuple(f"{path}." for path in restoration.missing)
-    if parts := sorted({path for path in begun if f"{path}.".startswith(kept)}):
+    if paths := sorted({path for path in begun if f"{path}.".startswith(kept)}):
         raise StateMismatchError(
-            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {', '.join(parts[:20])}"
-            f"{', ...' if len(parts) > 20 else ''}; make the state anew, then restore(state, step={step}, "
+            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {', '.join(paths[:20])}"
+            f"{', ...' if len(paths) > 20 else ''}; make the state anew, then restore(state, step={step}, "
             "strict=False)",
-            missing=parts,
+            missing=paths,
         )

@@ -19,7 +19,7 @@ class CheckpointInfo:
 
     Attributes:
         step: The user's number.
-        counter: The engine's own number, growing with every admitted checkpoint, across restarts too.
+        counter: The engine's own number, larger than that of every checkpoint kept when this one was admitted.
         nbytes: Length of the payload in bytes (tensors and arrays, with padding).
         time: Time of the capture, seconds since the epoch (UTC).
         pinned: Kept until it is unpinned, whatever the rules (``keep_last`` and its like) say.

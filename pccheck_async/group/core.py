@@ -6,8 +6,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pccheck_async.engine import (
     HOLDS_PARTS,
@@ -180,7 +183,9 @@ class GroupCore(EngineCore):
         state: Mapping[str, Any],
         which: Which,
         progress: ReadProgress | None,
-        how: Mapping[str, Any],
+        *,
+        strict: bool,
+        dtype: torch.dtype | None,
     ) -> Handoff:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
@@ -188,7 +193,7 @@ class GroupCore(EngineCore):
         does; objects and plain values change only once all ranks found all of theirs whole (G5). After damage an older
         checkpoint has to fill every array that was begun.
         """
-        start, run = time.perf_counter(), self.run
+        start, run, pickles = time.perf_counter(), self.run, self.config.allow_pickle
         reading: Reading | None = None
         parts: Parts | None = None
         mismatch: Exception | None = None
@@ -203,8 +208,10 @@ class GroupCore(EngineCore):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
-                        matching = {**how, "generators": run.has_world_of(key)}
-                        outcome, why, mismatch = yield from _match(reading, parts, state, matching, begun)
+                        outcome, why, mismatch = yield from _match(
+                            reading, parts, state, begun,
+                            strict=strict, dtype=dtype, allow_pickle=pickles, generators=run.has_world_of(key),
+                        )  # fmt: skip
                         yield run.tell_matched(outcome, why)
                     case FillArrays():
                         assert reading is not None
@@ -254,22 +261,29 @@ def _match(
     reading: Reading | None,
     parts: Parts | None,
     state: Mapping[str, Any],
-    how: Mapping[str, Any],
     begun: Sequence[str],
+    *,
+    strict: bool,
+    dtype: torch.dtype | None,
+    allow_pickle: bool,
+    generators: bool,
 ) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
     if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
+    match_state = partial(
+        reading.match, state, strict=strict, dtype=dtype, allow_pickle=allow_pickle, generators=generators
+    )
     try:
         yield reading.hold()
         try:
-            reading.match(state, **how)
+            match_state()
             lacks = reading.restoration.missing
         except StateMismatchError as error:
             if not (lacks := error.missing):
                 raise
         if lacks:  # another stage of a pipeline may have it
-            reading.match(state, **how, merged=merge_parts(parts.own, (yield parts.manifests())))
+            match_state(merged=merge_parts(parts.own, (yield parts.manifests())))
         refuse_parts(reading.step, reading.restoration, begun)
         if reading.restoration.resharded:
             yield parts.match(reading.restoration.resharded)

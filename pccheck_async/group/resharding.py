@@ -13,7 +13,7 @@ from pccheck_async.format.manifest import Manifest
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.medium import File, Medium
 from pccheck_async.state import BoxTargets, Resharding, StoredBox, Wanted, reshard, stored_boxes
-from pccheck_async.store import pool_for, read_manifest, read_payload, reading
+from pccheck_async.store import pool_for, read_manifest, read_payload, unreadable_errors
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -112,7 +112,7 @@ class OpenPart:
 
     async def read(self, targets: BoxTargets) -> None:
         """Fill targets; no other bytes than those that hold them are read."""
-        with reading():
+        with unreadable_errors():
             await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets)
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class LeasedPart:
     async def hold(self) -> None:
         """Lock it, and read its manifest."""
         lease = self._lease
-        with reading():
+        with unreadable_errors():
             file = await lease.acquire()
             manifest = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
         self._open = OpenPart(lease.medium, file, manifest, self._backend, self._pool)

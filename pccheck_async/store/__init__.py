@@ -1,8 +1,8 @@
 """What is durable: which checkpoints exist, where the next one goes, and the commit (:meth:`.Store.commit`).
 
-It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this room
-decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store that nobody
-has open. :class:`Store` writes, :class:`StoreReader` reads, also beside a running writer of another process.
+It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this
+package decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store
+that nobody has open. :class:`Store` writes, :class:`StoreReader` reads, also beside a writer in another process.
 
 Invariants, as comments name them:
 
@@ -29,7 +29,7 @@ from pccheck_async.store.reading import (
     pool_for,
     read_manifest,
     read_payload,
-    reading,
+    unreadable_errors,
 )
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
 from pccheck_async.store.slots import SlotLease
@@ -40,5 +40,5 @@ __all__ = [
     "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded", "Store",
     "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "lock_commit",
     "make_best", "no_store", "open_store", "pool_for", "read_at_once", "read_commit", "read_manifest", "read_payload",
-    "reading", "stored_identity", "unread_record", "why_no_store",
+    "stored_identity", "unread_record", "unreadable_errors", "why_no_store",
 ]  # fmt: skip

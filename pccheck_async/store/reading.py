@@ -34,7 +34,7 @@ from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
 
 __all__ = [
     "DroppedMeanwhileError", "Fallback", "UnreadableError", "VerifiedChunks", "choose", "pool_for", "read_manifest",
-    "read_payload", "reading",
+    "read_payload", "unreadable_errors",
 ]  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class UnreadableError(Exception):
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def unreadable_errors() -> Iterator[None]:
     """Tell errors that say something of a checkpoint from all others: they become UnreadableError."""
     try:
         yield
@@ -101,7 +101,7 @@ class Fallback:
         """Read ``entry`` in this context, which ends quietly where the next one has to be tried, and warns of that.
 
         ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded. Raises
-        what :func:`reading` found where nothing is left to try, or where it says nothing of the checkpoint.
+        what :func:`unreadable_errors` found where nothing is left to try, or where it says nothing of the checkpoint.
         """
         try:
             yield
@@ -213,23 +213,23 @@ async def read_payload(
     file: File,
     manifest: Manifest,
     targets: AnyTargets,
-    admission: Any = None,
+    marks: Any = None,
     advance: Callable[[int], None] = lambda _: None,
     *,
     every: bool = False,
 ) -> None:
     """Fill ``targets`` from the chunks that hold them, or from MiBs of these where those can be verified alone.
 
-    The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
-    backend admitted there, and are whole when this returns, for any stream. ``advance`` is called with the bytes of
-    the payload that were read, or need not be.
+    The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind the marked work
+    (``marks``: what :meth:`CopyBackend.mark_queued_work` returned), and are whole when this returns, for any stream.
+    ``advance`` is called with the bytes of the payload that were read, or need not be.
 
     Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
     Raises DamagedError where a checksum does not hold, ReadError; other bytes may have been copied already.
     """
-    if admission:
-        await backend.order_after(admission)
+    if marks:
+        await backend.order_after(marks)
     near = _chunks_between(manifest.chunks, *targets.span)
     turns = asyncio.Semaphore(_MOST_RUNS)
 

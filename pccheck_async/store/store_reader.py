@@ -19,7 +19,14 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Targets
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.reading import Fallback, UnreadableError, choose, read_manifest, read_payload, reading
+from pccheck_async.store.reading import (
+    Fallback,
+    UnreadableError,
+    choose,
+    read_manifest,
+    read_payload,
+    unreadable_errors,
+)
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import OperationsAtOnce
@@ -158,7 +165,7 @@ class StoreReader:
             superseded, used = entry in record.superseded, False
             with fallback.trying(entry, superseded, older):
                 try:
-                    with reading():
+                    with unreadable_errors():
                         if not isinstance(file, File):
                             raise file
                         manifest = await read_manifest(self.opened.medium, file, entry, self.identity.block_bytes)

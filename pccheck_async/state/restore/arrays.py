@@ -252,7 +252,7 @@ class _Live:
         entry: TensorEntry,
         array: Array,
         strict: bool,
-        by_address: Callable[[], bool],
+        by_address: bool,
         cast: bool,
     ) -> None:
         self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
@@ -261,7 +261,7 @@ class _Live:
         self.device = None if tensor is None or tensor.is_cpu else tensor.device  # None: the host
         self.negated = tensor is not None and is_unresolved(tensor)  # its bytes in memory are not its values
         self.address: int = array.data_ptr() if isinstance(array, torch.Tensor) else address_of(array)
-        reached = self.device is None or (self.device.type == "cuda" and by_address())
+        reached = self.device is None or (self.device.type == "cuda" and by_address)
         dense = is_dense(entry.shape, self.steps, entry.itemsize)
         # Read right into its memory, not copied there at the end:
         self.in_place = reached and not self.negated and not cast and dense and _is_as_stored(entry, self.steps)
@@ -294,7 +294,7 @@ class Filling:
     not, one array would overwrite the other: that is a difference for strict arrays, and the others get new memory.
     """
 
-    def __init__(self, manifest: Manifest, by_address: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, manifest: Manifest, by_address: bool = False) -> None:
         self._manifest = manifest
         self._by_address = by_address
         self._live: dict[int, _Live] = {}
@@ -303,7 +303,7 @@ class Filling:
 
     def prefer(self, index: int, device: torch.device) -> None:
         """Allocate stored array ``index``, if it is not live, on ``device``, if the copy backend can write there."""
-        if device.type == "cuda" and self._by_address():
+        if device.type == "cuda" and self._by_address:
             self._preferred[index] = device
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:

@@ -135,7 +135,7 @@ def _tell_unpickled(where: Collection[str]) -> None:
 def match(
     state: Mapping[str, Any],
     manifest: Manifest,
-    by_address: Callable[[], bool] = lambda: False,
+    by_address: bool = False,
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
@@ -155,10 +155,9 @@ def match(
 
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
-    and ``dtype`` mean, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked
-    when there is a CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every
-    :class:`RNGState` stays as it is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need
-    not be in the state.
+    and ``dtype`` mean, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is whether
+    the copy backend writes to the memory of CUDA tensors. Without ``generators`` every :class:`RNGState` stays as it
+    is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -179,7 +178,7 @@ class _Matching:
         self,
         state: Mapping[str, Any],
         manifest: Manifest,
-        by_address: Callable[[], bool],
+        by_address: bool,
         strict: bool,
         dtype: torch.dtype | None,
         allow_pickle: bool,
@@ -212,9 +211,12 @@ class _Matching:
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
         self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
         self._plain_made: dict[int, Any] = {}  # those of them that were saved as plain tensors, by number
-        self._resharded: list[Wanted] = []  # those of which this rank's part has other boxes,
-        self._whole: dict[tuple[int, int, int], str] = {}  # paths of those of which it has the same, by mesh and memory
-        self._elsewhere: set[int] = set()  # and the arrays that are not read for them as they are
+        # Of tensors that lie, or lay, on several ranks: boxes that are others here than in this rank's part.
+        self._resharded: list[Wanted] = []
+        # Paths of tensors on several ranks whose boxes are the same here and in this rank's part, by mesh and memory.
+        self._whole: dict[tuple[int, int, int], str] = {}
+        # Stored arrays that resharded tensors are made of: they are not read as they are.
+        self._elsewhere: set[int] = set()
         self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
 
     def restoration(self) -> Restoration:
