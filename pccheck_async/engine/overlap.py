@@ -242,9 +242,9 @@ class Guard:
     """Makes steps of attached optimizers wait while what they change is being captured.
 
     Args:
-        max_stall: Most seconds that a step waits.
+        max_stall: Most seconds that training waits.
         stop_capture: Ends a capture that takes longer; returns once nothing of it is running.
-        waited: Called with a checkpoint and the seconds that a step waited for its capture.
+        waited: Called with a checkpoint and the seconds that training waited for its capture.
         accessed: Called with tensors and storages for whose memory code reaches, captured or not.
 
     Attributes:

@@ -59,7 +59,7 @@ class Stalls:
 
     Attributes:
         seconds: All stalls, summed.
-        guard_seconds: The stalls of attached optimizers' steps, summed.
+        guard_seconds: The stalls of the guard, summed (:meth:`note_guarded`).
         state_seconds: The part of all calls of ``checkpoint()`` that ``state_dict()`` and laying out the state took.
         last_call: What the last call of ``checkpoint()`` took.
     """
@@ -75,8 +75,12 @@ class Stalls:
         self.last_call = time.perf_counter() - start
         self._add(pending, self.last_call, "checkpoint")
 
-    def note_step(self, pending: PendingCheckpoint, seconds: float) -> None:
-        """Count what the step of an attached optimizer waited for a capture."""
+    def note_guarded(self, pending: PendingCheckpoint, seconds: float) -> None:
+        """Count, as "optimizer", what the guard kept training waiting for a capture.
+
+        Mostly in the step of an attached optimizer; also in ``engine.wait_captured()``, and where code reaches for
+        memory that is being captured.
+        """
         self.guard_seconds += seconds
         self._add(pending, seconds, "optimizer")
 
@@ -104,12 +108,14 @@ class EngineStatistics:
         superseded: Checkpoints that newer ones made pointless before they could commit.
         failed: Checkpoints that failed.
         skipped: Calls that found ``max_in_flight`` checkpoints in flight (``on_busy="skip"``).
-        abandoned: The failed ones that were given up because they held training up for longer than ``max_stall``.
+        abandoned: Failed checkpoints that the engine gave up because they held training up for longer than
+            ``max_stall``.
         in_flight: Checkpoints admitted and not ended.
-        stall_seconds: Time that callers of ``checkpoint()`` and optimizer steps were kept waiting, summed.
-        guard_seconds: The part of it that steps of attached optimizers waited for captures.
-        guard_fences: Captures whose end such steps left to the GPUs to wait for: all copies were queued there, and what
-            the step queues comes after them. That time is in no count of seconds.
+        stall_seconds: Time that training was kept waiting, in calls of ``checkpoint()`` and by the guard, summed.
+        guard_seconds: The part of it that training waited for overlapped captures: in steps of attached optimizers, in
+            ``engine.wait_captured()``, and where code reached for memory that was being captured.
+        guard_fences: Captures for which a step did not block: all copies were queued on the GPUs, and the step's own
+            work runs after them. The GPU time spent waiting is in no count of seconds.
         interval: What the policy behind ``engine.step`` has decided, and why.
         last_stall_seconds: Time that the last call of ``checkpoint()`` took.
         state_seconds: The part of all calls that ``state_dict()`` and laying out the state took.
@@ -131,7 +137,8 @@ class EngineStatistics:
         durable_bytes: Bytes of all checkpoints that committed.
         save_seconds: Time from admission to durable, of each durable checkpoint.
         capture_seconds: Time from admission until captured, of each durable checkpoint.
-        stalls: Each time that training was kept waiting: in calls of "checkpoint", in steps of an "optimizer".
+        stalls: Each time that training was kept waiting: in calls of "checkpoint", or, as "optimizer", in what
+            ``guard_seconds`` counts.
         pool_in_use_bytes: Staging memory in use now.
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
     """

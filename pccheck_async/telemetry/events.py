@@ -148,7 +148,11 @@ class Abandoned(_OfCheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waited(_OfCheckpoint):
-    """The training thread was kept waiting: in a call of ``checkpoint()``, or in an optimizer's step."""
+    """The training thread was kept waiting: in a call of ``checkpoint()`` ("checkpoint"), or for an overlapped capture.
+
+    The latter is "optimizer": mostly an optimizer's step waits; ``engine.wait_captured()``, and code that reaches for
+    memory that is being captured, count there, too.
+    """
 
     name = "waited"
     seconds: float
