@@ -68,7 +68,7 @@ def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePl
 
 
 class _Writer(FileSystemWriter):
-    """Writes several files, as if as many ranks had: its base keeps all tensors of a file until that is complete."""
+    """Writes several files, as several ranks do: the base class keeps the tensors of a file in memory until its end."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write one file after the other."""
@@ -113,38 +113,42 @@ class _Planner(DefaultSavePlanner):
         self._connection = connection
         self._stored: dict[int, tuple[torch.Tensor, StoredTensor]] = {}  # by the identity of what stands for it
 
-    def tree(self, node: Node, path: str, selection: Selection, *, pickled: bool = False) -> Any:
-        """Return the state with stand-ins for its arrays; what is ``pickled`` is so together with what contains it."""
+    def tree(self, node: Node, path: str, selection: Selection) -> Any:
+        """Return the state with stand-ins for its arrays; notes what the format cannot hold."""
 
         def inside(node: Node) -> list[Any]:
-            return [self.tree(c, paths.child(path, name), selection, pickled=pickled) for name, c in below(node)]
+            return [self.tree(child, paths.child(path, name), selection) for name, child in below(node)]
 
         node = opened(node)
         match node:
             case ArrayNode():
-                stored = self._stored_tensor(node, path, selection, pickled=pickled)
-                return _Lazy(stored) if pickled or stored.kind == "ndarray" else self._stand_in(stored)
+                stored = self._stored_tensor(node, path, selection, pickled=False)
+                return _Lazy(stored) if stored.kind == "ndarray" else self._stand_in(stored)
             case DictNode() | OrderedDictNode() | CounterNode():
-                if not node.values and not pickled:
+                if not node.values:
                     kind = type(node).__name__[:-4].lower()
                     selection.changed.append(f"{path or 'the state'} (an empty {kind}, left out)")
                 return dict(zip(mapping_keys(node), inside(node), strict=True))
             case ListNode():
                 return inside(node)
-            case PickledNode():
-                selection.refused.append(f"{path} (a pickled {node.kind})")
-                return None
             case _:
+                named = list(leaves(node, path))
+                names = {id(leaf): name for name, leaf in named}
                 stand_ins = {
                     leaf.index: _Lazy(self._stored_tensor(leaf, name, selection, pickled=True))
-                    for name, leaf in leaves(node, path)
+                    for name, leaf in named
                     if isinstance(leaf, ArrayNode)
                 }
-                return rebuild(node, stand_ins.get)  # what is no leaf was refused already
+
+                def refuse(value: PickledNode) -> None:  # one in an OrderedDict's _metadata is no leaf
+                    selection.refused.append(f"{names.get(id(value), path)} (a pickled {value.kind})")
+
+                # Arrays that are not leaves (an OrderedDict's _metadata) were refused in select_part.
+                return rebuild(node, stand_ins.get, pickled=refuse)
 
     def _stored_tensor(self, node: ArrayNode, path: str, selection: Selection, *, pickled: bool) -> StoredTensor:
         entry = self._connection.manifest.tensors[node.index]
-        # What is pickled need not be known to that package, only to torch.
+        # A pickled array needs a dtype that torch can pickle; torch.distributed.checkpoint need not know it.
         if entry.kind != "ndarray" and (trouble := refusal(entry, "torch" if pickled else "dcp")):
             selection.refused.append(f"{path} {trouble}")
         return StoredTensor(self._connection, entry, path)
@@ -184,7 +188,7 @@ class _Planner(DefaultSavePlanner):
         return divided
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Read what is written next."""
+        """Read the data of this item."""
         found = self._stored.get(id(self.state_dict.get(write_item.index.fqn)))
         if found is None:
             return super().resolve_data(write_item)

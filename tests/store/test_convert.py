@@ -939,6 +939,18 @@ def test_refused_leaves_are_all_named(tmp_path: Path) -> None:
         assert path in str(raised.value)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_names_all_pickled_values_that_it_refuses_wherever_they_are(tmp_path: Path) -> None:
+    ordered: Any = OrderedDict(x=1)
+    ordered._metadata = {"hidden": Path("c")}
+    save(tmp_path / "s", {"a": Path("a"), "t": (1, [Path("b")]), "o": (ordered,), "ok": 1}, allow_pickle=True)
+    with pytest.raises(UnsupportedStateError, match="cannot hold 3 of 5 leaves, and nothing was written") as raised:
+        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    for path in ("a", r"t\.1\.0", "o"):
+        assert re.search(rf"\b{path} \(a pickled \S+Path\)", str(raised.value)), path
+    assert "allow_pickle" not in str(raised.value)
+
+
 SUB_BYTE = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
 BITS = {name for name in dtypes.STORABLE if name.startswith("bits")}
 NOT_IN = {
