@@ -6,7 +6,7 @@ import os
 
 from pccheck_async.engine import Auto, EngineConfig, decide
 from pccheck_async.format import Which
-from pccheck_async.format.manifest import MIN_BLOCK
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.store import StoreReader, no_store

@@ -13,7 +13,7 @@ from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
-from pccheck_async.format.manifest import MIN_BLOCK
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
 from pccheck_async.store import Store, open_store

@@ -19,6 +19,7 @@ from msgspec import structs
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.checksum import SUM_BYTES, combine, piece_count
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.format.skeleton import (
     MAX_DEPTH,
     ArrayNode,
@@ -34,8 +35,6 @@ SHARDED_VERSION: Final = 2
 """Of a manifest with boxes of tensors that lie on several ranks: others read parts of them."""
 ALIGNMENT: Final = 64
 """Bytes. Every storage starts at a multiple of it in the payload."""
-MIN_BLOCK: Final = 512
-"""Bytes. The length of every chunk is a multiple of it, whatever the block size of the store."""
 _MAX_DIMENSIONS: Final = 64
 _MAX_BYTES: Final = 1 << 62
 

@@ -26,9 +26,9 @@ offset bytes field (little-endian)
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
 slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The name of a checkpoint is in its metadata,
-as ``pccheck.name``. In version 2, that of the store of one rank
-of a group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is
-MessagePack too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
+as ``pccheck.name``. In version 2, that of the store of one rank of a group, the body is an array of that array and
+:class:`pccheck_async.format.parts.Parts`. The manifest is MessagePack too (:mod:`pccheck_async.format.manifest`).
+Nothing in a store refers to its own path.
 
 Bytes from storage become a :class:`Record` or an :class:`Identity` in this module only, and only if every check holds.
 """
@@ -37,8 +37,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -59,6 +60,8 @@ MAGIC = b"PCCHKREC"
 HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")
 
+MIN_BLOCK = 512
+"""Bytes. The smallest block size. The length of every chunk is a multiple of it, whatever the store's block size."""
 REGION_NBYTES = 64 * 1024
 """Room for one copy of one record; a multiple of every block size a store may have."""
 COMMIT_NBYTES = 4 * REGION_NBYTES
@@ -68,11 +71,12 @@ MOST_SLOT = 999_999_999
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 NAME_KEY = "pccheck.name"
-"""The name of a checkpoint, in its metadata: so it is in version 1, too, and what does not know names keeps them."""
+"""A checkpoint's name, in its metadata: so it is in version 1, too, and readers that do not know names keep them."""
 
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
 """Seconds since the epoch of the years 1 and 9999, the range of ``datetime``."""
+_PLAIN = (str, int, float, bool, NoneType)
 _generation = attrgetter("generation")
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
 
@@ -205,7 +209,7 @@ def decode_identity(data: bytes) -> Identity:
     if identity.checksum != checksum.NAME:
         raise NewerFormatError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
     block = identity.block_bytes
-    if id_nbytes != 16 or not 512 <= block <= REGION_NBYTES or block & (block - 1):
+    if id_nbytes != 16 or not MIN_BLOCK <= block <= REGION_NBYTES or block & (block - 1):
         raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: id of {id_nbytes} bytes, blocks of {block} bytes")
     return identity
 
@@ -229,8 +233,10 @@ def check_metadata(
             raise TypeError(f"not {type(metadata).__name__}")
         if NAME_KEY in metadata:
             raise TypeError(f"{NAME_KEY!r} is where checkpoint(name=...) is kept")
+        if strange := [key for key in metadata if not isinstance(key, str)]:
+            raise TypeError(f"{strange[0]!r} is no str")
         named = {} if name is None else {NAME_KEY: name}
-        encoded = msgspec.msgpack.encode({**metadata, **named}, enc_hook=_plain)
+        encoded = msgspec.msgpack.encode({key: _plain(value) for key, value in metadata.items()} | named)
         plain = _metadata_decoder.decode(encoded)
     except (TypeError, OverflowError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise UnsupportedStateError(
@@ -247,11 +253,15 @@ def check_metadata(
 
 
 def _plain(value: object) -> object:
-    import numpy as np  # records are read without it
+    """Return a value of a type that records have; msgspec would encode dates, enums and other types as strings."""
+    if type(value) not in _PLAIN:
+        import numpy as np  # records are read without it
 
-    if isinstance(value, np.generic):  # what np.mean() returns
-        return value.item()
-    raise TypeError(f"{type(value).__qualname__} is none of these")
+        if isinstance(value, np.generic):  # what np.mean() returns
+            value = value.item()
+    if not isinstance(value, _PLAIN):
+        raise TypeError(f"{type(value).__qualname__} is none of these")
+    return value
 
 
 def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
@@ -327,13 +337,18 @@ def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, 
     if not by_store:
         return None
     store_id, records = max(by_store.items(), key=lambda one: max(map(_generation, one[1])))
-    offsets = [entry.manifest_offset for record in records for entry in record.entries]
-    block = REGION_NBYTES
-    while block > 512 and any(offset % block for offset in offsets):
-        block //= 2
+    block = largest_block([entry for record in records for entry in record.entries], REGION_NBYTES)
     newest = max(records, key=_generation)
     identity = Identity(format=newest.version, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block)
     return identity, newest
+
+
+def largest_block(entries: Collection[Entry], most: int) -> int:
+    """Return the largest block size up to ``most`` that every offset in these entries is a multiple of."""
+    block = most
+    while block > MIN_BLOCK and any(entry.manifest_offset % block for entry in entries):
+        block //= 2
+    return block
 
 
 def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
@@ -344,7 +359,7 @@ def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
 
 def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray | memoryview]:
     """Yield the four regions of a commit file, those that are cut off before their header's end left out."""
-    for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size, REGION_NBYTES):
+    for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size + 1, REGION_NBYTES):
         yield commit[start : start + REGION_NBYTES]
 
 

@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, VERSION, Manifest, StorageEntry
+from pccheck_async.format.manifest import ALIGNMENT, VERSION, Manifest, StorageEntry
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.format.skeleton import DictNode, Node
 from pccheck_async.state import Allocation, Array, Layout, PackedSource, arrange, flatten, rebuild
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
 from pccheck_async.format import Entry, Identity, Record, Which, in_words
-from pccheck_async.format.manifest import MIN_BLOCK, Manifest
-from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, MIN_BLOCK, slot_name, slot_number
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium

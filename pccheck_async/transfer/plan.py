@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pccheck_async.format import align
-from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
+from pccheck_async.format.manifest import ALIGNMENT, StorageEntry
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.state import HOST, AnyTargets, Layout, PackedSource, Sources
 
 __all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_runs", "segments", "unit_runs"]

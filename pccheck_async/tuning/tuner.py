@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from pccheck_async.engine import EngineConfig, EngineCore, decide
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
-from pccheck_async.format.manifest import MIN_BLOCK
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium import Medium
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO, check_io, store_path

@@ -23,15 +23,16 @@ from pccheck_async.errors import (
     is_forbidden,
 )
 from pccheck_async.format import CheckpointInfo, Entry, Identity, NewerFormatError, Record, checksum
-from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
     GROUP_VERSION,
     IDENTITY_NAME,
+    MIN_BLOCK,
     encode_identity,
     encode_record,
+    largest_block,
     newest_record,
     rebuild_identity,
     region_offsets,
@@ -157,7 +158,7 @@ def recover_store(
         version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
         _check_writable(name, recovery, version, search)
         if identity is None:
-            block = _block(max(facts.block_bytes, PAGE_BYTES), entries)
+            block = largest_block(entries, max(facts.block_bytes, PAGE_BYTES))
             store_id = store_id or secrets.token_hex(16)
             identity = Identity(format=version, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
         files: dict[str, bytes] = {}
@@ -263,10 +264,3 @@ async def _search(
     finally:
         if not keep:
             await opened.medium.close(file)
-
-
-def _block(block: int, entries: Sequence[Entry]) -> int:
-    """Return the largest block size up to ``block`` that every checkpoint keeps."""
-    while block > MIN_BLOCK and any(entry.manifest_offset % block for entry in entries):
-        block //= 2
-    return block

@@ -10,8 +10,8 @@ import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
-from pccheck_async.format.manifest import MIN_BLOCK, SHARDED_VERSION, VERSION, Manifest, decode, encode
-from pccheck_async.format.record import MOST_ENTRIES, slot_name
+from pccheck_async.format.manifest import SHARDED_VERSION, VERSION, Manifest, decode, encode
+from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, slot_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Listing, list_leaves

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.format.manifest import MIN_BLOCK, VERSION, ChunkEntry, Manifest, encode
+from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, encode
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.format.skeleton import DictNode
 from pccheck_async.upkeep.salvage import SIGNATURES, find_signatures, manifest_at, object_length
 

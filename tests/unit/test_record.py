@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
+from uuid import UUID
 
 import msgspec
 import numpy as np
@@ -213,6 +217,10 @@ def test_garbage_identity_is_refused(data: bytes) -> None:
         layout.decode_identity(data)
 
 
+class Color(Enum):
+    RED = "red"
+
+
 @pytest.mark.parametrize(
     "metadata",
     [
@@ -225,6 +233,16 @@ def test_garbage_identity_is_refused(data: bytes) -> None:
         {"\ud800": 1},
         {"a": np.zeros(1)},
         {"a": np.complex64(1)},
+        {"a": np.longdouble(1)},
+        {"a": np.datetime64("2024-05-01")},
+        {"a": UUID(int=1)},
+        {"a": Decimal("1.5")},
+        {"a": date(2024, 5, 1)},
+        {"a": datetime(2024, 5, 1)},
+        {"a": timedelta(1)},
+        {"a": Color.RED},
+        {Color.RED: 1},
+        {0: 1},
     ],
 )
 def test_bad_metadata_is_refused(metadata: dict[str, object]) -> None:
@@ -275,6 +293,12 @@ def test_any_copy_of_a_record_tells_that_there_are_checkpoints(copy: int) -> Non
     for region in set(range(4)) - {copy}:
         image[region * REGION_NBYTES : (region + 1) * REGION_NBYTES] = bytes(REGION_NBYTES)
     assert layout.names_checkpoints(bytes(image))
+
+
+def test_a_commit_file_that_is_cut_off_after_a_header_still_tells_that_there_are_checkpoints() -> None:
+    image = commit_file(layout.Record(1, ()), layout.Record(2, (entry(3),)))
+    assert layout.names_checkpoints(bytes(image[: HEADER.size]))
+    assert not layout.names_checkpoints(bytes(image[: HEADER.size - 1]))
 
 
 @given(st.sampled_from([512, 4096, 65536]), st.lists(st.integers(0, 40), max_size=4))

@@ -21,7 +21,8 @@ from pccheck_async.api import chunk_pool, open_folder
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointError, ReadError, StateMismatchError
 from pccheck_async.format import Entry, Key, Run
-from pccheck_async.format.manifest import MIN_BLOCK, Manifest
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.group import FolderLease, LeasedPart, is_group_folder, list_group, rank_name
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
