@@ -37,7 +37,7 @@ from pccheck_async.format import (
     Which,
     check_metadata,
     check_name,
-    in_words,
+    describe_which,
     new_step,
     whole_step,
 )
@@ -466,7 +466,7 @@ class EngineCore:
             assembly, state, which, progress, strict=strict, dtype=dtype
         )
         if restored is None and which is not None:
-            raise NoCheckpointError(f"{self.path} has no checkpoint{in_words(which)}")
+            raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
         return restored
 
     def _restore(

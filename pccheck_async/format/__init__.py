@@ -4,25 +4,22 @@ No await and no file descriptor; of the package it imports :mod:`pccheck_async.e
 offered here, but by its module: :mod:`~pccheck_async.format.manifest` and :mod:`~pccheck_async.format.dtypes`.
 """
 
-from pccheck_async.format.checksum import combine, crc32, piece_sums
-from pccheck_async.format.info import (
-    CheckpointInfo,
-    Metadata,
-    Restored,
-    Which,
+from pccheck_async.format.arguments import (
     check_count,
     check_name,
     check_step,
-    in_words,
+    describe_which,
     new_step,
     which_one,
     whole_step,
 )
+from pccheck_async.format.checksum import combine, crc32, piece_sums
+from pccheck_async.format.info import CheckpointInfo, Metadata, Restored, Which
 from pccheck_async.format.parts import Applied, Key, Membership, Parts, Run
 from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata, name_in
 
 __all__ = [
     "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata", "NewerFormatError", "Parts",
     "Record", "Restored", "Run", "Which", "align", "check_count", "check_metadata", "check_name", "check_step",
-    "combine", "crc32", "in_words", "name_in", "new_step", "piece_sums", "which_one", "whole_step",
+    "combine", "crc32", "describe_which", "name_in", "new_step", "piece_sums", "which_one", "whole_step",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import structs
 
 from pccheck_async.errors import DamagedError, IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
-from pccheck_async.format import CheckpointInfo, Entry, Key, Record, Which, in_words
+from pccheck_async.format import CheckpointInfo, Entry, Key, Record, Which, describe_which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group.elsewhere import FolderLease
@@ -71,7 +71,7 @@ class GroupListing:
         """Return the folder of a rank that has a part of a complete checkpoint. Raises NoCheckpointError."""
         world = self.choose(which).world
         if not 0 <= rank < world:
-            what = "newest complete checkpoint" if which is None else f"checkpoint{in_words(which)}"
+            what = "newest complete checkpoint" if which is None else f"checkpoint{describe_which(which)}"
             there = f"the ranks 0 to {world - 1}" if world > 1 else "rank 0 alone"
             text = f"the {what} in {self.folder} has {there}, and no rank {rank}"
             raise NoCheckpointError(text)
@@ -81,11 +81,11 @@ class GroupListing:
         """Return what to raise where there is no complete checkpoint, or not the one asked for."""
         lacking = [one for one in self.incomplete if which in (None, one.step)]
         if not lacking:
-            return NoCheckpointError(f"{self.folder} holds no checkpoint{in_words(which)}")
+            return NoCheckpointError(f"{self.folder} holds no checkpoint{describe_which(which)}")
         what = "; ".join(f"step {one.step} lacks the parts of {ranks(one.ranks)}" for one in lacking)
         return IncompleteCheckpointError(
-            f"{self.folder} holds no complete checkpoint{in_words(which)}: {what}; what a rank has can be read from "
-            f"its own folder, such as {self.folder / rank_name(min(self.stores))}"
+            f"{self.folder} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
+            f"from its own folder, such as {self.folder / rank_name(min(self.stores))}"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pccheck_async.format import Which, in_words
+from pccheck_async.format import Which, describe_which
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, Matched, NotRestored, Restored, RestoreRequest, Verified, Verify
 from pccheck_async.group.parts import Key
@@ -154,7 +154,7 @@ class LeadRestore:
             return [self._end("disagreement", asked)]
         self.which = wanted.pop()
         if self.which is not None and not any(self.which in named for _, *named in there):
-            why = f"there is no complete checkpoint{in_words(self.which)}"
+            why = f"there is no complete checkpoint{describe_which(self.which)}"
             return [self._end("no step", {-1: f"{why}; {lacking}" if lacking else why})]
         if not there:
             return [self._end("incomplete", {-1: lacking}) if lacking else self._end("none", {})]

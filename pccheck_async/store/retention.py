@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError
-from pccheck_async.format import Entry, Record, Which, check_count, in_words
+from pccheck_async.format import Entry, Record, Which, check_count, describe_which
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
@@ -117,7 +117,7 @@ class Retention:
         """
         left = [entry for entry in entries if not entry.matches(which)]
         if len(left) == len(entries):
-            raise NoCheckpointError(f"there is no checkpoint{in_words(which)}; nothing was removed")
+            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}; nothing was removed")
         if not left and not force:
             raise StoreError("no checkpoint would be left; nothing was removed (force=True: remove it)")
         return left

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TypeVar
 
 from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
-from pccheck_async.format import Entry, Identity, Record, Which, in_words
+from pccheck_async.format import Entry, Identity, Record, Which, describe_which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, MIN_BLOCK, slot_name, slot_number
 from pccheck_async.medium import File
@@ -187,7 +187,7 @@ class StoreReader:
 
     def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
         """Return what to raise where there is no checkpoint, or not the one that is asked for."""
-        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{in_words(which)}")
+        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{describe_which(which)}")
 
 
 def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:

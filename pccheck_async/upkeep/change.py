@@ -14,7 +14,7 @@ from msgspec import structs
 
 from pccheck_async.api import open_folder, open_reader
 from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, StoreFullError, StoreLockedError
-from pccheck_async.format import CheckpointInfo, Entry, Which, align, check_name, check_step, crc32, in_words, which_one
+from pccheck_async.format import CheckpointInfo, Entry, align, check_name, crc32, describe_which, which_one, whole_step
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_number
 from pccheck_async.group import is_group_folder
@@ -70,13 +70,13 @@ def remove_checkpoints(
         StoreLockedError: a trainer has the store open.
         StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
     """
-    wanted: set[Which] = {*map(check_step, steps), *map(check_name, names)}
+    wanted: set[int | str] = {*map(whole_step, steps), *map(check_name, names)}
     removed: list[Entry] = []
 
     def change(entries: tuple[Entry, ...]) -> list[Entry]:
         missing = wanted - {which for entry in entries for which in (entry.step, entry.name)}
         if missing:
-            listed = " and none".join(sorted(map(in_words, missing)))
+            listed = " and none".join(sorted(map(describe_which, missing)))
             raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{listed}; nothing was removed")
         kept = [entry for entry in entries if wanted.isdisjoint((entry.step, entry.name))]
         if not kept and not force:
@@ -103,9 +103,7 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
         StoreLockedError: a trainer has the store open: use its ``engine.pin`` and ``engine.unpin``.
         StoreFailedError: the record could not be written.
     """
-    number = check_step(step)
-    if number is None:
-        raise TypeError("step is a whole number, not None")
+    number = whole_step(step)
 
     async def pin(store: Store) -> CheckpointInfo:
         return (await store.pin(number, pinned)).info

@@ -77,8 +77,8 @@ def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("arguments", "metadata", "error", "says"),
     [
-        ((STATE, None), None, TypeError, "step is a whole number, not None"),
-        ((STATE, "7"), None, TypeError, "step is a whole number, not '7'"),
+        ((STATE, None), None, TypeError, "step must be an integer, not None"),
+        ((STATE, "7"), None, TypeError, "step must be an integer, not '7'"),
         ((STATE, -1), None, ValueError, "step is -1; the first step is 0"),
         ((7, STATE), None, UnsupportedStateError, "the state is a int; give a mapping"),
         ((nn.Linear(1, 1), 7), None, UnsupportedStateError, "the state is a Linear; give a mapping"),
@@ -137,7 +137,7 @@ def test_a_pin_of_no_step(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(STATE, step=3).result()
         for step in (None, "3"):
-            with pytest.raises(TypeError, match=f"step is a whole number, not {step!r}"):
+            with pytest.raises(TypeError, match=f"step must be an integer, not {step!r}"):
                 engine.pin(step)  # type: ignore[arg-type]
         assert engine.pin(3).pinned
 

@@ -1054,7 +1054,7 @@ def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": 1})
     done = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o"), "--to=torch", f"--step={1 << 64}"])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("pccheck: ValueError: step has at most 64 bits")
+    assert done.stderr.startswith("pccheck: ValueError: step must fit into a signed 64-bit integer")
 
 
 def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: Path) -> None:

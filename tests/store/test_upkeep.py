@@ -608,6 +608,8 @@ def test_all_or_nothing_is_removed(tmp_path: Path) -> None:
         remove_checkpoints(tmp_path, [1, 7])
     with pytest.raises(StoreError, match="no checkpoint would be left"):
         remove_checkpoints(tmp_path, [1, 2])
+    with pytest.raises(TypeError, match="step must be an integer, not None"):  # nor is it "all without a name"
+        remove_checkpoints(tmp_path, [None], force=True)  # type: ignore[list-item]
     assert image(tmp_path) == before
     assert len(remove_checkpoints(tmp_path, [1, 2], force=True).removed) == 2
     assert list_checkpoints(tmp_path) == []

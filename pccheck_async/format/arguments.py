@@ -1,0 +1,63 @@
+"""Checks of arguments that several rooms take: steps, names, counts, and which checkpoint is meant."""
+
+from __future__ import annotations
+
+import operator
+
+from pccheck_async.format.info import Which
+
+
+def check_step(step: object) -> int | None:
+    """Return a user's step as an int, None for None. Raises TypeError, ValueError (see :func:`whole_step`)."""
+    return None if step is None else whole_step(step)
+
+
+def which_one(step: object, name: object) -> Which:
+    """Return which checkpoint a user asks for. Raises ValueError where both are given, TypeError for other types."""
+    if name is None:
+        return check_step(step)
+    if step is not None:
+        raise ValueError(f"give a step or a name, not both ({step!r} and {name!r})")
+    return check_name(name)
+
+
+def check_name(name: object) -> str:
+    """Return the name of a checkpoint. Raises TypeError for what is no str, ValueError for an empty one."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a checkpoint is a str, not {name!r}")
+    if not name:
+        raise ValueError("the name of a checkpoint is not empty; give None for no name")
+    return name
+
+
+def describe_which(which: Which) -> str:
+    """Return the words that follow "checkpoint" in a message."""
+    if which is None:
+        return ""
+    return f" named {which!r}" if isinstance(which, str) else f" of step {which}"
+
+
+def new_step(step: object) -> int:
+    """Return the step of a new checkpoint, which is 0 or more; checkpoints of old versions may have negative ones."""
+    number = whole_step(step)
+    if number < 0:
+        raise ValueError(f"step is {number}; the first step is 0")
+    return number
+
+
+def whole_step(step: object) -> int:
+    """Return a user's step as an int. Raises TypeError for what is no integer, ValueError for more than 64 bits."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"step must be an integer, not {step!r}") from None
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"step must fit into a signed 64-bit integer; {step!r} does not")
+    return number
+
+
+def check_count(name: str, value: object, *, no_int: type[Exception] = ValueError) -> int:
+    """Return a setting that is a whole number of at least 1. Raises ValueError, ``no_int`` for what is no int."""
+    if type(value) is int and value >= 1:
+        return value
+    raise (ValueError if type(value) is int else no_int)(f"{name} is a whole number of at least 1, not {value!r}")
