@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pccheck_async.cli.output import Report, as_json, duration, size, table
+from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duration, size, table
 
 if TYPE_CHECKING:
     from pccheck_async.group import GroupListing
@@ -26,7 +26,7 @@ _LACKING = "x"
 _MOST_BOXES = 8
 
 
-def of_group(path: Path) -> GroupListing | None:
+def group_listing(path: Path) -> GroupListing | None:
     """Return what the records in a group's folder say, None where it is another folder."""
     from pccheck_async.group import is_group_folder, list_group
 
@@ -52,6 +52,12 @@ def incomplete_as_json(listing: GroupListing) -> list[dict[str, Any]]:
         {"step": one.step, "counter": one.key.counter, "missing_ranks": list(one.ranks), "was_complete": one.committed}
         for one in listing.incomplete
     ]
+
+
+def group_as_json(listing: GroupListing) -> dict[str, Any]:
+    """Return what ``ls`` says of a group's folder."""
+    complete = [as_json(listing.info(one)) | {"world_size": one.world} for one in listing.complete]
+    return {"checkpoints": complete, "incomplete": incomplete_as_json(listing)}
 
 
 def describe_incomplete(listing: GroupListing) -> Iterator[str]:
@@ -85,15 +91,15 @@ def placement(leaf: ShardedLeaf) -> str:
     dims = [dim for dim, cut in enumerate(cuts) if len(cut) > 1]
     if len(dims) > 1:
         return f"dims {', '.join(map(str, dims))} {over} ({' x '.join(str(len(cuts[dim])) for dim in dims)})"
-    sizes = [size for _, size in cuts[dims[0]]]
-    counted = [(len(list(alike)), length) for length, alike in groupby(sizes)]
+    lengths = [length for _, length in cuts[dims[0]]]
+    counted = [(len(list(alike)), length) for length, alike in groupby(lengths)]
     runs = [f"{count} x {length}" if count > 1 else str(length) for count, length in counted]
     return f"dim {dims[0]} {over} ({', '.join(runs[:_MOST_BOXES])}{', ...' if len(runs) > _MOST_BOXES else ''})"
 
 
 def _indices(box: ShardBox) -> str:
     """Write a box as one would index it."""
-    return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(*box, strict=True))}]"
+    return f"[{', '.join(f'{low}:{low + length}' for low, length in zip(*box, strict=True))}]"
 
 
 def _numbers(numbers: list[int]) -> str:
@@ -116,7 +122,7 @@ def heat_map(path: Path) -> Report:
     from pccheck_async.group import rank_name
     from pccheck_async.medium.status_file import read_status
 
-    listing = of_group(path)
+    listing = group_listing(path)
     if listing is None:
         raise ValueError(f"{path} is no folder of a group's checkpoints: --ranks shows the ranks of a group")
     published = {rank: read_status(path / rank_name(rank)) for rank in listing.stores}
@@ -133,6 +139,9 @@ def heat_map(path: Path) -> Report:
         "stage_seconds": {str(rank): seconds for rank, seconds in times.items()},
         "slowest": slowest(times),
     }
+    if not nbytes:
+        complain(listing.nothing(None))
+        return Report(document, (), NOTHING)
     columns = [(steps[key], parts) for key, parts in nbytes.items()]
     return Report(document, _drawn(columns, sorted(listing.stores), times))
 
@@ -144,14 +153,17 @@ def _drawn(
     rows = table("rank", "newest", "bytes of each checkpoint, oldest first", right=2)
     for rank in ranks:
         cells = "".join(_shade(parts[rank], most) if rank in parts else _LACKING for _, parts in columns)
-        newest = columns[-1][1].get(rank) if columns else None
+        newest = columns[-1][1].get(rank)
         rows.add_row(str(rank), "" if newest is None else size(newest), cells)
     yield rows
     steps = ", ".join(str(step) for step, _ in columns)
     yield f"Steps {steps}. {_SHADES[-1]}: up to {size(most)}; {_LACKING}: no part."
     if times:
         yield stage_table(times)
-    yield describe_slowest(times) or "Stage times are there while the ranks' engines run."
+        if text := describe_slowest(times):
+            yield text
+    else:
+        yield "Stage times are shown only while the engines of the ranks run."
 
 
 def _shade(value: float, most: float) -> str:
@@ -173,15 +185,15 @@ def slowest(times: Mapping[int, Mapping[str, float]]) -> int | None:
 
 
 def describe_slowest(times: Mapping[int, Mapping[str, float]]) -> str:
-    """Name the slowest rank, and what it is to the others; empty where nothing is known."""
+    """Name the slowest rank and compare it with the median of all ranks; empty for fewer than two ranks."""
     rank = slowest(times)
     if rank is None:
         return ""
-    others = median(sum(one.values()) for one in times.values())
+    middle = median(sum(one.values()) for one in times.values())
     stage = max(STAGES, key=lambda name: times[rank][name] - median(one[name] for one in times.values()))
     return (
         f"Slowest: rank {rank} with {duration(sum(times[rank].values()))} of {', '.join(STAGES)} per checkpoint "
-        f"(median of all ranks {duration(others)}), most of the difference in {stage}."
+        f"(median of all ranks {duration(middle)}), most of the difference in {stage}."
     )
 
 
@@ -192,9 +204,3 @@ def stage_table(times: Mapping[int, Mapping[str, float]]) -> Table:
     for rank, one in sorted(times.items()):
         rows.add_row(str(rank), *(f"{_shade(one[stage], most[stage])} {duration(one[stage])}" for stage in STAGES))
     return rows
-
-
-def group_as_json(listing: GroupListing) -> dict[str, Any]:
-    """Return what ``ls`` says of a group's folder."""
-    complete = [as_json(listing.info(one)) | {"world_size": one.world} for one in listing.complete]
-    return {"checkpoints": complete, "incomplete": incomplete_as_json(listing)}

@@ -41,7 +41,14 @@ from pccheck_async.cli.output import (
     size,
     table,
 )
-from pccheck_async.cli.ranks import describe_incomplete, group_as_json, heat_map, of_group, placement, rank_of_store
+from pccheck_async.cli.ranks import (
+    describe_incomplete,
+    group_as_json,
+    group_listing,
+    heat_map,
+    placement,
+    rank_of_store,
+)
 from pccheck_async.errors import NoCheckpointError
 
 if TYPE_CHECKING:
@@ -65,7 +72,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Exit status: 0 at least one checkpoint is listed, 1 the store cannot be read, 2 wrong usage, 3 there is no committed
     checkpoint in this folder.
     """
-    listing = of_group(path)
+    listing = group_listing(path)
     infos = pccheck.list_checkpoints(path) if listing is None else [listing.info(one) for one in listing.complete]
     notes = [rank_of_store(path)] if listing is None else list(describe_incomplete(listing))
     document = [as_json(info) for info in infos] if listing is None else group_as_json(listing)
@@ -437,7 +444,7 @@ def rm(
     nbytes = size(sum(info.nbytes for info in doomed))
     if (
         not yes
-        and of_group(path) is None
+        and group_listing(path) is None
         and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True)
     ):
         complain("nothing was removed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import re
 import shutil
@@ -44,7 +45,7 @@ from pccheck_async.group import Group, list_group, rank_name, reading
 from pccheck_async.group.folder import seen_stores
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
-from pccheck_async.medium.status_file import Published
+from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
 from pccheck_async.store import read_at_once
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, start_ranks, state_of_rank
@@ -464,6 +465,26 @@ def test_watch_has_a_line_for_each_rank_and_names_the_slowest(tmp_path: Path) ->
     assert [one["step"] for one in found["committed"]] == [1]
     closed = pccheck("watch", folder, "--once", status=4)
     assert re.findall(r"rank (\d): \S+ no engine has published anything here; durable: step 1", closed) == ["0", "1"]
+
+
+def test_show_ranks_of_a_group_without_checkpoints_has_status_3(tmp_path: Path) -> None:
+    save_in_group(tmp_path / "group", 1)
+    said = CliRunner().invoke(app, ["show", str(tmp_path / "group"), "--ranks"])
+    assert (said.exit_code, said.stdout) == (3, "")
+    assert "holds no checkpoint" in said.stderr
+    assert parsed("show", tmp_path / "group", "--ranks", status=3)["checkpoints"] == []
+
+
+def test_show_ranks_says_that_stage_times_are_lacking_only_where_they_are(folder: Path) -> None:
+    lacking = "Stage times are shown only while the engines of the ranks run."
+    assert lacking in pccheck("show", folder, "--ranks")
+    with (folder / "rank-00001" / STATUS_NAME).open("w+b", buffering=0) as file:
+        file.write(encode_status(EXAMPLE))
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the engine of one rank that runs
+        said = pccheck("show", folder, "--ranks")
+    assert re.search(r"^ +1 +█ 50 ms +█ 250 ms ", said, re.MULTILINE), said
+    assert "Slowest" not in said
+    assert lacking not in said
 
 
 def test_the_state_of_a_group_is_the_worst_of_its_ranks(tmp_path: Path) -> None:
