@@ -1,4 +1,4 @@
-"""What the system tells: machine and filesystem, processor time; and files dropped from the page cache."""
+"""Facts about the machine and the filesystem, and the processor time used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from pccheck_async.medium.filesystem import filesystem_type, probe
 from pccheck_async.transfer import available_cores, available_memory
 
-__all__ = ["Place", "busy_seconds", "evict", "survey"]
+__all__ = ["Place", "busy_seconds", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A machine with the memory that was available then, and a filesystem: whether it takes direct I/O, and how."""
+    """The machine, its available memory at that time, and the filesystem with its support for direct I/O."""
 
     machine: str
     memory_bytes: int
@@ -30,7 +30,7 @@ class Place:
 
 
 def survey(folder: Path) -> Place:
-    """Return where this runs; creates and removes a temporary file in ``folder``."""
+    """Return the facts about this machine and ``folder``; creates and removes a temporary file in ``folder``."""
     facts = probe(folder, create=True)
     return Place(
         machine=f"{platform.machine()}, {available_cores()} of {os.cpu_count()} cores, {_model()}",
@@ -57,14 +57,3 @@ def busy_seconds() -> float:
     fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def evict(folder: Path) -> None:
-    """Drop the files in a folder from the page cache, so that reading them is reading the device."""
-    os.sync()  # dirty pages would stay
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

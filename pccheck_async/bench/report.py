@@ -28,7 +28,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
-    """Return the median of the ratios round by round, so that what disturbs a round disturbs both sides of it.
+    """Return the median of the ratios round by round: a disturbance in one round affects both values of the ratio.
 
     None where the two did not measure the same rounds, or a round of the baseline took no time that can be measured.
     """
@@ -47,13 +47,13 @@ def table(found: Comparison) -> Table:
     baseline = found.outcomes[0]
     measured = [outcome for outcome in found.outcomes if not outcome.problem]
     for outcome in sorted(measured, key=lambda outcome: statistics.median(outcome.values("durable"))):
-        times = ratio(outcome, baseline, "durable")
+        factor = ratio(outcome, baseline, "durable")
         shown.add_row(
             outcome.method,
             _spread(outcome.values("stall")),
             _spread(outcome.values("durable")),
             _rate(found.nbytes, outcome.values("durable")),
-            "" if times is None else f"{times:.2f}",
+            "" if factor is None else f"{factor:.2f}",
             _spread(outcome.values("load")),
             f"{statistics.median(outcome.values('processor')) * (1 << 30) / found.nbytes:.2f}",
         )
@@ -90,8 +90,8 @@ def draw(found: Comparison, path: Path) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     colors = ["tab:blue" if name == "pccheck" else "0.6" for name in names]
     titles = {"stall": "the call returns (training waits)", "durable": "durable"}
-    for panel, (values, title) in zip(panels, titles.items(), strict=True):
-        low, middle, high = 1e3 * np.array([quartiles(outcome.values(values)) for outcome in measured]).T
+    for panel, (name, title) in zip(panels, titles.items(), strict=True):
+        low, middle, high = 1e3 * np.array([quartiles(outcome.values(name)) for outcome in measured]).T
         bars = panel.barh(names, middle, xerr=[middle - low, high - middle], color=colors, capsize=3)
         panel.bar_label(bars, fmt="%.3g", padding=3)
         panel.set_title(title)

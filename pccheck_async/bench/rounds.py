@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from pccheck_async.bench.machine import Place, busy_seconds, evict, survey
+from pccheck_async.bench.machine import Place, busy_seconds, survey
 from pccheck_async.bench.methods import Method, PCcheck, Tensors
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit
 from pccheck_async.format import align
 from pccheck_async.transfer import available_memory
 
-__all__ = ["LEAST_BYTES", "Comparison", "NoRoomError", "Outcome", "Sample", "compare"]
+__all__ = ["LEAST_BYTES", "Comparison", "NoRoomError", "Outcome", "Sample", "compare", "evict"]
 
 LEAST_BYTES = 64 << 10
 _TENSORS = 64
@@ -233,3 +233,14 @@ class _Rounds:
             action(outcome)
         except Exception as error:  # noqa: BLE001 - the failure of one method is its row, not the end of the comparison
             outcome.problem = f"{type(error).__name__}: {error}"[:500]
+
+
+def evict(folder: Path) -> None:
+    """Drop the files in a folder from the page cache, so that reading them is reading the device."""
+    os.sync()  # dirty pages would stay
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

@@ -1,4 +1,7 @@
-"""What a member wants done. Whoever drives it carries them out in order, and reports the ends that are named here."""
+"""The actions that a member asks for.
+
+The driver carries them out in order and reports results by calling the methods of the member named here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from pccheck_async.group.messages import AnyMessage
+from pccheck_async.group.messages import AnyMessage, Reason
 from pccheck_async.group.parts import Applied, Key, Part, SeenStore
 
 __all__ = [
@@ -31,7 +34,7 @@ __all__ = [
 
 
 class Action(msgspec.Struct, frozen=True):
-    """A plain value."""
+    """Base of all actions: an immutable value."""
 
 
 class Post(Action, frozen=True):
@@ -90,7 +93,10 @@ class WriteRecord(Action, frozen=True):
 
 
 class Free(Action, frozen=True):
-    """No durable record names these parts of this rank any more: their slots are free (I3)."""
+    """No durable record names these parts of this rank any more: their slots are free (I3).
+
+    The engine's driver has nothing to do for it (publishing the record freed them); the explorer checks I3 with it.
+    """
 
     parts: tuple[Part, ...]
 
@@ -140,7 +146,11 @@ class ChangeState(Action, frozen=True):
 
 
 class EndRestore(Action, frozen=True):
-    """The restore ends without :class:`ChangeState`: with None for ``none``, else with an error, alike on all ranks."""
+    """The restore ends without :class:`ChangeState`.
 
-    reason: Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement", "lost"]
+    Reason ``none``: ``restore`` returns None. Any other reason: it raises. All ranks get the same reason, except
+    ``lost``: this rank lost rank 0.
+    """
+
+    reason: Reason | Literal["lost"]
     why: str

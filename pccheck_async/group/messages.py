@@ -6,7 +6,7 @@ Both travel as MessagePack arrays that begin with their type's name. Numbers of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -17,9 +17,9 @@ from pccheck_async.group.view import View
 __all__ = [
     "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Change",
     "ChangeRequest", "Commit", "Confirm", "Decision", "Failed", "Found", "Goodbye", "Hello", "Joined", "Kept",
-    "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose", "Refused",
-    "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted", "Withdraw", "decode_decision",
-    "decode_message", "encode",
+    "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose", "Reason",
+    "Refused", "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted", "Withdraw",
+    "decode_decision", "decode_message", "encode",
 ]  # fmt: skip
 
 VERSION = 3
@@ -284,12 +284,15 @@ class Restored(Decision, frozen=True):
     key: Key
 
 
+Reason: TypeAlias = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
+"""Why no state is changed. ``none``: there is no checkpoint, and that is no error."""
+
+
 class NotRestored(Decision, frozen=True):
     """No state is changed, on any rank."""
 
     index: int
-    reason: Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
-    """``none``: there is no checkpoint, and that is no error."""
+    reason: Reason
     why: Mapping[int, str]
     """By rank; empty where it is the same for all."""
 

@@ -13,15 +13,22 @@ from typing import Literal, TypeAlias
 
 from pccheck_async.format import Which, describe_which
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
-from pccheck_async.group.messages import Candidate, Matched, NotRestored, Restored, RestoreRequest, Verified, Verify
+from pccheck_async.group.messages import (
+    Candidate,
+    Matched,
+    NotRestored,
+    Reason,
+    Restored,
+    RestoreRequest,
+    Verified,
+    Verify,
+)
 from pccheck_async.group.parts import Key
 
 __all__ = ["LeadRestore", "Restore", "There"]
 
 There: TypeAlias = tuple[Key, int, str | None]
 """A complete checkpoint with its step and name."""
-
-_Reason = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +202,7 @@ class LeadRestore:
         self.damaged.add(self.candidate.counter)
         return self._try_next(there, damage)
 
-    def _end(self, reason: _Reason, why: dict[int, str]) -> NotRestored:
+    def _end(self, reason: Reason, why: dict[int, str]) -> NotRestored:
         ended = NotRestored(self.index, reason, why)
         self._reset()
         return ended

@@ -43,8 +43,11 @@ def can_check(value: object) -> bool:
     return checker is not None and loader is not None and issubclass(checker, loader)
 
 
-def parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of the containers and objects in a live state, from the root; nothing inside of objects."""
+def containers_and_objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every container and object in a live state, root first.
+
+    It does not descend into Stateful objects.
+    """
     waiting: list[tuple[str, Any]] = [("", state)]
     seen: set[int] = set()
     while waiting:

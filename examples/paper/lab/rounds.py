@@ -17,8 +17,9 @@ from examples.paper.lab.methods.pccheck import PCcheck
 from examples.paper.lab.result import Row, Sample
 from examples.paper.lab.usage import PeakMemory, dirty_bytes, stored_bytes
 from examples.paper.lab.workloads import SlowDevice, Workload
-from pccheck_async.bench.machine import busy_seconds, evict
+from pccheck_async.bench.machine import busy_seconds
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file, ways
+from pccheck_async.bench.rounds import evict
 from pccheck_async.format import align
 
 __all__ = ["Entry", "Rounds"]

@@ -23,7 +23,7 @@ from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ListNode, MappingNode, Node, ShardedNode, TupleNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.restore.tree import mapping_keys
-from pccheck_async.state.stateful import parts
+from pccheck_async.state.stateful import containers_and_objects
 
 # -- modules
 
@@ -231,7 +231,7 @@ _SHOWN: Final = 5
 def names_in(state: Mapping[str, Any]) -> Names:
     """Return the names that the modules in a state have for their parameters."""
     names: dict[int, set[str]] = {}
-    modules = [part for _, part in parts(state) if isinstance(part, torch.nn.Module)]
+    modules = [part for _, part in containers_and_objects(state) if isinstance(part, torch.nn.Module)]
     for name, parameter in chain.from_iterable(each.named_parameters(remove_duplicate=False) for each in modules):
         names.setdefault(id(parameter), set()).add(name)
     return names

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state.stateful import parts
+from pccheck_async.state.stateful import containers_and_objects
 
 _SETTINGS: Final = (float, tuple, torch.Tensor)
 """Types of an optimizer's settings of which a loaded one is another object."""
@@ -24,7 +24,7 @@ _SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_
 
 def refuse_filling(state: Mapping[str, Any]) -> None:
     """Raise UnsupportedStateError for a dict in a live state that is none to restore into: its object gets nothing."""
-    for path, value in parts(state):
+    for path, value in containers_and_objects(state):
         owner = _owner(value) if isinstance(value, Mapping) else ""
         if owner:
             raise UnsupportedStateError(

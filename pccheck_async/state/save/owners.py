@@ -20,7 +20,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths
 from pccheck_async.state.boxes import Holders, alike, holders_in
-from pccheck_async.state.stateful import parts
+from pccheck_async.state.stateful import containers_and_objects
 
 _MODULUS: Final = 1 << 64
 
@@ -54,7 +54,7 @@ class Owners:
 
     def begin(self, state: Mapping[str, Any]) -> Tally:
         """Return what decides about the tensors of one state, asked in the order in which it is walked."""
-        objects = [(path, part) for path, part in parts(state) if isinstance(part, _REPLICATED)]
+        objects = [(path, part) for path, part in containers_and_objects(state) if isinstance(part, _REPLICATED)]
         key = [(path, weakref.ref(part), _ids(part)) for path, part in objects]
         known, replicas = self._replicas
         if key != known:

@@ -17,8 +17,9 @@ from examples.paper.lab.experiments.base import Experiment, Findings, Settings
 from examples.paper.lab.methods.pccheck import PCcheck
 from examples.paper.lab.table import Row
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.bench.machine import evict, survey
+from pccheck_async.bench.machine import survey
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
+from pccheck_async.bench.rounds import evict
 from pccheck_async.format import align
 from pccheck_async.transfer import available_memory
 

@@ -17,7 +17,8 @@ from examples.paper.lab.bits import differences, scribble
 from examples.paper.lab.methods import METHODS, Handle, Method, State, find_method
 from examples.paper.lab.methods.pccheck import PCcheck
 from examples.paper.lab.workloads import Workload
-from pccheck_async.bench.machine import busy_seconds, evict
+from pccheck_async.bench.machine import busy_seconds
+from pccheck_async.bench.rounds import evict
 from pccheck_async.transfer import available_cores
 
 __all__ = ["Alone", "Block", "Contender", "Race", "chosen", "plain_block"]
