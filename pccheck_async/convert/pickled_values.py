@@ -167,7 +167,7 @@ class _Array:
         if not isinstance(dtype, _Dtype):
             raise UnpicklingError("an array of numpy of no dtype")
         order: Any = "F" if fortran is True else "C"
-        self.array = np.ndarray(shape, dtype.dtype, bytes(data), order=order).copy(order="K")
+        self.array = np.ndarray(shape, dtype.dtype, memoryview(data), order=order).copy(order="K")
 
 
 def _reconstruct(*_: Any) -> _Array:
@@ -175,7 +175,7 @@ def _reconstruct(*_: Any) -> _Array:
 
 
 def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    return np.ndarray((), dtype.dtype, bytes(data))[()]
+    return np.ndarray((), dtype.dtype, memoryview(data))[()]
 
 
 def _no_bytes() -> bytes:

@@ -107,11 +107,11 @@ def _check_replaceable(path: Path, parts: Sequence[str]) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    if not path.is_dir():
-        temporary.replace(path)
-        return
     try:
-        exchange(temporary, path)
+        if path.is_dir():
+            exchange(temporary, path)
+        else:
+            temporary.replace(path)
     except OSError as error:
         raise write_error(error, path) from None
 

@@ -1,6 +1,6 @@
 """The folder ``checkpoint-N`` of Hugging Face's Trainer, to the state of ``integrations.transformers`` and back.
 
-Here and not beside that adapter, because it takes files only: transformers need not be there.
+Here and not beside that adapter, because it takes files only: transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
 
 def _read_json(file: Path) -> tuple[str, int]:
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8")
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CorruptStoreError(f"{file} is no JSON: {error}") from error
@@ -130,6 +130,14 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
     for part, names in (("", there), ("trainer.", dict(below(there["trainer"])))):
         others = [f"{part}{name} (left out: the Trainer has no place for it)" for name in names if name not in _KNOWN]
         selection.changed += others
+    trainer, rng = (connection.rebuild(there.get(part)) for part in ("trainer", "rng"))
+    try:
+        progress = json.loads(trainer["state"])
+        generators = None if rng is None else _rng_file(rng)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedStateError(
+            f"PCcheckCallback of integrations.transformers saved no such checkpoint: {type(error).__name__}: {error}"
+        ) from error
     with new_folder(path) as folder:
         for part, title in {"model": safetensors_file.WHOLE, **_FILES}.items():
             if part not in there:
@@ -140,10 +148,9 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
             else:
                 connection.call(torch_file.write(chosen, connection.chunks, folder / title))
             selection.changed += [f"{part}.{line}" for line in chosen.changed]
-        if "rng" in there:
-            torch.save(_rng_file(connection.rebuild(there["rng"])), folder / _RNG)
-        state = json.loads(connection.rebuild(there["trainer"])["state"])
-        (folder / TRAINER_STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+        if generators is not None:
+            torch.save(generators, folder / _RNG)
+        (folder / TRAINER_STATE).write_text(json.dumps(progress, indent=2, sort_keys=True) + "\n")
 
 
 def _rng_file(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -329,3 +329,22 @@ def test_what_no_framework_saved_is_not_exported_for_one(tmp_path: Path) -> None
         with pytest.raises(ValueError, match="the whole checkpoint"):
             export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, root="model")  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ({"trainer": {"epoch": 1}}, "KeyError: 'state'"),
+        ({"trainer": 3}, "TypeError"),
+        ({"trainer": {"state": "text"}}, "JSONDecodeError"),
+        ({"trainer": {"state": "{}"}, "rng": {"python": 3}}, "KeyError: 'numpy'"),
+    ],
+)
+def test_a_state_with_parts_that_are_named_as_the_adapter_names_them_is_not_exported(
+    tmp_path: Path, others: dict[str, Any], says: str
+) -> None:
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        engine.checkpoint({"model": {"w": torch.ones(2)}, **others}, step=1).result(60)
+    with pytest.raises(UnsupportedStateError, match=f"integrations.transformers saved no such checkpoint: {says}"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="transformers")
+    assert os.listdir(tmp_path) == ["s"]

@@ -1133,6 +1133,28 @@ def test_import_beside_a_trainer(tmp_path: Path) -> None:
             import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
 
 
+class Forged:
+    """Pickled as what NumPy pickles, with something else in place of its bytes."""
+
+    def __init__(self, make: Any, *arguments: Any, state: Any = None) -> None:
+        self.reduced = (make, arguments) if state is None else (make, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize("data", [8, None, "text"])
+def test_numpys_values_of_a_file_are_made_of_bytes_only(tmp_path: Path, data: Any) -> None:
+    array: Any = np.arange(1).__reduce__()
+    make_array, arguments, state = array
+    scalar: Any = np.int64(1).__reduce__()
+    make_scalar, (dtype, _) = scalar
+    for value in (Forged(make_array, *arguments, state=(*state[:-1], data)), Forged(make_scalar, dtype, data)):
+        torch.save({"x": value}, tmp_path / "t.pt")
+        with pytest.raises(CorruptStoreError, match="TypeError"):
+            pickled_values.read_file(tmp_path / "t.pt")
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, ("/nonexistent/evil",)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from pccheck_async import SyncCheckpointEngine, export_checkpoint, import_checkpoint, load_sync
 from pccheck_async.convert import target
+from pccheck_async.errors import WriteError
 from pccheck_async.medium import renaming
 
 FORMATS: list[dict[str, Any]] = [{"to": "torch"}, {"to": "safetensors"}, {"to": "safetensors", "max_file_size": 40}]
@@ -36,6 +37,12 @@ def run(tmp_path: Path) -> Path:
         for step in (1, 2):
             engine.checkpoint(state_of(step), step=step).result()
     return tmp_path / "run"
+
+
+def test_what_cannot_take_the_place_of_a_file_is_a_write_error(tmp_path: Path) -> None:
+    with pytest.raises(WriteError), target.replacing(tmp_path / "out", ()):
+        pass  # nothing is there to take it
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("how", FORMATS, ids=str)
