@@ -171,6 +171,7 @@ class CheckpointEngine(EngineBase):
 
         Raises:
             CheckpointError: an earlier checkpoint failed and nobody awaited it; and what :meth:`checkpoint` raises.
+            ValueError: as for :meth:`checkpoint`, on entering, whether or not this step would be saved.
         """
         return AsyncStepContext(self._training, TrainingStep(state, step, metadata), self.checkpoint)
 
@@ -201,7 +202,7 @@ class CheckpointEngine(EngineBase):
                 the command line find it by that. It counts into the 512 bytes of ``metadata``. Names of the checkpoints
                 in a store, and of those in flight, differ. In a group all ranks give the same.
             replace: The record that commits it drops the checkpoint that has its ``name``, pinned or not: after a crash
-                either the one or the other is there.
+                either the one or the other is there. And ``step`` may be one that the store was opened with, or less.
             overlap: Return earlier. The tensors that attached optimizers train are captured while training goes on;
                 the next step of such an optimizer waits for the capture (on GPUs without blocking the host, if all
                 copies are queued there). Everything else is captured before this returns, except large tensors that
@@ -222,7 +223,9 @@ class CheckpointEngine(EngineBase):
                 values: FakeTensorMode, a function of torch.compile or a transform of torch.func.
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
-            ValueError: there is a checkpoint of this ``name`` already, or in flight.
+            ValueError: there is a checkpoint of this ``name`` already, or in flight. Or a run begins anew over another:
+                the store was opened with a checkpoint of this ``step`` or a larger one, and this engine has neither
+                restored nor saved any; nothing was captured.
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)

@@ -125,7 +125,7 @@ def import_checkpoint(
             there = engine.checkpoints()
             if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
                 with mapped_memory.given_back(leaves.values):
-                    info = engine.checkpoint(state, step=step, metadata=metadata).result()
+                    info = engine.checkpoint(state, step=step, metadata=metadata, replace=True).result()
                 known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
                 return Imported(**known_facts, source=kind, missing=missing)
 

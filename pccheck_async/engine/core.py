@@ -28,7 +28,7 @@ from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
 from pccheck_async.engine.status_publisher import make_status
-from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
+from pccheck_async.errors import CheckpointError, ClosedError, DamagedError, NoCheckpointError
 from pccheck_async.format import (
     CheckpointInfo,
     Entry,
@@ -83,6 +83,7 @@ class EngineCore:
         self.stalls = Stalls(self.reporter, lambda: self.trace)
         self.in_flight = InFlight(config, self.reporter)
         self.loop: EngineLoop
+        self._unrestored: list[CheckpointInfo] = []  # found at opening, until the first restore or save
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
@@ -112,7 +113,8 @@ class EngineCore:
             yield from self._join()
             self._began = time.time()
             # Asks the user's policy, too, which may raise.
-            checkpoints, step, io = len(self.infos), self.newest_step, self.statistics().io
+            self._unrestored = self.infos
+            checkpoints, step, io = len(self._unrestored), self.newest_step, self.statistics().io
         except BaseException:
             self.state = "closed"
             forget(self)
@@ -297,6 +299,8 @@ class EngineCore:
         if not last:
             self.in_flight.raise_untold()
         step = None if step is None else new_step(step)
+        if not replace:
+            self.check_restored(step)
         name = None if name is None else check_name(name)
         plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
         skipped = None if last else self.in_flight.skip(step)
@@ -320,6 +324,7 @@ class EngineCore:
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
                 # Uses up a counter before the scheduler hears of it: else an interrupt in between gives it away twice.
                 pending = self.in_flight.add(step, name)
+                self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
                 overlapped = None if capture.lazy is None else self.guard.watch(pending, capture.lazy)
@@ -341,6 +346,20 @@ class EngineCore:
             if not taken:  # skipped after all, or the engine was closed meanwhile
                 capture.release()
         return pending, start
+
+    def check_restored(self, step: int | None) -> None:
+        """Raise ValueError where a checkpoint of ``step`` would replace what the store held, and nobody restored it.
+
+        The answer is the same on all ranks of a group: what they found, restored and removed is.
+        """
+        if not self._unrestored or step is None:
+            return
+        if step <= (largest := max(info.step for info in self._unrestored)):
+            raise ValueError(
+                f"{self.path} holds step {largest}, which this engine has not restored, and a checkpoint of step "
+                f"{step} would replace it as the newest: call restore(state) first, use another folder, or remove it "
+                f"(engine.remove(step={largest}, force=True), `pccheck rm`)"
+            )
 
     def _check_place(self, name: str | None, *, replace: bool) -> None:
         """Raise ValueError where a checkpoint of this name is there already, StoreFullError where no record names more.
@@ -441,6 +460,7 @@ class EngineCore:
             if which in (pending.step, pending.name) or not others:
                 yield pending.until_ended
         removed: list[Entry] = yield assembly.store.remove(which, force=force)
+        self._unrestored = [info for info in self._unrestored if which not in (info.step, info.name)]
         return [entry.info for entry in removed]
 
     def restore(
@@ -462,11 +482,17 @@ class EngineCore:
             for pending in reading:
                 yield pending.until_out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from self._restore(
-            assembly, state, which, progress, strict=strict, dtype=dtype
-        )
+        try:
+            restored: Restored | None = yield from self._restore(
+                assembly, state, which, progress, strict=strict, dtype=dtype
+            )
+        except DamagedError:
+            if which is None:  # nothing is whole: whoever goes on loses nothing that could be restored
+                self._unrestored = []
+            raise
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
+        self._unrestored = []
         return restored
 
     def _restore(

@@ -126,7 +126,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         try:
             _pin_alone(engine, complete)
             engine.on_event(partial(ranks.note, ranks.number))
-            pending = engine.checkpoint({_STATE: _Snapshot(state_dict)}, step=ranks.number)
+            pending = engine.checkpoint({_STATE: _Snapshot(state_dict)}, step=ranks.number, replace=True)
         except BaseException:
             engine.close()
             raise

@@ -81,9 +81,9 @@ class PCcheckCallback(TrainerCallback):
     """Saves all that a Trainer's run consists of while it trains; the same command again resumes it.
 
     :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
-    checkpoint in the store, and trains from the beginning where there is none. A folder of the Trainer's own that is
-    given as ``resume_from_checkpoint=`` wins: training goes on from there, and what is saved then is the newest. A
-    warning says so where the store holds a later step.
+    checkpoint in the store, and trains from the beginning where there is none. From a folder of the Trainer's own that
+    is given as ``resume_from_checkpoint=`` training goes on instead; it raises ValueError where the store holds a later
+    step, which would be replaced.
 
     The step of a checkpoint is the Trainer's ``global_step``. Saved are model, optimizer, scheduler, gradient scaler,
     random number generators (of each rank), the position in the data, the TrainerState with its log and best metric,
@@ -220,10 +220,10 @@ class PCcheckCallback(TrainerCallback):
             self.engine = self._open.enter_context(engine)
             latest, step = engine.latest, trainer.state.global_step
             if resume is not _STORE and latest is not None and latest.step > step:
-                text = (
-                    "training resumes from %s at step %d; step %d in %s will be replaced: give another store to keep it"
+                raise ValueError(
+                    f"training resumes from {resume} at step {step}, and {engine.path} holds step {latest.step}: leave "
+                    "resume_from_checkpoint out to go on from that, or give PCcheckCallback another store"
                 )
-                warnings.warn(text % (resume, step, latest.step, engine.path), stacklevel=2)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
         return self._prepared

@@ -133,6 +133,7 @@ class TrainingRun(TrainingHooks):
         """Note the beginning of a training step, and return it."""
         core = self.core
         core.check_alive()
+        core.check_restored(this.step)  # now, and not when the first save is due
         self.preemption.in_use = True
         self.preemption.go_on()
         if not self.preemption.pending:

@@ -170,6 +170,7 @@ def test_growing_and_shrinking_state(tmp_path: Path) -> None:
 def test_counters_go_on_after_a_restart_and_equal_steps_mean_the_newest(tmp_path: Path) -> None:
     for run in range(3):
         with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
+            engine.restore({"run": None})
             info = engine.checkpoint({"run": run}, step=1).result(60)
             assert info.counter == run
     assert load_sync(tmp_path, step=1) == {"run": 2}

@@ -197,7 +197,7 @@ def test_names_that_look_alike(tmp_path: Path) -> None:
     save(tmp_path, {"a": {"b": 1}, "a.b": 2, "c.d": 3})
     with open_checkpoint(tmp_path) as checkpoint:
         assert (checkpoint["a.b"], checkpoint["a\\.b"], checkpoint["c.d"]) == (1, 2, 3)
-    save(tmp_path, {"a": {"b.c": 1}, "a.b": {"c": 2}})
+    save(tmp_path, {"a": {"b.c": 1}, "a.b": {"c": 2}}, step=1)
     with open_checkpoint(tmp_path) as checkpoint, pytest.raises(KeyError, match="several"):
         checkpoint["a.b.c"]
 

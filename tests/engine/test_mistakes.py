@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from pccheck_async import (
     CheckpointEngine,
     ClosedError,
+    DamagedError,
     NoCheckpointError,
     StateMismatchError,
     SyncCheckpointEngine,
@@ -254,3 +255,85 @@ def test_calls_that_nobody_awaited_are_told_when_the_engine_closes(
 def test_a_call_that_nobody_awaited_has_the_name_of_its_method(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"coroutine 'CheckpointEngine\.checkpoint' was never awaited"):
         CheckpointEngine(tmp_path).checkpoint(STATE)  # type: ignore[unused-coroutine]
+
+
+# -- a run that begins anew over another
+
+
+def run_until(path: Path, *steps: int) -> None:
+    with SyncCheckpointEngine(path, keep_last=len(steps)) as engine:
+        for step in steps:
+            engine.checkpoint({"x": torch.full((3,), float(step))}, step=step).result()
+
+
+@pytest.mark.parametrize("step", [0, 299])
+def test_a_checkpoint_over_a_run_that_was_not_restored(step: int, tmp_path: Path) -> None:
+    run_until(tmp_path, 299)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(ValueError, match=rf"holds step 299, .* of step {step} would .* call restore\("):
+            engine.checkpoint(STATE, step=step)
+        assert engine.statistics().admitted == 0
+    assert [info.step for info in list_checkpoints(tmp_path)] == [299]
+
+
+def test_a_training_step_over_a_run_that_was_not_restored(tmp_path: Path) -> None:
+    run_until(tmp_path, 299)
+    with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
+        for step in range(2):
+            with pytest.raises(ValueError, match="holds step 299"):
+                engine.step(STATE, step).__enter__()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [299]
+
+
+def test_an_async_run_over_one_that_was_not_restored(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path) as engine:
+            with pytest.raises(ValueError, match="holds step 299"):
+                await engine.step(STATE, 0).__aenter__()
+            with pytest.raises(ValueError, match="holds step 299"):
+                await engine.checkpoint(STATE, step=0)
+            await engine.restore({"x": torch.ones(3)})
+            async with engine.step(STATE, 0):
+                pass
+
+    run_until(tmp_path, 299)
+    asyncio.run(main())
+    assert [info.step for info in list_checkpoints(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize(
+    "settle",
+    [
+        lambda engine: engine.restore({"x": torch.ones(3)}, step=100),
+        lambda engine: engine.checkpoint(STATE, step=300),
+        lambda engine: engine.checkpoint(STATE),
+        lambda engine: engine.checkpoint(STATE, step=101, replace=True),
+        lambda engine: engine.remove(step=299),
+    ],
+    ids=["going back", "a later step", "by counter", "replacing", "removed"],
+)
+def test_whoever_knows_of_the_run_may_save_earlier_steps(settle: Callable[[Any], Any], tmp_path: Path) -> None:
+    run_until(tmp_path, 100, 299)
+    with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
+        settle(engine)
+        assert engine.checkpoint(STATE, step=101).result().step == 101
+
+
+def test_a_restore_that_failed_does_not_count(tmp_path: Path) -> None:
+    run_until(tmp_path, 299)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(StateMismatchError):
+            engine.restore({"x": torch.ones(4)})
+        with pytest.raises(NoCheckpointError):
+            engine.restore({"x": torch.ones(3)}, step=5)
+        with pytest.raises(ValueError, match="holds step 299"):
+            engine.checkpoint(STATE, step=0)
+
+
+def test_a_run_of_which_nothing_is_whole_may_begin_anew(tmp_path: Path) -> None:
+    run_until(tmp_path, 299)
+    (tmp_path / "slot-000").write_bytes(b"damaged")
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(DamagedError):
+            engine.restore({"x": torch.ones(3)})
+        assert engine.checkpoint(STATE, step=0).result().step == 0

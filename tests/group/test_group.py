@@ -100,6 +100,21 @@ def test_async_engines(tmp_path: Path) -> None:
     assert run_ranks(2, rank_main) == [[5, 5]] * 2
 
 
+def test_a_run_over_one_that_was_not_restored_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, lambda group: save(tmp_path, group, range(5)))
+
+    def again(group: Group) -> list[int]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            for refused in (partial(engine.checkpoint, step=3), lambda state: engine.step(state, 0).__enter__()):
+                with pytest.raises(ValueError, match="holds step 4, which this engine has not restored"):
+                    refused(state_of(group.rank, 3))
+            engine.checkpoint(state_of(group.rank, 5), step=5).result()
+            engine.checkpoint(state_of(group.rank, 3), step=3).result()
+            return [info.step for info in engine.checkpoints()]
+
+    assert run_ranks(2, again) == [[3]] * 2
+
+
 def test_many_in_flight_end_in_one_way_on_all_ranks(tmp_path: Path) -> None:
     def rank_main(group: Group) -> list[tuple[int, bool]]:
         with SyncCheckpointEngine(tmp_path, group=group, max_in_flight=3) as engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -190,11 +191,14 @@ def test_the_best_model_and_patience_are_resumed_beside_the_trainers_own_saving(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:training resumes from .* will be replaced")
-def test_a_folder_of_the_trainers_own_wins(tmp_path: Path) -> None:
+def test_a_folder_of_the_trainers_own_wins_but_replaces_no_later_step(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 4}
     whole = live(kit.Training(tmp_path, options=options), tmp_path / "journal")
     again = kit.Training(tmp_path, options=options)
+    with pytest.raises(ValueError, match=r"at step 4, and .* holds step 9: leave resume_from_checkpoint out"):
+        again(Journal(tmp_path / "journal"), resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-4"))
+    assert [info.step for info in list_checkpoints(tmp_path / "store")] == [9]
+    shutil.rmtree(tmp_path / "store")
     life = live(
         lambda journal: again(journal, resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-4")),
         tmp_path / "journal",

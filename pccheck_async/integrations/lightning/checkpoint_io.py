@@ -61,7 +61,8 @@ class PCcheckIO(TorchCheckpointIO):
         store = place if in_place else place.with_name(f".{place.name}.saving")
         engine = SyncCheckpointEngine(store, **self._settings).open()
         try:
-            pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"), metadata=METADATA)
+            step = checkpoint.get("global_step")
+            pending = engine.checkpoint(checkpoint, step=step, metadata=METADATA, replace=True)
         except BaseException:
             engine.close()
             raise

@@ -74,7 +74,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         engine = SyncCheckpointEngine(store, group=dist.group.WORLD, **self._settings).open()
         try:
             step = checkpoint.get("global_step")
-            pending = engine.checkpoint({**parts, OTHERS: checkpoint}, step=step, metadata=METADATA)
+            pending = engine.checkpoint({**parts, OTHERS: checkpoint}, step=step, metadata=METADATA, replace=True)
         except BaseException:
             engine.close()
             raise
