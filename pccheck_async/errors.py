@@ -166,11 +166,13 @@ def write_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
 
 def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
     """Map the ``OSError`` of a store's folder that cannot be made or opened; names what is in the way."""
-    why = "it is no folder" if error.errno in (_errno.EEXIST, _errno.ENOTDIR) else error.strerror or str(error)
+    why, use = error.strerror or str(error), "use a folder that this process may write"
     at, folder = os.fspath(error.filename or path), os.fspath(path)
+    if error.errno in (_errno.EEXIST, _errno.ENOTDIR):
+        why, use = "it is a file" if os.path.isfile(at) else "it is no folder", "give a folder"
     if at != folder:
         why = f"{at}: {why}"
-    text = f"the store's folder cannot be made or opened ({why}); use a folder that this process may write"
+    text = f"the store's folder cannot be made or opened ({why}); {use}"
     return WriteError(error.errno or _errno.EIO, text, folder)
 
 

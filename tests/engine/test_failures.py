@@ -358,11 +358,11 @@ def test_a_read_only_filesystem(small_disk: Path) -> None:
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    asked = "; use a folder that this process may write: "
-    refused = pytest.raises(WriteError, match=rf"folder cannot be made or opened \(it is no folder\){asked}'.*/file'")
+    asked = "; give a folder: "
+    refused = pytest.raises(WriteError, match=rf"folder cannot be made or opened \(it is a file\){asked}'.*/file'")
     with refused, SyncCheckpointEngine(tmp_path / "file"):
         pass
-    refused = pytest.raises(WriteError, match=rf"opened \(.*/file: it is no folder\){asked}'.*/file/below'")
+    refused = pytest.raises(WriteError, match=rf"opened \(.*/file: it is a file\){asked}'.*/file/below'")
     with refused, SyncCheckpointEngine(tmp_path / "file" / "below"):
         pass
     assert (tmp_path / "file").read_text() == "mine"

@@ -330,7 +330,7 @@ def test_what_a_killed_tuning_left_goes_with_the_next(tmp_path: Path) -> None:
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(WriteError, match=r"folder cannot be made or opened \(it is no folder\)"):
+    with pytest.raises(WriteError, match=r"folder cannot be made or opened \(it is a file\)"):
         tune_blocking(tmp_path / "file", nbytes=MIB)
 
 

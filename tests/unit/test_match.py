@@ -958,7 +958,8 @@ def test_optimizers_of_another_kind() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
     sgd, adam = torch.optim.SGD(parameters, 0.1), torch.optim.AdamW(parameters)
     text = (
-        "o.param_groups.0 (another optimizer's: for AdamW it lacks betas, eps, and has dampening, momentum, nesterov)"
+        "o.param_groups.0 (another optimizer's: for AdamW it lacks betas, eps, and has dampening, momentum, nesterov; "
+        "to restore only the rest, take o out and call restore(state, strict=False))"
     )
     assert mismatch({"o": adam}, save({"o": sgd})).mismatched == (text,)
     assert "for SGD it lacks dampening, momentum, and has" in str(mismatch({"o": sgd}, save({"o": adam})))

@@ -98,7 +98,7 @@ def differences(
                 )
     if getattr(optimizer, _HOOKS, None):
         return []
-    mismatches = _group_differences(optimizer, own, node, paths.child(path, "param_groups"))
+    mismatches = _group_differences(optimizer, own, node, path)
     if not mismatches:
         for where, value, parameter in like_parameters(optimizer, own, node):
             shape = tensors[value.index].shape if isinstance(value, ArrayNode) else value.shape
@@ -108,8 +108,8 @@ def differences(
     return mismatches
 
 
-def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, where: str) -> list[str]:
-    groups = own.get("param_groups")
+def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, path: str) -> list[str]:
+    where, groups = paths.child(path, "param_groups"), own.get("param_groups")
     stored = _items(node).get("param_groups")
     if not isinstance(groups, list):
         return []  # an optimizer with a state of its own kind
@@ -124,7 +124,8 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
         if (here := len(group["params"])) != count:
             mismatches.append(f"{where}.{index}.params ({here} parameters here, {count} in the checkpoint)")
         if trouble := _other_kind(optimizer, group, item):
-            mismatches.append(f"{where}.{index} ({trouble})")
+            rest = f"to restore only the rest, take {path} out and call restore(state, strict=False)"
+            mismatches.append(f"{where}.{index} ({trouble}; {rest})")
     return mismatches
 
 

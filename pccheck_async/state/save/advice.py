@@ -27,7 +27,7 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (torch.Tensor, "save a plain tensor (x.as_subclass(torch.Tensor)); run lazy modules once first"),
     (np.ma.MaskedArray, "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
     (np.ndarray, "save numpy.asarray(x)"),
-    (torch.utils.data.DataLoader, "save where it is: with pccheck_async.ResumableLoader in its place"),
+    (torch.utils.data.DataLoader, "use pccheck_async.ResumableLoader(dataset, batch_size=...) instead of it"),
     (
         _BaseDataLoaderIter,
         "save the loader, not its iterator: pccheck_async.ResumableLoader, or torchdata's StatefulDataLoader",
@@ -86,9 +86,10 @@ def _advice(value: Any) -> str:
 
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
     """Return the error that refuses a value and says what to do."""
-    return UnsupportedStateError(
-        f"{path}: a {full_name(value)} cannot be saved; {_advice(value)} (an engine with allow_pickle=True pickles it)"
-    )
+    text = f"{path}: a {full_name(value)} cannot be saved; {_advice(value)}"
+    if not isinstance(value, torch.utils.data.DataLoader):  # one that is pickled has no position
+        text += " (an engine with allow_pickle=True pickles it)"
+    return UnsupportedStateError(text)
 
 
 def full_name(value: object) -> str:
