@@ -44,6 +44,7 @@ from pccheck_async.format import (
 from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
+from pccheck_async.state import refuse_filling
 from pccheck_async.store import KeepAll, Store
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
@@ -350,7 +351,7 @@ class EngineCore:
     def check_restored(self, step: int | None) -> None:
         """Raise ValueError where a checkpoint of ``step`` would replace what the store held, and nobody restored it.
 
-        The answer is the same on all ranks of a group: what they found, restored and removed is.
+        The answer is the same on all ranks of a group, as what they found, restored and removed is.
         """
         if not self._unrestored or step is None:
             return
@@ -492,6 +493,8 @@ class EngineCore:
             raise
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
+        if restored is None:
+            refuse_filling(state)  # now, and not when there is something to restore
         self._unrestored = []
         return restored
 

@@ -28,6 +28,7 @@ from pccheck_async.state.restore.reshard import (
 )
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, refuse_boxes, select
 from pccheck_async.state.rng import RNGState
+from pccheck_async.state.save.detached import refuse_filling, state_dicts
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners
 from pccheck_async.state.save.split import LazyPart, Splitter
@@ -92,11 +93,13 @@ __all__ = [
     "private_mesh",
     "rebuild",
     "refuse_boxes",
+    "refuse_filling",
     "refuse_pickled",
     "refuse_tracing",
     "reshard",
     "select",
     "sharded_paths",
+    "state_dicts",
     "stop_notifying",
     "storage_address",
     "stored_boxes",

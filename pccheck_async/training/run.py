@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -28,7 +29,7 @@ from pccheck_async.engine import (
     unwrapped,
 )
 from pccheck_async.format import Metadata, check_metadata, new_step
-from pccheck_async.state import check_outermost, notify, stop_notifying, storage_address
+from pccheck_async.state import check_outermost, notify, state_dicts, stop_notifying, storage_address
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.preemption import Preemption
@@ -167,6 +168,8 @@ class TrainingRun(TrainingHooks):
             core.trace(Span(name="step", start=start, end=end, step=this.step))
         due = self._is_due(this) and not self.stopping
         first, self._state_seen = not self._state_seen, True
+        if first:
+            self._warn_of_state_dicts(this)
         if first and not due:
             core.captures.check(this.state)  # what cannot be saved is told now, and not in an hour
         return due
@@ -229,6 +232,15 @@ class TrainingRun(TrainingHooks):
         self._due = not this.whole
         return this.whole
 
+    def _warn_of_state_dicts(self, this: TrainingStep) -> None:
+        """Warn, and do not refuse: a dict that is made anew inside each step is saved as it should be, for ``load``."""
+        text = (
+            "%s the state_dict() of a live %s: unless it is made anew inside each step, what it held when it was made "
+            "is saved every time, and restore() refuses it; put the %s itself there"
+        )
+        for where, owner in state_dicts(this.state):
+            write(logging.WARNING, "state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
+
     def _look_for_steps(self, this: TrainingStep) -> None:
         if self._waited == _LONG_WINDOW:  # it was said
             return
@@ -274,13 +286,18 @@ class TrainingRun(TrainingHooks):
             yield core.wait_ended(last=True)
             if not newest.failed:
                 return
-        if self._is_as_it_was(last, well=well):
+        if not (why := self._what_changed(last, well=well)):
             core.start_checkpoint(
                 last.state, last.step, last.metadata, last=True
             )  # closing waits for it, and tells its failure
+            return
+        yield core.wait_ended(last=True)  # closing would wait, too: which one is the newest is known then
+        there = "nothing is saved" if core.newest_step is None else f"newest saved: step {core.newest_step}"
+        text = "the last step, %d, is not saved on leaving (%s): %s"
+        write(logging.WARNING, "last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
 
-    def _is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
-        """Whether the state is still that of the end of this step, as far as can be told; else say what happened.
+    def _what_changed(self, this: TrainingStep, *, well: bool) -> str:
+        """Return why the state is not that of the end of this step any more; empty where it is, as far as can be told.
 
         Args:
             this: The step.
@@ -289,25 +306,21 @@ class TrainingRun(TrainingHooks):
                 say) counts as a reader.
         """
         if not this.whole:
-            why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
-        elif this.mark is None or not self._accumulation.is_at(this.mark):
-            why = (
+            return "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
+        if this.mark is None or not self._accumulation.is_at(this.mark):
+            return (
                 "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
                 "before that, or call engine.checkpoint before it"
             )
-        elif {at for at, writes in self._reached if writes or not well}.intersection(
+        if {at for at, writes in self._reached if writes or not well}.intersection(
             # new memory, the same ones
             chain(map(storage_address, this.mark.parameters), map(id, this.mark.parameters))
         ):
-            why = (
+            return (
                 "code got at the memory of its parameters since ('param.data'), as evaluations with other weights do; "
                 "leave the context before that, or call engine.checkpoint before it"
             )
-        else:
-            return True
-        text = "the last step, %d, is not saved on leaving: %s"
-        write(logging.WARNING, "last_not_saved", text, this.step, why, step=this.step, store=self.core.path)
-        return False
+        return ""
 
     def _note_access(self, owner: object, writes: bool) -> None:
         if self._last_finished is not None:
@@ -317,10 +330,26 @@ class TrainingRun(TrainingHooks):
 class _Context:
     """What both contexts are made of; ``checkpoint`` is the engine's method."""
 
+    _entered = False
+    _statement: str
+
+    def __del__(self) -> None:
+        if not self._entered:
+            text = "engine.step(...) was never entered, and did nothing: write '%s engine.step(state, step):'"
+            warnings.warn(text % self._statement, RuntimeWarning, stacklevel=2)
+
+    def _enter(self) -> TrainingStep:
+        self._entered = True
+        return self._training.begin(self._this)
+
     def __init__(self, training: TrainingRun, this: TrainingStep, checkpoint: Callable[..., Any]) -> None:
         self._training = training
         self._this = this
         self._checkpoint = checkpoint
+
+    def _refuse(self, instead: str) -> NoReturn:
+        self._entered = True  # else that it was not would be told, too
+        raise TypeError(instead)
 
     def _take(self) -> Any:
         this, overlap = self._this, bool(self._training.core.guard.optimizers)
@@ -334,8 +363,10 @@ class _Context:
 class StepContext(_Context):
     """What ``SyncCheckpointEngine.step`` returns."""
 
+    _statement = "with"
+
     def __enter__(self) -> TrainingStep:
-        return self._training.begin(self._this)
+        return self._enter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -347,7 +378,7 @@ class StepContext(_Context):
             block_on(training.core, training.save_and_go(this))
 
     def __aenter__(self) -> NoReturn:
-        raise TypeError("use 'with engine.step(...)': this engine is a SyncCheckpointEngine")
+        self._refuse("use 'with engine.step(...)': this engine is a SyncCheckpointEngine")
 
     def __aexit__(self, *_: object) -> None: ...
 
@@ -355,8 +386,10 @@ class StepContext(_Context):
 class AsyncStepContext(_Context):
     """What ``CheckpointEngine.step`` returns."""
 
+    _statement = "async with"
+
     async def __aenter__(self) -> TrainingStep:
-        return self._training.begin(self._this)
+        return self._enter()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -369,6 +402,6 @@ class AsyncStepContext(_Context):
             await training.let_cancel()
 
     def __enter__(self) -> NoReturn:
-        raise TypeError("use 'async with engine.step(...)', or a SyncCheckpointEngine where nothing is async")
+        self._refuse("use 'async with engine.step(...)', or a SyncCheckpointEngine where nothing is async")
 
     def __exit__(self, *_: object) -> None: ...

@@ -23,6 +23,8 @@ from pccheck_async import (
     ClosedError,
     DamagedError,
     NoCheckpointError,
+    ResumableLoader,
+    RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
@@ -191,7 +193,9 @@ def test_values_that_have_a_better_way(tmp_path: Path) -> None:
 
     coroutine = later()
     with SyncCheckpointEngine(tmp_path) as engine:
-        with pytest.raises(UnsupportedStateError, match=r"loader: .*DataLoader cannot be saved; .*ResumableLoader"):
+        with pytest.raises(
+            UnsupportedStateError, match=r"loader: .*DataLoader cannot be saved; use .*ResumableLoader\(.* of it$"
+        ):
             engine.checkpoint({"loader": DataLoader([1, 2])})  # type: ignore[arg-type]
         with pytest.raises(UnsupportedStateError, match=r"later: .*; await it"):
             engine.checkpoint({"later": coroutine})
@@ -255,6 +259,49 @@ def test_calls_that_nobody_awaited_are_told_when_the_engine_closes(
 def test_a_call_that_nobody_awaited_has_the_name_of_its_method(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"coroutine 'CheckpointEngine\.checkpoint' was never awaited"):
         CheckpointEngine(tmp_path).checkpoint(STATE)  # type: ignore[unused-coroutine]
+
+
+@pytest.mark.parametrize(("kind", "statement"), [(SyncCheckpointEngine, "with"), (CheckpointEngine, "async with")])
+def test_a_training_step_that_nobody_entered(kind: Callable[..., Any], statement: str, tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"was never entered.*: write '{statement} engine\.step\(") as warned:
+        kind(tmp_path).step(STATE, 0)
+    assert [Path(each.filename).name for each in warned] == ["test_mistakes.py"]
+
+
+# -- a state_dict() in the place of its object
+
+
+def state_dicts() -> dict[str, dict[str, Any]]:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    loader: ResumableLoader[int] = ResumableLoader([1, 2], batch_size=1)
+    made = {"optimizer": optimizer, "scheduler": scheduler, "RNGState": RNGState(), "ResumableLoader": loader}
+    return {name: made[name].state_dict() for name in made} | {"objects": made}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("owner", ["optimizer", "scheduler", "RNGState", "ResumableLoader"])
+def test_a_state_dict_is_refused_before_there_is_anything_to_restore(owner: str, tmp_path: Path) -> None:
+    state = state_dicts()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(UnsupportedStateError, match=rf"^x: this is the state_dict\(\) of a live {owner}"):
+            engine.restore({"x": state[owner]})
+        assert engine.restore({"x": state["objects"][owner]}) is None
+
+
+def test_a_state_dict_in_training_steps_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = state_dicts()
+    objects = state.pop("objects")
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        for step in range(2):
+            with engine.step({**state, "objects": objects}, step):
+                pass
+    told = [record.getMessage() for record in caplog.records if record.__dict__.get("event") == "state_dict"]
+    assert [text.partition(":")[0] for text in told] == [*state]
+    assert load_sync(tmp_path)["scheduler"].keys() == state["scheduler"].keys()
 
 
 # -- a run that begins anew over another

@@ -336,7 +336,9 @@ def test_what_comes_after_the_last_step(
     assert last_saved(tmp_path, model) == saved
     said = [record.getMessage() for record in caplog.records if record.event == "last_not_saved"]  # type: ignore[attr-defined]
     assert len(said) == (after not in ("nothing", "an evaluation", "a file", "a step that failed", "closing"))
-    assert all(text.startswith(f"the last step, {2 if 'window' in after else 1}, is not saved") for text in said)
+    there = "nothing is saved" if saved is None else f"newest saved: step {saved}"
+    text = f"the last step, {2 if 'window' in after else 1}, is not saved on leaving ({there}): "
+    assert all(each.startswith(text) for each in said)
 
 
 class Strict(nn.Parameter):

@@ -2,14 +2,15 @@
 
 Tensors in them are the object's own; all else is a copy, of which the object never hears. Of optimizers, schedulers and
 scalers such a dict is known by the values that it shares with the live object: one that was loaded, or made by hand, is
-a dict like any other. A module's is filled in place, unless it has more than tensors in it (extra state).
+a dict like any other. Those of RNGState and of loaders share nothing, and are known by their keys. A module's is filled
+in place, unless it has more than tensors in it (extra state).
 """
 
 from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -20,17 +21,26 @@ from pccheck_async.state.stateful import containers_and_objects
 _SETTINGS: Final = (float, tuple, torch.Tensor)
 """Types of an optimizer's settings of which a loaded one is another object."""
 _SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+_GENERATORS: Final = frozenset({"python", "numpy", "torch", "cuda"})
+_POSITION: Final = frozenset({"epoch", "position", "size", "seed", "shuffle", "drop_last", "batch_size", "world_size"})
+"""Keys of what :class:`RNGState` and :class:`pccheck_async.ResumableLoader` return."""
+
+
+def state_dicts(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield where in a live state a dict stands in an object's place, in words, and what the object is."""
+    for path, value in containers_and_objects(state):
+        owner = _owner(value) if isinstance(value, Mapping) else ""
+        if owner:
+            yield f"{_where(path)} is", owner
 
 
 def refuse_filling(state: Mapping[str, Any]) -> None:
     """Raise UnsupportedStateError for a dict in a live state that is none to restore into: its object gets nothing."""
-    for path, value in containers_and_objects(state):
-        owner = _owner(value) if isinstance(value, Mapping) else ""
-        if owner:
-            raise UnsupportedStateError(
-                f"{_where(path)} is the state_dict() of a live {owner}, and what is restored into that dict does not "
-                f"reach the {owner}; put the {owner} itself there, or None to get the dict that was saved"
-            )
+    for where, owner in state_dicts(state):
+        raise UnsupportedStateError(
+            f"{where} the state_dict() of a live {owner}, and what is restored into that dict does not reach the "
+            f"{owner}; put the {owner} itself there, or None to get the dict that was saved"
+        )
 
 
 def _owner(value: Mapping[Any, Any]) -> str:
@@ -41,6 +51,10 @@ def _owner(value: Mapping[Any, Any]) -> str:
         return "scheduler" if _is_referenced([value["_last_lr"]], _is_scheduler) else ""
     if value.keys() == _SCALER:
         return "scaler" if _is_referenced([value["growth_factor"], value["backoff_factor"]], _is_scaler) else ""
+    if value.keys() == _GENERATORS:
+        return "RNGState"
+    if value.keys() == _POSITION:
+        return "ResumableLoader or its sampler"
     if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
         return "" if all(isinstance(item, torch.Tensor) for item in value.values()) else "module"
     return ""
