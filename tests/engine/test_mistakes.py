@@ -274,11 +274,11 @@ def test_a_training_step_that_nobody_entered(kind: Callable[..., Any], statement
 def state_dicts() -> dict[str, dict[str, Any]]:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
-    parameter.sum().backward()
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    loader: ResumableLoader[int] = ResumableLoader([1, 2], batch_size=1)
+    loader = ResumableLoader([1, 2], batch_size=1)
     made = {"optimizer": optimizer, "scheduler": scheduler, "RNGState": RNGState(), "ResumableLoader": loader}
     return {name: made[name].state_dict() for name in made} | {"objects": made}  # type: ignore[attr-defined]
 
