@@ -271,7 +271,8 @@ class Committed:
         """Note that ``record`` is durable."""
         self.record = record
         self.adopted = ()
-        self.damaged.intersection_update(entry.counter for entry in record.entries)
+        if self.damaged:
+            self.damaged.intersection_update(entry.counter for entry in record.entries)
 
     def check_rules(self) -> None:
         """Log which checkpoints no rule keeps: the next commit drops them. Raises StoreFullError (``check_room``)."""
@@ -322,7 +323,7 @@ def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]
     """Return what may be kept, newest first."""
     there = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
     newest: dict[str, Entry] = {}
-    return [one for one in there if one.name is None or newest.setdefault(one.name, one) is one]
+    return [one for one in there if not one.metadata or one.name is None or newest.setdefault(one.name, one) is one]
 
 
 def _by_counter(entry: Entry) -> int:

@@ -29,6 +29,7 @@ _Line: TypeAlias = tuple[int, str, str, dict[str, Any]]
 
 _MOST_EVENTS = 1024
 """Waiting for a slow hook; more are dropped."""
+_ENDS = (Durable, Superseded, Failed)
 _SUMMARY_SECONDS = 600.0
 _LONG_SECONDS = 1.0
 _LAST = 16
@@ -175,12 +176,12 @@ class Reporter:
     def _count(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
         """Return lines, which are not written under the lock: handlers of the log have locks of their own."""
         lines: list[_Line] = []
-        if kind not in (Durable, Superseded, Failed, Waited):
+        if fields["seconds"] <= _LONG_SECONDS if kind is Waited else kind not in _ENDS:
             return lines
         with self._lock:
             now = time.monotonic()
             if kind is Waited:
-                if fields["seconds"] > _LONG_SECONDS and now - self._held_up >= _SUMMARY_SECONDS:
+                if now - self._held_up >= _SUMMARY_SECONDS:
                     self._held_up = now
                     lines.append((logging.WARNING, "held_up", _HELD_UP, dict(fields)))
                 return lines
