@@ -158,7 +158,7 @@ class Trainer:
     async def save(self, step: int, loss: float | None) -> Any:
         metadata = {} if loss is None else {"loss": loss}
         state = {"weights": torch.full((2000,), float(step)), "step": step}
-        pending = await self.engine.checkpoint(state, step=step, metadata=metadata)
+        pending = await self.engine.checkpoint(state, step=step, metadata=metadata, replace=True)
         self.kept = expected([*self.kept, One(pending.counter, step, loss)], self.rules)
         return pending
 
@@ -179,7 +179,7 @@ class Trainer:
     async def fail(self, step: int) -> None:
         self.medium.broken = True
         with pytest.raises(WriteError):  # from whichever of the two hears of it
-            await (await self.engine.checkpoint({"weights": torch.ones(2000)}, step=step))
+            await (await self.engine.checkpoint({"weights": torch.ones(2000)}, step=step, replace=True))
         self.medium.broken = False
 
     async def restart(self, rules: Rules | None) -> None:
