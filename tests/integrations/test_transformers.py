@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,7 @@ def test_wrong_uses_are_told(tmp_path: Path) -> None:
 def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = kit.Training(tmp_path, saved=False).make(Journal(tmp_path / "journal"))
     monkeypatch.setattr("pccheck_async.integrations.transformers.TESTED", ("5.0", "5.1"))
-    with pytest.warns(UserWarning, match=rf"5\.0 to 5\.1; this is {transformers.__version__}"):
+    with pytest.warns(UserWarning, match=rf"5\.0 to 5\.1; this is {version('transformers')}"):
         adapter.PCcheckCallback(tmp_path / "store").attach(trainer)
 
 

@@ -133,7 +133,7 @@ class Loss(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
-def test_a_folder_that_is_older_than_the_store_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_older_than_the_store_is_refused(tmp_path: Path) -> None:
     """``resume_from_checkpoint=True`` finds the Trainer's own folder, which is seldom as new as the store."""
 
     def train(steps: int, **options: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_folder_that_is_older_than_the_store_is_told(tmp_path: Path) -> None:
         made.train(**options)
 
     train(2)
-    train(2, resume_from_checkpoint=True)  # as new: no warning
+    train(2, resume_from_checkpoint=True)  # as new: no error
     train(4)
-    with pytest.warns(UserWarning, match=r"checkpoint-2 at step 2; step 4 in .*store will be replaced"):
+    with pytest.raises(ValueError, match=r"checkpoint-2 at step 2, and .*store holds step 4: leave resume_from_checkp"):
         train(5, resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-2"))
