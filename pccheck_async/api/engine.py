@@ -92,6 +92,8 @@ class CheckpointEngine(EngineBase):
             Unpickling runs code: give this only where you trust whoever wrote the store. The log says so at the first
             such save and at each such restore. Without it such values raise UnsupportedStateError, when they are saved
             and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
+        overwrite: Save any step without a :meth:`restore` first: a run begins anew over another, or its state is newer
+            than what the store holds. By default such a step has to be larger than the newest that the store holds.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
         on_error: "raise" a failure that nobody awaited at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
@@ -202,7 +204,7 @@ class CheckpointEngine(EngineBase):
                 the command line find it by that. It counts into the 512 bytes of ``metadata``. Names of the checkpoints
                 in a store, and of those in flight, differ. In a group all ranks give the same.
             replace: The record that commits it drops the checkpoint that has its ``name``, pinned or not: after a crash
-                either the one or the other is there. And ``step`` may be one that the store was opened with, or less.
+                either the one or the other is there.
             overlap: Return earlier. The tensors that attached optimizers train are captured while training goes on;
                 the next step of such an optimizer waits for the capture (on GPUs without blocking the host, if all
                 copies are queued there). Everything else is captured before this returns, except large tensors that
@@ -224,8 +226,8 @@ class CheckpointEngine(EngineBase):
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
             ValueError: there is a checkpoint of this ``name`` already, or in flight. Or a run begins anew over another:
-                the store was opened with a checkpoint of this ``step`` or a larger one, and this engine has neither
-                restored nor saved any; nothing was captured.
+                the newest checkpoint that the store was opened with has this ``step`` or a larger one, and this engine
+                has neither restored nor saved any (``overwrite``); nothing was captured.
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)

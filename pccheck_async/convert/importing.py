@@ -121,11 +121,13 @@ def import_checkpoint(
     there = list_checkpoints(path)
     while True:
         keep = _keep(there, path)
-        with SyncCheckpointEngine(path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io) as engine:
+        with SyncCheckpointEngine(
+            path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io, overwrite=True
+        ) as engine:
             there = engine.checkpoints()
             if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
                 with mapped_memory.given_back(leaves.values):
-                    info = engine.checkpoint(state, step=step, metadata=metadata, replace=True).result()
+                    info = engine.checkpoint(state, step=step, metadata=metadata).result()
                 known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
                 return Imported(**known_facts, source=kind, missing=missing)
 

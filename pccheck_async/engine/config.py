@@ -43,6 +43,7 @@ class EngineConfig:
     max_stall: float | None = None
     check_captures: bool = False
     allow_pickle: bool = False
+    overwrite: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
     replicated: Sequence[str] = ()
     on_error: Literal["raise", "warn"] = "raise"
@@ -69,6 +70,7 @@ class EngineConfig:
         _check_seconds("exit_timeout", self.exit_timeout)
         check_flag("check_captures", self.check_captures)
         check_flag("allow_pickle", self.allow_pickle)
+        check_flag("overwrite", self.overwrite)
         if isinstance(self.replicated, str) or not all(isinstance(glob, str) for glob in self.replicated):
             raise ValueError(f"replicated is a list of globs over paths, not {self.replicated!r}")
 

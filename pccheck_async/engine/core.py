@@ -28,7 +28,7 @@ from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
 from pccheck_async.engine.status_publisher import make_status
-from pccheck_async.errors import CheckpointError, ClosedError, DamagedError, NoCheckpointError
+from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
 from pccheck_async.format import (
     CheckpointInfo,
     Entry,
@@ -114,8 +114,9 @@ class EngineCore:
             yield from self._join()
             self._began = time.time()
             # Asks the user's policy, too, which may raise.
-            self._unrestored = self.infos
-            checkpoints, step, io = len(self._unrestored), self.newest_step, self.statistics().io
+            infos = self.infos
+            self._unrestored = [] if self.config.overwrite else infos
+            checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
         except BaseException:
             self.state = "closed"
             forget(self)
@@ -300,8 +301,7 @@ class EngineCore:
         if not last:
             self.in_flight.raise_untold()
         step = None if step is None else new_step(step)
-        if not replace:
-            self.check_restored(step)
+        self.check_restored(step)
         name = None if name is None else check_name(name)
         plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
         skipped = None if last else self.in_flight.skip(step)
@@ -349,17 +349,16 @@ class EngineCore:
         return pending, start
 
     def check_restored(self, step: int | None) -> None:
-        """Raise ValueError where a checkpoint of ``step`` would replace what the store held, and nobody restored it.
+        """Raise ValueError where ``step`` would replace the newest checkpoint that the store held, and nobody restored.
 
-        The answer is the same on all ranks of a group, as what they found, restored and removed is.
+        All ranks of a group found, restored and removed the same.
         """
-        if not self._unrestored or step is None:
-            return
-        if step <= (largest := max(info.step for info in self._unrestored)):
+        found = self._unrestored
+        if found and step is not None and step <= (newest := found[0].step):
             raise ValueError(
-                f"{self.path} holds step {largest}, which this engine has not restored, and a checkpoint of step "
-                f"{step} would replace it as the newest: call restore(state) first, use another folder, or remove it "
-                f"(engine.remove(step={largest}, force=True), `pccheck rm`)"
+                f"{self.path} holds step {newest}, and this engine, which has not restored it, is to save step {step}: "
+                "call restore(state) to go on from there; to begin anew, use another folder, or open the engine with "
+                "overwrite=True"
             )
 
     def _check_place(self, name: str | None, *, replace: bool) -> None:
@@ -483,14 +482,9 @@ class EngineCore:
             for pending in reading:
                 yield pending.until_out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        try:
-            restored: Restored | None = yield from self._restore(
-                assembly, state, which, progress, strict=strict, dtype=dtype
-            )
-        except DamagedError:
-            if which is None:  # nothing is whole: whoever goes on loses nothing that could be restored
-                self._unrestored = []
-            raise
+        restored: Restored | None = yield from self._restore(
+            assembly, state, which, progress, strict=strict, dtype=dtype
+        )
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
         if restored is None:

@@ -122,11 +122,11 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
             self._close_first()
         ranks, complete = self._ranks, _complete(path)
         ranks.begin_part()
-        engine = SyncCheckpointEngine(path, max_in_flight=1, allow_pickle=True).open()
+        engine = SyncCheckpointEngine(path, max_in_flight=1, allow_pickle=True, overwrite=True).open()
         try:
             _pin_alone(engine, complete)
             engine.on_event(partial(ranks.note, ranks.number))
-            pending = engine.checkpoint({_STATE: _Snapshot(state_dict)}, step=ranks.number, replace=True)
+            pending = engine.checkpoint({_STATE: _Snapshot(state_dict)}, step=ranks.number)
         except BaseException:
             engine.close()
             raise

@@ -102,7 +102,13 @@ class CheckpointManager(Base):
         except NoCheckpointError:
             restored = None
         if restored is None:
-            return bool(super()._load(step))
+            loaded, newest = bool(super()._load(step)), self.engine.latest
+            if loaded and newest is not None and newest.step > step:
+                raise ValueError(
+                    f"step {step} of TorchTitan's own was loaded, and {self.engine.path} holds step {newest.step}: "
+                    "load without a step to go on from that, or give another folder"
+                )
+            return loaded
         if restored.missing:
             raise StateMismatchError(missing=restored.missing)
         self._make_iterator()

@@ -37,7 +37,12 @@ def is_stateful(value: object) -> bool:
 
 
 def can_check(value: object) -> bool:
-    """Return whether ``value`` has a ``check_state_dict`` for its own ``load_state_dict``, not for one it overrides."""
+    """Return whether ``value`` has a ``check_state_dict`` for its own ``load_state_dict``, not for one it overrides.
+
+    Modules and optimizers have none: their parts are compared one by one, and some have a method of that name.
+    """
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return False
     names = ("check_state_dict", "load_state_dict")
     checker, loader = (next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in names)
     return checker is not None and loader is not None and issubclass(checker, loader)

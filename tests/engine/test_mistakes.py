@@ -317,7 +317,7 @@ def run_until(path: Path, *steps: int) -> None:
 def test_a_checkpoint_over_a_run_that_was_not_restored(step: int, tmp_path: Path) -> None:
     run_until(tmp_path, 299)
     with SyncCheckpointEngine(tmp_path) as engine:
-        with pytest.raises(ValueError, match=rf"holds step 299, .* of step {step} would .* call restore\("):
+        with pytest.raises(ValueError, match=rf"holds step 299, .* to save step {step}: call restore\("):
             engine.checkpoint(STATE, step=step)
         assert engine.statistics().admitted == 0
     assert [info.step for info in list_checkpoints(tmp_path)] == [299]
@@ -354,10 +354,9 @@ def test_an_async_run_over_one_that_was_not_restored(tmp_path: Path) -> None:
         lambda engine: engine.restore({"x": torch.ones(3)}, step=100),
         lambda engine: engine.checkpoint(STATE, step=300),
         lambda engine: engine.checkpoint(STATE),
-        lambda engine: engine.checkpoint(STATE, step=101, replace=True),
         lambda engine: engine.remove(step=299),
     ],
-    ids=["going back", "a later step", "by counter", "replacing", "removed"],
+    ids=["going back", "a later step", "by counter", "removed"],
 )
 def test_whoever_knows_of_the_run_may_save_earlier_steps(settle: Callable[[Any], Any], tmp_path: Path) -> None:
     run_until(tmp_path, 100, 299)
@@ -377,10 +376,24 @@ def test_a_restore_that_failed_does_not_count(tmp_path: Path) -> None:
             engine.checkpoint(STATE, step=0)
 
 
-def test_a_run_of_which_nothing_is_whole_may_begin_anew(tmp_path: Path) -> None:
+def test_a_run_begins_anew_over_another_that_is_damaged_only_where_it_is_told_to(tmp_path: Path) -> None:
     run_until(tmp_path, 299)
     (tmp_path / "slot-000").write_bytes(b"damaged")
     with SyncCheckpointEngine(tmp_path) as engine:
         with pytest.raises(DamagedError):
             engine.restore({"x": torch.ones(3)})
+        with pytest.raises(ValueError, match=r"holds step 299, .* use another folder, or .* with overwrite=True"):
+            engine.checkpoint(STATE, step=0)
+    with SyncCheckpointEngine(tmp_path, overwrite=True) as engine:
         assert engine.checkpoint(STATE, step=0).result().step == 0
+
+
+def test_after_going_back_the_newest_step_is_what_counts(tmp_path: Path) -> None:
+    run_until(tmp_path, 100)
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        engine.restore({"x": torch.ones(3)})
+        engine.checkpoint(STATE, step=60).result()
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        with pytest.raises(ValueError, match="holds step 60"):
+            engine.checkpoint(STATE, step=60)
+        assert engine.checkpoint(STATE, step=61).result().step == 61

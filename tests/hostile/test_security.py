@@ -33,8 +33,8 @@ runner = CliRunner()
 
 def save(path: Path) -> str:
     """Save one checkpoint and return the name of its slot."""
-    with SyncCheckpointEngine(path, max_in_flight=1) as engine:
-        engine.checkpoint({"x": torch.arange(9.0), "note": "plain"}, step=1, replace=True).result(60)
+    with SyncCheckpointEngine(path, max_in_flight=1, overwrite=True) as engine:
+        engine.checkpoint({"x": torch.arange(9.0), "note": "plain"}, step=1).result(60)
     return describe_checkpoint(path).slot
 
 

@@ -206,6 +206,20 @@ def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:
     assert steps(tmp_path / "twice") == [9]
 
 
+def test_fit_again_after_a_stop_inside_a_window(tmp_path: Path) -> None:
+    """Its last, partial window was saved as the step that the second ``fit`` makes whole."""
+
+    class Stop(pl.Callback):  # type: ignore[name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop |= trainer.current_epoch == 0 and trainer.fit_loop.total_batch_idx == 2
+
+    trainer = fit(adapter.PCcheckCallback(tmp_path / "s", interval=1), Stop(), accumulate_grad_batches=2)
+    trainer.fit_loop.max_epochs, trainer.should_stop = 2, False
+    loader = ResumableLoader(kit.Samples(20, random=True), batch_size=4)
+    trainer.fit(trainer.lightning_module, loader, DataLoader(kit.Samples(8, random=False), 4))
+    assert steps(tmp_path / "s")[0] == trainer.global_step - 1
+
+
 def test_another_model_is_named(tmp_path: Path) -> None:
     fit(adapter.PCcheckCallback(tmp_path / "s"))
     model = kit.Model(width=9)

@@ -151,6 +151,7 @@ class Trainer:
             keep_last=self.rules.keep_last,
             keep_every=self.rules.keep_every,
             keep_best=self.rules.keep_best,
+            overwrite=True,
         )
         await self.engine.open()
         self.durable = False
@@ -158,7 +159,7 @@ class Trainer:
     async def save(self, step: int, loss: float | None) -> Any:
         metadata = {} if loss is None else {"loss": loss}
         state = {"weights": torch.full((2000,), float(step)), "step": step}
-        pending = await self.engine.checkpoint(state, step=step, metadata=metadata, replace=True)
+        pending = await self.engine.checkpoint(state, step=step, metadata=metadata)
         self.kept = expected([*self.kept, One(pending.counter, step, loss)], self.rules)
         return pending
 
@@ -179,7 +180,7 @@ class Trainer:
     async def fail(self, step: int) -> None:
         self.medium.broken = True
         with pytest.raises(WriteError):  # from whichever of the two hears of it
-            await (await self.engine.checkpoint({"weights": torch.ones(2000)}, step=step, replace=True))
+            await (await self.engine.checkpoint({"weights": torch.ones(2000)}, step=step))
         self.medium.broken = False
 
     async def restart(self, rules: Rules | None) -> None:

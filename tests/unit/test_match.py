@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections import Counter, OrderedDict
 from copy import deepcopy
 from types import MappingProxyType
@@ -1219,6 +1220,23 @@ def test_what_an_object_refuses_is_a_mismatch_of_its_path() -> None:
     live.state["table"] = 2
     saved.restore({"a": kept, "b": [live]})
     assert (kept.tolist(), live.state["x"].tolist()) == ([1, 1], [1, 1, 1])
+
+
+def test_a_module_may_have_a_method_of_that_name_for_itself() -> None:
+    class Checked(nn.Linear):
+        def check_state_dict(self, shapes: dict[str, Any]) -> None:
+            raise AssertionError(shapes)
+
+    stored, live = Checked(2, 3), Checked(2, 3)
+    save({"model": stored}).restore({"model": live})
+    assert torch.equal(live.weight, stored.weight)
+
+
+def test_a_dict_of_generators_that_a_user_wrote_is_restored() -> None:
+    state = {"python": random.getstate(), "numpy": 3, "torch": torch.get_rng_state(), "cuda": [1]}
+    live: dict[str, Any] = {"rng": {**state, "numpy": 4}}
+    save({"rng": state}).restore(live)
+    assert live["rng"]["numpy"] == 3
 
 
 def test_a_class_that_loads_in_its_own_way_is_not_checked_in_that_of_its_base() -> None:

@@ -133,7 +133,7 @@ class Saves:
         except BaseException as error:
             self.fail(repr(error))
             raise
-        pending, start = core.start_checkpoint(state, self._step, metadata, replace=True)  # DCP loads elsewhere
+        pending, start = core.start_checkpoint(state, self._step, metadata)
         try:
             pending.wait_eager_captured()
             core.stalls.note_call(pending, start)

@@ -54,7 +54,7 @@ class StorageWriter(storage.StorageWriter):
     ) -> None:
         super().__init__()
         self._root = os.path.abspath(root)
-        self._settings = EngineConfig(keep_last=keep_last, keep_every=keep_every, **options), timeout
+        self._settings = EngineConfig(keep_last=keep_last, keep_every=keep_every, overwrite=True, **options), timeout
         self._name: str | None = None
         self._rank = 0
         self._begun: Saves | None = None

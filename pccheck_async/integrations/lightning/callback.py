@@ -93,11 +93,12 @@ class PCcheckCallback(Callback):
         settings = self._settings
         if dist.is_initialized():
             settings = {"group": dist.group.WORLD, "replicated": _replicated(trainer.model), **settings}
-        engine = SyncCheckpointEngine(self._folder, save_last=False, **settings)
+        goes_on = self._of == (trainer, pl_module)  # what is in memory is newer than what was saved
+        engine = SyncCheckpointEngine(self._folder, save_last=False, **{"overwrite": goes_on, **settings})
         self._state = _state(trainer)
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
-        if self._of != (trainer, pl_module):
+        if not goes_on:
             self.restored = _restore(engine, self._state)
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module

@@ -37,7 +37,7 @@ class PCcheckIO(TorchCheckpointIO):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = {"max_in_flight": 1, **settings}
+        self._settings = {"max_in_flight": 1, "overwrite": True, **settings}
         self._turn = InTurn()
         self._unfinished: set[Path] = set()
 
@@ -62,7 +62,7 @@ class PCcheckIO(TorchCheckpointIO):
         engine = SyncCheckpointEngine(store, **self._settings).open()
         try:
             step = checkpoint.get("global_step")
-            pending = engine.checkpoint(checkpoint, step=step, metadata=METADATA, replace=True)
+            pending = engine.checkpoint(checkpoint, step=step, metadata=METADATA)
         except BaseException:
             engine.close()
             raise

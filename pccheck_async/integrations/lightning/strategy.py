@@ -37,7 +37,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
 
     def __init__(self, *arguments: Any, engine: Mapping[str, Any] | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._settings = {"max_in_flight": 1, **(engine or {})}
+        self._settings = {"max_in_flight": 1, "overwrite": True, **(engine or {})}
         self._turn = InTurn()
         self._unfinished: set[Path] = set()
 
@@ -74,7 +74,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         engine = SyncCheckpointEngine(store, group=dist.group.WORLD, **self._settings).open()
         try:
             step = checkpoint.get("global_step")
-            pending = engine.checkpoint({**parts, OTHERS: checkpoint}, step=step, metadata=METADATA, replace=True)
+            pending = engine.checkpoint({**parts, OTHERS: checkpoint}, step=step, metadata=METADATA)
         except BaseException:
             engine.close()
             raise

@@ -22,6 +22,7 @@ _SETTINGS: Final = (float, tuple, torch.Tensor)
 """Types of an optimizer's settings of which a loaded one is another object."""
 _SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
 _GENERATORS: Final = frozenset({"python", "numpy", "torch", "cuda"})
+_PYTHON: Final = frozenset({"version", "words", "gauss"})
 _POSITION: Final = frozenset({"epoch", "position", "size", "seed", "shuffle", "drop_last", "batch_size", "world_size"})
 """Keys of what :class:`RNGState` and :class:`pccheck_async.ResumableLoader` return."""
 
@@ -51,8 +52,9 @@ def _owner(value: Mapping[Any, Any]) -> str:
         return "scheduler" if _is_referenced([value["_last_lr"]], _is_scheduler) else ""
     if value.keys() == _SCALER:
         return "scaler" if _is_referenced([value["growth_factor"], value["backoff_factor"]], _is_scaler) else ""
-    if value.keys() == _GENERATORS:
-        return "RNGState"
+    if value.keys() == _GENERATORS:  # users write such dicts themselves, too
+        python = value["python"]
+        return "RNGState" if isinstance(python, Mapping) and python.keys() == _PYTHON else ""
     if value.keys() == _POSITION:
         return "ResumableLoader or its sampler"
     if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
