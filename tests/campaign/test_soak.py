@@ -64,7 +64,7 @@ def test_a_reader_beside_a_fast_writer(tmp_path: Path, io: str) -> None:
         state = {"tensor": torch.zeros(200_000), "step": 0}
         end, worst = time.monotonic() + float(sys.argv[2]), 0.0
         with SyncCheckpointEngine(sys.argv[1], io=sys.argv[3]) as engine:
-            step = 0
+            step = 1
             while time.monotonic() < end:
                 state["tensor"].fill_(step)
                 state["step"] = step
