@@ -106,7 +106,7 @@ def test_a_run_over_one_that_was_not_restored_is_refused_on_all_ranks(tmp_path: 
     def again(group: Group) -> list[int]:
         with SyncCheckpointEngine(tmp_path, group=group) as engine:
             for refused in (partial(engine.checkpoint, step=3), lambda state: engine.step(state, 0).__enter__()):
-                with pytest.raises(ValueError, match="holds step 4, which this engine has not restored"):
+                with pytest.raises(ValueError, match=r"holds step 4, .* has not restored it"):
                     refused(state_of(group.rank, 3))
             engine.checkpoint(state_of(group.rank, 5), step=5).result()
             engine.checkpoint(state_of(group.rank, 3), step=3).result()
