@@ -47,6 +47,8 @@ the identity followed by all that. It fills a cache line."""
 FIRST_PAGE: Final = 3
 """Where extents may begin."""
 MOST_DIRECTORY_BYTES: Final = 64 << 20
+_MOST_SEQUENCE: Final = 1 << 63
+"""No shelf gets there by counting; roots have room for more."""
 _MOST_PAGE_BYTES: Final = 1 << 20
 
 
@@ -199,11 +201,13 @@ def newest_root(header: Header, head: bytes, size: int) -> Root:
     if not roots:
         raise CorruptStoreError("both roots of the shelf are damaged")
     root = max(roots, key=lambda each: each.sequence)
+    if root.sequence > _MOST_SEQUENCE:
+        raise CorruptStoreError(f"the shelf claims {root.sequence} transactions")
     if root.nbytes % header.page_bytes or root.nbytes < FIRST_PAGE * header.page_bytes:
         raise CorruptStoreError(f"the shelf claims a size of {root.nbytes} bytes")
     if root.nbytes > size:
         raise CorruptStoreError(f"the file of the shelf was truncated: it has {size} bytes of {root.nbytes}")
-    if root.directory.nbytes > MOST_DIRECTORY_BYTES:
+    if not 0 < root.directory.nbytes <= MOST_DIRECTORY_BYTES:
         raise CorruptStoreError(f"the shelf claims a directory of {root.directory.nbytes} bytes")
     check_extents(header, root, [Extent(root.directory.offset, header.pages(root.directory.nbytes))])
     return root

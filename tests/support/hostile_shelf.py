@@ -57,6 +57,13 @@ class ShelfPrey:
         file[self._place : self._place + layout.ROOT.size] = root.encode(self.header)
         return bytes(file)
 
+    def with_root(self, sequence: int, nbytes: int, offset: int, length: int) -> bytes:
+        """Return the file with other numbers in the root that is in force, under a right checksum."""
+        root = Root(sequence, nbytes, Extent(offset, length), self.root.checksum)
+        file = bytearray(self.whole)
+        file[self._place : self._place + layout.ROOT.size] = root.encode(self.header)
+        return bytes(file)
+
     @property
     def _place(self) -> int:
         return self.header.place(self.root.sequence)
@@ -66,16 +73,12 @@ class ShelfPrey:
         return [Extent(offset, self.header.pages(nbytes)) for offset, nbytes in sizes] + [Extent(0, 3 * PAGE_BYTES)]
 
     def _with_root(self, rng: random.Random) -> bytes:
-        facts: list[int] = [self.root.sequence, self.root.nbytes, *self.root.directory, self.root.checksum]
+        facts: list[int] = [self.root.sequence, self.root.nbytes, *self.root.directory]
         for _ in range(rng.choice((1, 1, 2))):
             facts[rng.randrange(4)] = rng.choice(
                 (rng.choice(NUMBERS), facts[rng.randrange(4)] + rng.choice((-1, 1, 4096)))
             )
-        sequence, nbytes, offset, length = (number % (1 << 64) for number in facts[:4])
-        root = Root(sequence, nbytes, Extent(offset, length), facts[4])
-        file = bytearray(self.whole)
-        file[self._place : self._place + layout.ROOT.size] = root.encode(self.header)
-        return bytes(file)
+        return self.with_root(*(number % (1 << 64) for number in facts))
 
     def _with_checksums(self, tree: Any) -> Any:
         """Let the checksums of forged variables be right, where there is something to check."""
