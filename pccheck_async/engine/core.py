@@ -351,10 +351,17 @@ class EngineCore:
     def check_restored(self, step: int | None) -> None:
         """Raise ValueError where ``step`` would replace the newest checkpoint that the store held, and nobody restored.
 
-        All ranks of a group found, restored and removed the same.
+        What is saved without a step is counted on, and only warned of. All ranks of a group found, restored and removed
+        the same.
         """
         found = self._unrestored
-        if found and step is not None and step <= (newest := found[0].step):
+        if not found:
+            return
+        newest = found[0].step
+        if step is None:
+            text = "nobody has restored step %d, and another state is saved after it: restore(state) goes on from there"
+            write(logging.WARNING, "unrestored", text, newest, store=self.path)
+        elif step <= newest:
             raise ValueError(
                 f"{self.path} holds step {newest}, and this engine, which has not restored it, is to save step {step}: "
                 "call restore(state) to go on from there; to begin anew, use another folder, or open the engine with "

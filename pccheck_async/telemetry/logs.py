@@ -34,6 +34,7 @@ dropping            WARNING  the store holds checkpoints that no rule of this en
 crowded_out         WARNING  ``keep_every`` keeps more than a record names
 last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
+unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 contexts; once
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now

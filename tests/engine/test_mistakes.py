@@ -365,6 +365,24 @@ def test_whoever_knows_of_the_run_may_save_earlier_steps(settle: Callable[[Any],
         assert engine.checkpoint(STATE, step=101).result().step == 101
 
 
+def test_a_save_that_counts_on_after_a_checkpoint_that_nobody_restored_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_until(tmp_path, 299)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for _ in range(2):
+            engine.checkpoint(STATE).result()
+    (told,) = [record.getMessage() for record in caplog.records if record.__dict__.get("event") == "unrestored"]
+    assert "step 299" in told
+    caplog.clear()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.restore({"x": torch.ones(3)})
+        engine.checkpoint(STATE).result()
+    with SyncCheckpointEngine(tmp_path, overwrite=True) as engine:
+        engine.checkpoint(STATE).result()
+    assert "unrestored" not in [record.__dict__.get("event") for record in caplog.records]
+
+
 def test_a_restore_that_failed_does_not_count(tmp_path: Path) -> None:
     run_until(tmp_path, 299)
     with SyncCheckpointEngine(tmp_path) as engine:
