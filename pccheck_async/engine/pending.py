@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +36,23 @@ class CheckpointProgress:
     nbytes: int
     captured: int
     written: int
+
+
+class _Waiter:
+    """One who waits for a checkpoint, or for one promise of it."""
+
+    __slots__ = ("_pending", "_promise")
+
+    def __init__(self, pending: PendingCheckpoint, promise: Promise[Any] | None) -> None:
+        self._pending, self._promise = pending, promise
+
+    def __enter__(self) -> None:
+        self._pending._waiters.add(self)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._promise is not None and error is self._promise.error:
+            self._pending.failure_told = True
+        self._pending._waiters.discard(self)
 
 
 class PendingCheckpoint:
@@ -72,7 +89,7 @@ class PendingCheckpoint:
         self._durable: Promise[CheckpointInfo] = Promise()
         self._target = self  # whose result is waited for
         self.failure_told = False
-        self._waiters: set[object] = set()
+        self._waiters: set[_Waiter] = set()
 
     @classmethod
     def standing_for(cls, newest: PendingCheckpoint, step: int) -> PendingCheckpoint:
@@ -163,24 +180,14 @@ class PendingCheckpoint:
                 where = f"the checkpoint of step {self.step} is {self.progress.phase}"
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
-    @contextmanager
-    def waiting(self, promise: Promise[Any] | None = None) -> Iterator[None]:
+    def waiting(self, promise: Promise[Any] | None = None) -> AbstractContextManager[None]:
         """Count as one who waits for it: nobody else is told of a failure meanwhile.
 
         Whoever waits for ``promise`` while it fails gets to know of that; whoever gave up waiting before does not.
         """
         if promise is not None and not promise.over and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
-        waiter = object()
-        self._waiters.add(waiter)
-        try:
-            yield
-        except BaseException as error:
-            if promise is not None and error is promise.error:
-                self.failure_told = True
-            raise
-        finally:
-            self._waiters.discard(waiter)
+        return _Waiter(self, promise)
 
     def __repr__(self) -> str:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"

@@ -143,7 +143,7 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return address
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Layout:
     """Where the bytes of every leaf lie in the checkpoint, and where they come from.
 

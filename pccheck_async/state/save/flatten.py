@@ -31,7 +31,7 @@ _EXPLICIT = (FlatShard, PlannedBoxes)
 """What says by itself which boxes this rank saves."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FlatState:
     """A flattened state."""
 
