@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 Metadata = Mapping[str, str | int | float | bool | None]
 Which: TypeAlias = int | str | None
@@ -40,6 +40,9 @@ class CheckpointInfo:
         return datetime.fromtimestamp(self.time, UTC)
 
 
+_FACTS: Final = tuple(fact.name for fact in fields(CheckpointInfo))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored(CheckpointInfo):
     """The checkpoint that was restored, and how it and the state differed (``strict=False``).
@@ -62,12 +65,12 @@ class Restored(CheckpointInfo):
         cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0
     ) -> Restored:
         """Return ``info`` with the differences."""
-        facts = {fact.name: getattr(info, fact.name) for fact in fields(CheckpointInfo)}
+        facts = {name: getattr(info, name) for name in _FACTS}
         return cls(**facts, missing=missing, unexpected=unexpected, filled=filled)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CheckpointInfo):
             return NotImplemented
-        return all(getattr(self, name.name) == getattr(other, name.name) for name in fields(CheckpointInfo))
+        return all(getattr(self, name) == getattr(other, name) for name in _FACTS)
 
     __hash__ = CheckpointInfo.__hash__

@@ -175,7 +175,8 @@ class Allocation:
             return np.empty(entry.shape, dtype)
         memory = self._memories[entry.storage]
         flat = memory.flat if isinstance(memory.flat, np.ndarray) else memory.flat.numpy()
-        return np.ndarray(entry.shape, dtype, flat.data, entry.offset - memory.base, _stored_steps(entry))
+        steps = tuple(step * dtype.itemsize for step in entry.stride)
+        return np.ndarray(entry.shape, dtype, flat.data, entry.offset - memory.base, steps)
 
     def _storage(self, entry: TensorEntry, place: Place) -> torch.UntypedStorage:
         """Return the memory of a tensor at its place; an empty one where it has no elements."""
@@ -447,15 +448,10 @@ def _steps(array: Array) -> tuple[int, ...]:
     return array.strides
 
 
-def _stored_steps(entry: TensorEntry) -> tuple[int, ...]:
-    itemsize = entry.itemsize
-    return tuple(step * itemsize for step in entry.stride)
-
-
 def _is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
     """Return whether these are the strides, in bytes, with which an array is stored."""
-    sizes = zip(entry.shape, steps, _stored_steps(entry), strict=True)
-    return all(here == stored for size, here, stored in sizes if size > 1)
+    sizes, itemsize = zip(entry.shape, steps, entry.stride, strict=True), entry.itemsize
+    return all(here == stored * itemsize for size, here, stored in sizes if size > 1)
 
 
 def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import msgspec
@@ -195,7 +195,6 @@ class _Matching:
         self._unpickled: dict[int, tuple[str, Any]] = {}  # paths and values of those pickled, by identity of the node
         self._restores_generators = generators
         self._added = added
-        self._names = cache(lambda: objects.names_in(state))
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -217,7 +216,14 @@ class _Matching:
         self._whole: dict[tuple[int, int, int], str] = {}
         # Stored arrays that resharded tensors are made of: they are not read as they are.
         self._elsewhere: set[int] = set()
-        self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
+
+    @cached_property
+    def _names(self) -> objects.Names:
+        return objects.names_in(self._state)
+
+    @cached_property
+    def _stored_paths(self) -> dict[int, str]:
+        return {id(node): path for path, node in leaves(self._skeleton)}
 
     def restoration(self) -> Restoration:
         self._outermost()
@@ -384,7 +390,7 @@ class _Matching:
         self._elsewhere.update(child.index for child in children)
         if isinstance(node, ArrayNode):
             self._plain_made[node.index] = live
-        stored_path = self._stored_paths()[id(node)]
+        stored_path = self._stored_paths[id(node)]
         mesh = node.mesh if isinstance(node, ShardedNode) else None
         for box, view in views:
             wrapper = live if isinstance(live, torch.Tensor) else view
@@ -419,7 +425,7 @@ class _Matching:
     def _unpickle(self, node: PickledNode) -> Any:
         """Unpickle before anything changes: what fails, fails here. Raises UnsupportedStateError."""
         if id(node) not in self._unpickled:
-            path = self._stored_paths().get(id(node), "")
+            path = self._stored_paths.get(id(node), "")
             value = unpickle(node, path) if self._allow_pickle else refuse_pickled(node, path)
             self._unpickled[id(node)] = path, value
         return self._unpickled[id(node)][1]
@@ -428,7 +434,7 @@ class _Matching:
         """Make the plain tensors that all ranks had alike; of what lay on several ranks, nothing says where it lies."""
         for each in nodes.walk(node):
             if isinstance(each, ShardedNode) and id(each) not in self._made:
-                path = self._stored_paths()[id(each)]
+                path = self._stored_paths[id(each)]
                 if each.plain:
                     self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
                     continue
@@ -527,7 +533,7 @@ class _Matching:
             return node
         with naming_owner("state_dict", path, live):
             own = live.state_dict()
-        node, differences = objects.renumbered(live, own, node, self._names, path)
+        node, differences = objects.renumbered(live, own, node, lambda: self._names, path)
         differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
