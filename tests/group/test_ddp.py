@@ -36,6 +36,8 @@ pytestmark = [
 ]
 STEP_SECONDS = 2.0
 """Most that a step may take on a busy machine, before the ranks count as hanging."""
+SLEEP_SECONDS = 0.002
+"""Least that a step takes, so that there are checkpoints before the last step but one."""
 
 
 class Noisy(Dataset[Tensor]):
@@ -74,17 +76,22 @@ class Training:
         rows = (line.split() for line in self.file(rank).read_text().splitlines()) if self.file(rank).exists() else ()
         return [(int(step), bits) for step, bits in rows]
 
-    def live(self, kill_at: int | None = None) -> None:
-        """Let all ranks train: to the end, or until after a step one of them, or all, are killed."""
+    def live(self, kill_at: int | None = None, durable: bool = False) -> None:
+        """Let all ranks train: to the end, or until after a step one of them, or all, are killed.
+
+        Where it is said, not before there is a ``durable`` checkpoint. They restore the newest one there is.
+        """
         self.lives += 1
         statuses: list[int] | None = None if kill_at is None else []
         before = len(self.losses(0))
+        kept = list_checkpoints(self.store) if self.store.exists() else []
 
         def watch(pids: list[int]) -> None:
             target = self.steps - 1 if kill_at is None else kill_at
             self._wait(lambda: any(step >= target for step, _ in self.losses(0)[before:]))
             if kill_at is None:
                 return
+            self._wait(lambda: not durable or bool(list_checkpoints(self.store)))
             time.sleep(self.random.uniform(0, 0.03))  # into the next step, or a save
             victims = self.random.choice([pids, [self.random.choice(pids)]])
             for pid in victims:
@@ -95,7 +102,9 @@ class Training:
 
         run_ranks(self.world, self._be, meanwhile=watch, statuses=statuses)
         assert statuses in (None, [-signal.SIGKILL] * self.world)
-        if (first := self.losses(0)[before][0]) > 0:
+        first = self.losses(0)[before][0]
+        assert first == (kept[0].step + 1 if kept else 0)
+        if first > 0:
             self.restored.append(first - 1)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
@@ -128,13 +137,14 @@ class Training:
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
+                    time.sleep(SLEEP_SECONDS)
                 file.write(f"{step} {struct.pack('>f', loss.item()).hex()}\n")
         dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "steps", "kills"), [(2, 36, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
+    ("world", "steps", "kills"), [(2, 60, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
 )
 def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: int, kills: int) -> None:
     draw = random.Random(kills)
@@ -144,7 +154,8 @@ def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: in
     begun = time.monotonic()
     share = steps // (kills + 1)
     for kill in range(1, kills + 1):
-        killed.live(kill_at=draw.randrange(kill * share - share // 2, kill * share))  # long before its end
+        step = draw.randrange(kill * share - share // 2, kill * share)  # long before its end
+        killed.live(step, durable=kill == kills)
     killed.live()
 
     leaves = computed = 0
