@@ -201,7 +201,7 @@ class Captures:
             captured: InlineCapture | None = None
             if optimizers is not None:
                 fenced = bool(sources.devices) and backend.by_address
-                layout, lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
+                lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
             marks = backend.mark_queued_work(sources.devices)

@@ -110,7 +110,6 @@ class LayoutCache:
         if self._packings or not self._in_order:
             owners = self._owners(leaves, owners)
         sources = last.sources.with_memory(place.addresses, owners)
-        # ``replace`` takes five times as long.
         return Layout(last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks)
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:

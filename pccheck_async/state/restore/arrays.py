@@ -450,8 +450,11 @@ def _steps(array: Array) -> tuple[int, ...]:
 
 def _is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
     """Return whether these are the strides, in bytes, with which an array is stored."""
-    sizes, itemsize = zip(entry.shape, steps, entry.stride, strict=True), entry.itemsize
-    return all(here == stored * itemsize for size, here, stored in sizes if size > 1)
+    itemsize = entry.itemsize
+    for size, here, stored in zip(entry.shape, steps, entry.stride, strict=True):
+        if size > 1 and here != stored * itemsize:
+            return False
+    return True
 
 
 def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -88,12 +87,12 @@ class Splitter:
         *,
         check_bytes: bool = False,
         fenced: bool = False,
-    ) -> tuple[Layout, LazyPart]:
+    ) -> LazyPart:
         """Decide for every source when it is captured, and copy the small eager ones.
 
         Args:
             flat: The state.
-            layout: Where its bytes lie; the one that is returned has the copies in place of what was copied.
+            layout: Where its bytes lie; it gets the copies in place of what was copied.
             optimizers: The attached ones: their steps wait for the capture.
             check_bytes: Keep a copy of the lazy sources, to compare it with what is captured.
             fenced: Devices may wait for the capture in place of the training thread. What lies on the host is copied
@@ -116,7 +115,7 @@ class Splitter:
             if candidates.any():
                 constants = self.constants.choose(layout, candidates, values, paths)
             if constants is not None:
-                layout = replace(layout, breaks=constants.breaks)
+                layout.breaks = constants.breaks
                 lazy, eager = lazy | constants.constant, eager & ~constants.constant
             if not eager.any():
                 eager = None
@@ -136,8 +135,8 @@ class Splitter:
                 wrappers = {at: wrappers[n] for at, n in enumerate(members.numbers) if n in wrappers}
         versions = Versions(paths, tensors, members.memory, wrappers)
         members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
-        part = LazyPart(eager, versions, byte_check, constants, self)
-        return layout if sources is layout.sources else replace(layout, sources=sources), part
+        layout.sources = sources
+        return LazyPart(eager, versions, byte_check, constants, self)
 
     def note_end(self, constants: Choice | None, error: Exception | None) -> None:
         """Remember which leaves were torn: those that were repeatedly are captured eagerly from then on."""
