@@ -91,7 +91,7 @@ def check(folder: Path, kind: str, workers: int, moments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "workers", "moments"),
     [
-        ("resumable", 2, ["train 5", "captured 9", "after 9"]),
+        ("resumable", 2, ["train 5", "after 9", "captured 13"]),
         ("default", 0, ["train 6", "train 9", "validation 0 1"]),
         ("seedable", 0, ["train 9", "captured 9", "train 17"]),
     ],
