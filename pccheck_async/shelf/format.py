@@ -128,6 +128,10 @@ class Variable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return Variable(self.offset, msgspec.structs.replace(self.manifest, chunks=chunks))
 
 
+class StoredVariable(Variable, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One of an open transaction whose contents are stored already as they will be, under its checksum."""
+
+
 class _Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     offset: int
     manifest: msgspec.Raw

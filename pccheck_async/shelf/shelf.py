@@ -49,7 +49,7 @@ from pccheck_async.medium.windows import Window, WindowedFile
 from pccheck_async.shelf import format as layout
 from pccheck_async.shelf import values
 from pccheck_async.shelf.file import ShelfFile
-from pccheck_async.shelf.format import Extent, Header, Root, Variable
+from pccheck_async.shelf.format import Extent, Header, Root, StoredVariable, Variable
 from pccheck_async.shelf.space import Space
 from pccheck_async.state import Array
 from pccheck_async.transfer import PAGE_BYTES
@@ -411,15 +411,25 @@ class Shelf:
             self._stage(layer, name, parts)
 
     def _stage(self, layer: Layer, name: str, parts: values.Parts) -> None:
+        """Store a new value, past the caches and once: the commit need not read it again, unless it is opened."""
         manifest = values.described(parts)
         extent = self._take(manifest.payload_nbytes, f"the new {name!r}")
+        checksum = 0
+
+        def store(offset: int, data: memoryview) -> None:
+            nonlocal checksum
+            checksum = crc32(data, checksum)
+            # Crash: the root names contents that were in caches only.
+            self._file.store(extent.offset + offset, data)
+
         try:
-            values.fill(parts, manifest, lambda offset, data: self._file.put(extent.offset + offset, data))
+            values.fill(parts, manifest, store)
         except BaseException:
             self._space.give(extent)
             raise
         self._retire(name)
-        self._change(layer, name, Variable(extent.offset, manifest))
+        stored = Variable(extent.offset, manifest).with_checksum(checksum)
+        self._change(layer, name, StoredVariable(stored.offset, stored.manifest))
 
     def _keep_outer(self, layer: Layer, name: str) -> None:
         """Take over what was changed in a container before a nested layer: what an abort of that one goes back to."""
@@ -447,11 +457,19 @@ class Shelf:
         new.value = values.with_arrays(value, dict(zip(map(id, parts.arrays), new.arrays, strict=True)))
 
     def _open(self, name: str, variable: Variable) -> _Live:
+        variable = self._used(name, variable)
         window = self._file.window(*self._extent(variable)) if variable.nbytes else None
         payload = memoryview(b"") if window is None else window.memory()
         value, arrays = values.made(variable.manifest, payload)
         live = self._live[name] = _Live(value, arrays, window, variable)
         return live
+
+    def _used(self, name: str, variable: Variable) -> Variable:
+        """Return a variable for somebody who has its arrays, and may store into them before the commit."""
+        if isinstance(variable, StoredVariable):
+            layer = next(each for each in reversed(self._layers) if name in each.changes)
+            variable = layer.changes[name] = Variable(variable.offset, variable.manifest)
+        return variable
 
     def _retire(self, name: str) -> None:
         """Leave arrays to those who hold them, with contents of their own."""
@@ -488,7 +506,7 @@ class Shelf:
             return
         if live.window is not None:
             live.window.move(before.offset)
-        live.variable = before
+        live.variable = self._used(name, before)
         if not isinstance(live.value, _ARRAYS):
             live.value = values.refilled(live.value, values.remade(before.manifest, live.arrays))
 
@@ -514,7 +532,7 @@ class Shelf:
         place = self._take(len(data), "the directory")
         try:
             for name in layer.changes:
-                if name in new and new[name].nbytes:
+                if name in new and new[name].nbytes and not isinstance(layer.changes[name], StoredVariable):
                     # Crash: the root names contents that were in caches only.
                     file.persist(new[name].offset, new[name].nbytes)
             # Crash: the root names a directory that was in caches only.
@@ -535,9 +553,11 @@ class Shelf:
                 self._live[name].variable = new[name]
 
     def _finished(self, variable: Variable, sequence: int, now: float) -> Variable:
-        checksum = crc32(self._file.view(variable.offset, variable.nbytes)) if variable.nbytes else 0
         manifest = msgspec.structs.replace(variable.manifest, counter=sequence, time=now)
-        return Variable(variable.offset, manifest).with_checksum(checksum)
+        finished = Variable(variable.offset, manifest)
+        if isinstance(variable, StoredVariable):
+            return finished
+        return finished.with_checksum(crc32(self._file.view(variable.offset, variable.nbytes)))
 
     def _publish(self, root: Root) -> None:
         """Store a root, the commit, over the older of the two. The directory of the one before it is free then."""

@@ -20,7 +20,8 @@ __all__ = ["Parts", "Put", "described", "fill", "made", "refilled", "remade", "t
 Put = Callable[[int, memoryview], None]
 """Stores bytes at an offset in a variable's contents."""
 
-_PIECE: Final = 1 << 20
+_PIECE: Final = 256 << 10
+"""Bytes that are put at a time: what reads a piece twice finds it in the processor's caches."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -60,19 +61,29 @@ def described(parts: Parts) -> Manifest:
 
 
 def fill(parts: Parts, manifest: Manifest, put: Put) -> None:
-    """Store the bytes of a value's arrays, from whatever memory and device they are in."""
+    """Store the bytes of a value's arrays, from whatever memory and device they are in, and zeros between them.
+
+    That is all of the payload, in order.
+    """
     sources = parts.layout.sources
     if sources.devices:
         sources.pack_devices()
+    end = 0
     for (storage, offset, nbytes), source in zip(parts.layout.extents.tolist(), sources, strict=True):
         start = manifest.storages[storage].offset + offset
-        if not isinstance(source, PackedSource):
-            put(start, memoryview((ctypes.c_ubyte * nbytes).from_address(source.address)).cast("B"))
-            continue
+        if end < start:
+            put(end, memoryview(bytes(start - end)))
         for low in range(0, nbytes, _PIECE):
-            piece = memoryview(bytearray(min(_PIECE, nbytes - low)))
-            source.copy(low, low + len(piece), piece)
+            high = min(low + _PIECE, nbytes)
+            if isinstance(source, PackedSource):
+                piece = memoryview(bytearray(high - low))
+                source.copy(low, high, piece)
+            else:
+                piece = memoryview((ctypes.c_ubyte * (high - low)).from_address(source.address + low)).cast("B")
             put(start + low, piece)
+        end = start + nbytes
+    if end < manifest.payload_nbytes:
+        put(end, memoryview(bytes(manifest.payload_nbytes - end)))
 
 
 def made(manifest: Manifest, payload: memoryview) -> tuple[Any, list[Array]]:

@@ -442,3 +442,19 @@ class TestWhatPyMMGotWrong:
                 with pytest.raises(UnsupportedStateError, match=r"^x"):
                     shelf["x"] = value
             assert shelf.x == 1
+
+
+def test_an_array_that_a_nested_abort_gives_back_is_committed_with_what_is_stored_then(path: Path) -> None:
+    with Shelf(path) as shelf:
+        with shelf.transaction():
+            shelf["x"] = np.zeros(1000)
+            with suppress(KeyboardInterrupt), shelf.transaction("x"):
+                x = shelf["x"]
+                x[:] = 5
+                raise KeyboardInterrupt
+            assert not x.any()
+            x[:] = 7
+        assert shelf.verify() == ()
+    with Shelf(path) as shelf:
+        assert shelf.verify() == ()
+        assert (shelf["x"] == 7).all()

@@ -197,20 +197,11 @@ class Explorer:
         names = self.random.sample(arrays, self.random.randint(0, len(arrays)))
         with shelf.transaction(*names):
             for name in names:
-                value = shelf[name]
-                array = value if isinstance(value, np.ndarray) else value["w"]
-                for _ in range(self.random.randint(1, 3)):
-                    low = self.random.randrange(len(array))
-                    self.value += 1
-                    array[low : low + self.random.choice((1, 2, 40))] = self.value
-                    if self.random.random() < 0.5:
-                        file.notice()
-                        file.disk.boundary("stored by the user")
-                if isinstance(value, dict):
-                    value["n"] = self.value
-                self.next[name] = _copy(value)
+                self.store_into(shelf, file, name)
             while self.random.random() < 0.4:
-                self.assign(shelf)
+                name = self.assign(shelf)
+                if isinstance(self.next.get(name), np.ndarray | dict) and self.random.random() < 0.3:
+                    self.store_into(shelf, file, name)
             if depth < 3 and self.random.random() < 0.4:
                 before = _copy(self.next)
                 try:
@@ -222,8 +213,23 @@ class Explorer:
                 raise Undone
             yield
 
-    def assign(self, shelf: Shelf, *, alone: bool = False) -> None:
-        """Assign something to something."""
+    def store_into(self, shelf: Shelf, file: CrashShelfFile, name: str) -> None:
+        """Change an array in place."""
+        value = shelf[name]
+        array = value if isinstance(value, np.ndarray) else value["w"]
+        for _ in range(self.random.randint(1, 3)):
+            low = self.random.randrange(len(array))
+            self.value += 1
+            array[low : low + self.random.choice((1, 2, 40))] = self.value
+            if self.random.random() < 0.5:
+                file.notice()
+                file.disk.boundary("stored by the user")
+        if isinstance(value, dict):
+            value["n"] = self.value
+        self.next[name] = _copy(value)
+
+    def assign(self, shelf: Shelf, *, alone: bool = False) -> str:
+        """Assign something to something; return its name, "" where there was no space."""
         self.value += 1
         name = self.random.choice(NAMES)
         before = self.next.get(name)
@@ -239,12 +245,14 @@ class Explorer:
         try:
             shelf[name] = self.next[name]
             self.next[name] = _copy(self.next[name])
+            return name
         except StoreFullError:
             if before is None:
                 del self.next[name]
             else:
                 self.next[name] = before
             self.findings.events["full"] += 1
+            return ""
 
 
 def _copy(value: Any) -> Any:
