@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ def examine_shelf(data: bytes, path: Path) -> str:
             for variable in shelf.variables().values():
                 repr([leaf.text() for leaf in list_leaves(variable.manifest).leaves if leaf.entry is None])
             shelf.verify()
-            repr(dict(shelf))
+            for value in dict(shelf).values():
+                with suppress(NotImplementedError):  # of torch, which cannot print every view of every dtype
+                    repr(value)
             found = "read"
     except CheckpointError:
         pass
