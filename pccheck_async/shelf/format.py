@@ -125,7 +125,7 @@ class Variable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     def with_checksum(self, checksum: int) -> Variable:
         """Return it with the checksum of what it contains now."""
         chunks = (ChunkEntry(0, self.nbytes, checksum),) if self.nbytes else ()
-        return Variable(self.offset, msgspec.structs.replace(self.manifest, chunks=chunks))
+        return type(self)(self.offset, msgspec.structs.replace(self.manifest, chunks=chunks))
 
 
 class StoredVariable(Variable, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -222,7 +222,8 @@ class Shelf:
     def __setitem__(self, name: str, value: Any) -> None:
         """Assign a variable: atomically and durably, or as part of the transaction that is open.
 
-        The value is copied: what is changed in it afterwards is not changed here.
+        The value is copied: what is changed in it afterwards is not changed here. Nobody may change it meanwhile: what
+        is kept would be a mixture, and :meth:`verify` may take it for damage.
 
         Raises:
             UnsupportedStateError: It cannot be kept; names its path.
@@ -428,8 +429,7 @@ class Shelf:
             self._space.give(extent)
             raise
         self._retire(name)
-        stored = Variable(extent.offset, manifest).with_checksum(checksum)
-        self._change(layer, name, StoredVariable(stored.offset, stored.manifest))
+        self._change(layer, name, StoredVariable(extent.offset, manifest).with_checksum(checksum))
 
     def _keep_outer(self, layer: Layer, name: str) -> None:
         """Take over what was changed in a container before a nested layer: what an abort of that one goes back to."""
