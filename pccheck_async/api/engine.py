@@ -260,6 +260,9 @@ class CheckpointEngine(EngineBase):
         the one that was saved. If the newest checkpoint is damaged, the next older one is restored, with a warning. The
         next commit drops a checkpoint that was found damaged.
 
+        Gradients (``.grad``) of the tensors, modules and optimizers that are restored become None, with a warning if
+        there were any: those of a step that was interrupted would be added to the next one's.
+
         Args:
             state: Shaped like the state that was saved.
             step: Restore this step instead (the newest checkpoint of it); damage then raises.

@@ -15,7 +15,7 @@ from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored, Which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
-from pccheck_async.state import AnyTargets, BoxTargets, JointTargets, Restoration, Targets, match
+from pccheck_async.state import AnyTargets, BoxTargets, JointTargets, Restoration, Targets, clear_gradients, match
 from pccheck_async.store import (
     Fallback,
     ReadLease,
@@ -215,6 +215,13 @@ class Reading:
         """Give every object its state, and say what was restored."""
         restoration, entry = self.restoration, self._lease.entry
         restoration.finish()
+        if cleared := clear_gradients(restoration.trained):
+            text = (
+                "restore cleared the gradients of %d tensors: they were computed before it, and would have been added "
+                "to those of the next step"
+            )
+            fields = {"step": entry.step, "counter": entry.counter}
+            write(logging.WARNING, "cleared_gradients", text, cleared, **fields)
         if restoration.missing or restoration.unexpected:
             _warn_of_parts(entry, restoration)
         filled = sum(number for number, _ in restoration.counts.values())

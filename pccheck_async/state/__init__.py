@@ -12,7 +12,7 @@ from pccheck_async.state.leaves import Array
 from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
-from pccheck_async.state.restore.match import Restoration, allocate, match
+from pccheck_async.state.restore.match import Restoration, allocate, clear_gradients, match
 from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
     AnyTargets,
@@ -78,6 +78,7 @@ __all__ = [
     "boxes_of_range",
     "cached_layout",
     "check_outermost",
+    "clear_gradients",
     "exempt_this_thread",
     "flatten",
     "flatten_unchecked",

@@ -23,6 +23,7 @@ summary             INFO     every ten minutes in which checkpoints ended: durab
                              nbytes and seconds since the last summary
 interval            INFO     the policy has decided: interval (steps)
 restored            INFO     a checkpoint was restored
+cleared_gradients   WARNING  a restore set gradients of what it restored to None: they were of an interrupted step
 restored_in_part    WARNING  with ``strict=False``, a checkpoint that lacks paths, or has others
 fell_back           WARNING  a damaged checkpoint was passed over: error; step and counter are those of the damaged one
 preemption          WARNING  a signal asked the process to go, and what became of that

@@ -617,3 +617,79 @@ def test_many_ties_are_restored_in_one_walk(tmp_path: Path) -> None:
             sys.setprofile(None)
     assert torch.equal(live, base)
     assert calls < 300 * 150  # 300 ties squared are 90,000
+
+
+class _App:
+    """A model and its optimizer in one object, as in PyTorch's tutorial of ``torch.distributed.checkpoint``."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, beside: torch.nn.Module) -> None:
+        self.model, self.optimizer, self.beside = model, optimizer, beside
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.model.load_state_dict(state_dict["model"])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["objects", "tensors", "one object", "hooks"])
+def test_the_gradients_of_an_interrupted_step_are_no_part_of_the_next_one(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cell of a notebook is stopped between ``backward`` and ``zero_grad``, and run again with the same objects."""
+
+    def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if kind == "hooks":
+            model.register_load_state_dict_pre_hook(lambda *_: None)  # type: ignore[no-untyped-call]
+        if kind == "tensors":
+            return {"weights": {"layers": [model.weight, model.bias]}, "optimizer": optimizer}
+        if kind == "one object":
+            return {"app": _App(model, optimizer, beside)}
+        return {"model": model, "optimizer": optimizer}
+
+    beside = torch.nn.Linear(3, 2)  # nothing of it is restored
+    model, optimizer = _trained()
+    live = state(model, optimizer)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        _step(model, optimizer)
+        engine.checkpoint(live, step=0)
+    _step(model, optimizer)
+    want = [each.detach().clone() for each in model.parameters()]
+    for one in (model, beside):
+        one(torch.ones(1, 3)).sum().backward()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert engine.restore(live) is not None
+        assert all(each.grad is None for each in model.parameters())
+        assert all(each.grad is not None for each in beside.parameters())
+        _step(model, optimizer)
+        assert all(map(torch.equal, want, model.parameters()))
+        engine.restore(live)
+    (line,) = [each for each in caplog.records if each.event == "cleared_gradients"]  # type: ignore[attr-defined]
+    assert (line.levelname, line.step) == ("WARNING", 0)  # type: ignore[attr-defined]
+    assert line.getMessage().startswith("restore cleared the gradients of 2 tensors: ")
+
+
+def test_gradients_of_what_is_not_restored_stay(tmp_path: Path) -> None:
+    """A restore that is refused clears none, and one of a part those of the part."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"model": model[:1]}, step=0).result(60)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(StateMismatchError):
+            engine.restore({"model": model})
+        assert all(each.grad is not None for each in model.parameters())
+        engine.restore({"model": model}, strict=False)
+    assert [each.grad is None for each in model.parameters()] == [True, True, False, False]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -61,6 +62,7 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
 from pccheck_async.state.stateful import can_check, is_stateful
+from pccheck_async.state.tensor_access import storage_address
 from pccheck_async.telemetry import write
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
@@ -86,6 +88,7 @@ class Restoration:
     # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
+    trained: tuple[torch.Tensor, ...] = ()  # live tensors that are restored and may have gradients
 
 
 def allocate(
@@ -171,6 +174,15 @@ def match(
     return _Matching(state, manifest, by_address, strict, dtype, allow_pickle, generators, added).restoration()
 
 
+def clear_gradients(tensors: Iterable[torch.Tensor]) -> int:
+    """Set the gradients of these tensors to None, as in a process that was just started; return how many there were."""
+    with apart():
+        leaves = {id(each): each for each in tensors if each.is_leaf and each.grad is not None}
+        for tensor in leaves.values():
+            tensor.grad = None
+    return len(leaves)
+
+
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
@@ -205,6 +217,8 @@ class _Matching:
         self._unread = 0  # leaves of the checkpoint that the state lacks
         self._counts: dict[str, tuple[int, int]] = {}
         self._wanted: set[int] = set()  # arrays that something is rebuilt from
+        self._filled: list[torch.Tensor] = []  # live tensors that are restored
+        self._maybe_filled: list[torch.Tensor] = []  # parameters that are if their memory is that of such a one
         self._actions: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
@@ -256,7 +270,16 @@ class _Matching:
 
         missing, unexpected = tuple(self._missing), tuple(self._unexpected)
         filled, resharded = self._filling.paths, tuple(self._resharded)
-        return Restoration(targets, finish, missing, unexpected, filled, self._counts, resharded)
+        return Restoration(
+            targets, finish, missing, unexpected, filled, self._counts, resharded, tuple(self._trained())
+        )
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        """Yield the live tensors that are restored and may have gradients."""
+        yield from self._filled
+        if self._maybe_filled:
+            addresses = {*map(storage_address, self._filled)} - {0}
+            yield from (each for each in self._maybe_filled if storage_address(each) in addresses)
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -340,6 +363,8 @@ class _Matching:
 
     def _array(self, live: Any, node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
+        if isinstance(live, torch.Tensor):
+            self._filled.append(live)
         if isinstance(node, ShardedNode) or is_sharded(live) or isinstance(live, FlatShard):
             plain = isinstance(node, ShardedNode) and node.plain and type(live) in (np.ndarray, torch.Tensor)
             if strict or not plain or self._fits(live, node):  # else it is made anew
@@ -457,6 +482,7 @@ class _Matching:
         elif isinstance(live, torch.optim.Optimizer):
             child = self._optimizer(live, child, path)
             load = partial(objects.load, live, dtype=self._dtype)
+            self._filled += chain.from_iterable(group["params"] for group in live.param_groups)
             self._matched += 1
         elif isinstance(live, RNGState) and not self._restores_generators:
             self._matched += 1
@@ -468,6 +494,8 @@ class _Matching:
             with naming_owner("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
+            modules = (part for part in getattr(live, "__dict__", {}).values() if isinstance(part, torch.nn.Module))
+            self._maybe_filled += chain.from_iterable(module.parameters() for module in modules)
         # Raises before anything changed where it describes no value, as the object does for one that it refuses.
         stored = rebuild(child, lambda index: index, pickled=self._unpickle)
         if can_check(live):
@@ -508,6 +536,8 @@ class _Matching:
         if own and not common and len(self._missing) > missing:
             self._disjoint.append(path)
         keys = {key for key, *_ in common}
+        untouched = {id(own[key]) for key in own if key not in keys}.difference(id(own[key]) for key in keys)
+        self._filled += (each for each in live.parameters() if id(each) not in untouched)
         kept = [
             index
             for index, (key, name, _) in enumerate(entries(node))
