@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 try:
     import transformers
-    from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+    from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerCallback, TrainerState
     from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 except ImportError as error:
     raise ImportError(
@@ -39,6 +39,7 @@ from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.engine import Policy, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
+from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.training.data import ResumableLoader
@@ -99,6 +100,8 @@ class PCcheckCallback(TrainerCallback):
         store: Folder of the store.
         interval: As for :class:`pccheck_async.CheckpointEngine`; a number is one of global steps, like ``save_steps``.
         save_last: Also save the last step.
+        resume_stopped: Go on although a callback had told training to stop (``should_training_stop``). Else
+            ``trainer.train()`` returns at once, as it does where ``max_steps`` is reached, unless that is larger now.
         settings: Any others of the engine.
 
     Attributes:
@@ -121,6 +124,7 @@ class PCcheckCallback(TrainerCallback):
         *,
         interval: int | timedelta | Policy | None = None,
         save_last: bool = True,
+        resume_stopped: bool = False,
         **settings: Any,
     ) -> None:
         self._make_engine = partial(
@@ -133,6 +137,7 @@ class PCcheckCallback(TrainerCallback):
         self._make_engine()  # wrong settings are refused here, and not where training begins
         self._grouped = "group" in settings
         self._save_last = save_last
+        self._resume_stopped = resume_stopped
         self._trainer: Any = None
 
     def attach(self, trainer: transformers.Trainer) -> Self:
@@ -162,6 +167,9 @@ class PCcheckCallback(TrainerCallback):
         self._trainer = trainer
         for name in METHODS:
             setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
+        for each in callbacks:
+            if (manager := getattr(each, "jit_manager", None)) is not None:
+                manager.execute_jit_checkpoint = partial(self._preempted, manager.execute_jit_checkpoint)
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)  # loggers come later, and see what is added to logs
@@ -197,13 +205,21 @@ class PCcheckCallback(TrainerCallback):
             # The position is wanted now, and what it is restored with is prepared right after this.
             self._prepared = trainer._prepare_for_training(max_steps, self._dataloader, resume)
             self.restored = self.engine.restore(self._state)
-            if trainer.state.global_step >= max_steps:
+            if trainer.state.global_step >= max_steps or self._stays_stopped():
                 return epochs, 0
             epoch, updates = progress.position(per_epoch)
             batches = 0 if trainer.args.ignore_data_skip else updates * trainer.args.gradient_accumulation_steps
         progress.epoch, self._skips = epoch, batches > 0
         progress.began = trainer.state.global_step - batches // trainer.args.gradient_accumulation_steps
         return epoch, batches
+
+    def _stays_stopped(self) -> bool:
+        """Return whether a callback had ended the training that was restored, and the limit is no larger now."""
+        why = self._progress.told_to_stop
+        if not why or self._resume_stopped or self.restored is None:
+            return False
+        log_stopped(why, "max_steps or num_train_epochs", self.restored)
+        return True
 
     def _prepare_for_training(
         self, original: Callable[..., Any], max_steps: int, train_dataloader: Any, resume: Any
@@ -255,6 +271,11 @@ class PCcheckCallback(TrainerCallback):
         if self._save_last and (this.pending is None or this.pending.skipped):
             self.engine.drain()
             self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata, overlap=True)
+
+    def _preempted(self, save: Callable[[], None]) -> None:
+        """Called when ``enable_jit_checkpoint`` stops training for a SIGTERM: the next start goes on."""
+        self._progress.preempted = True
+        save()
 
     # -- what the Trainer calls
 
@@ -332,7 +353,13 @@ class _Progress:
         epoch: Epochs that are done.
         began: The global step at which the one underway began.
         generators: The global generators at that step: those of samplers and workers are seeded from them.
+        preempted: Whether a signal stops the training.
+        told_to_stop: Why the training that was restored ended before its ``max_steps``; empty where it did not, or
+            ``max_steps`` is larger now.
     """
+
+    preempted = False
+    told_to_stop = ""
 
     def __init__(self, trainer: Any) -> None:
         self.epoch = self.began = 0
@@ -350,6 +377,7 @@ class _Progress:
             "epoch": self.epoch,
             "began": self.began,
             "generators": self.generators,
+            "stopped": self._why_stopped(),
             "unlogged": {name: getattr(trainer, name, None) for name in ATTRIBUTES},  # not there yet for a restore
         }
 
@@ -362,6 +390,8 @@ class _Progress:
         if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
             state.best_model_checkpoint = None  # as the Trainer does where it is gone
         self.generators = state_dict.get("generators", {})
+        if state.max_steps <= saved["max_steps"]:
+            self.told_to_stop = state_dict.get("stopped", "")
         for title, states in saved["stateful_callbacks"].items():
             alike = [each for each in self._callbacks() if type(each).__name__ == title]
             for callback, each in zip(alike, states if isinstance(states, list) else [states], strict=False):
@@ -383,6 +413,16 @@ class _Progress:
                 setattr(trainer, name, self._saved["unlogged"][name])
             trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
             trainer._total_loss_scalar = -trainer._tr_loss.item()  # what train() returns is of this training alone
+
+    def _why_stopped(self) -> str:
+        if not self._trainer.control.should_training_stop or self.preempted:
+            return ""
+        for each in self._callbacks():
+            if isinstance(each, EarlyStoppingCallback):
+                worse = each.early_stopping_patience_counter
+                if worse >= each.early_stopping_patience:
+                    return f"{type(each).__name__}: {worse} evaluations without a better metric"
+        return "a callback set should_training_stop"
 
     def _callbacks(self) -> list[Any]:
         trainer = self._trainer

@@ -37,6 +37,7 @@ last_not_saved      WARNING  leaving the context did not save the last step, bec
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
 unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 contexts; once
+stopped             WARNING  a Trainer trains nothing more: the training that was restored had been told to stop
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on

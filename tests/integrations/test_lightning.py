@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Awaitable, Callable
@@ -264,6 +265,64 @@ def test_errors_close_the_store(tmp_path: Path, error: BaseException) -> None:
     assert saver.engine is None
     assert steps(tmp_path / "s") == [1]
     assert fit(adapter.PCcheckCallback(tmp_path / "s", interval=1)).global_step == 5
+
+
+EARLY: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], int, str]] = {
+    "epoch": (lambda: [pl.callbacks.EarlyStopping("metric", patience=2)], {}, 15, "EarlyStopping: .* did not improve"),
+    "validation": (
+        lambda: [pl.callbacks.EarlyStopping("metric", patience=2)],
+        {"val_check_interval": 2},
+        7,  # the third validation; the second one is that of the fourth step
+        "EarlyStopping: .* did not improve",
+    ),
+    "callback": (lambda: [kit.StopAt(3)], {}, 3, "trainer.should_stop was set"),
+    "time": (list, {"max_time": {"microseconds": 1}}, 1, "max_time"),
+}
+
+
+@pytest.mark.parametrize("kind", EARLY)
+def test_a_training_that_was_told_to_stop_trains_no_more(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks, options, end, why = EARLY[kind]
+
+    def start(resume_stopped: bool = False, **more: Any) -> Any:
+        caplog.clear()
+        saver = adapter.PCcheckCallback(tmp_path / "s", resume_stopped=resume_stopped)
+        return fit(saver, *callbacks(), model=kit.Worsening(), **{"max_epochs": 9} | options | more)
+
+    first = start()
+    assert first.global_step == end
+    assert not caplog.records
+    for _ in range(2):
+        again = start()
+        assert (again.global_step, again.lightning_module.trained) == (end, [])
+        assert bits(again.lightning_module.state_dict()) == bits(first.lightning_module.state_dict())
+        assert re.search(rf"told to stop after step {end - 1} \({why}", caplog.text)
+    assert start(max_epochs=1).global_step == end  # less is no more
+    longer = {"max_time": {"days": 1}} if kind == "time" else {"max_epochs": 10}
+    assert start(**longer).global_step > end
+    assert not caplog.records
+    assert start(resume_stopped=True, **longer).global_step > end
+
+
+def test_a_stop_that_waits_for_min_epochs_is_still_waited_for_after_a_restart(tmp_path: Path) -> None:
+    class Fails(pl.Callback):  # type: ignore[name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 7:
+                raise ZeroDivisionError
+
+    def start(*callbacks: Any) -> Any:
+        return fit(
+            adapter.PCcheckCallback(tmp_path / "s", interval=3), *callbacks, model=kit.Worsening(),
+            min_epochs=2, max_epochs=9,
+        )  # fmt: skip
+
+    with pytest.raises(ZeroDivisionError):
+        start(kit.StopAt(2), Fails())
+    assert steps(tmp_path / "s") == [5]  # none more because the training might end
+    assert start(kit.StopAt(2)).global_step == 10
+    assert start(kit.StopAt(2)).global_step == 10
 
 
 def test_time_that_is_up(tmp_path: Path) -> None:

@@ -234,6 +234,79 @@ def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
     assert longer.train().global_step == 6
 
 
+def stops_at(step: int) -> Any:
+    """Return a callback that tells training to stop, in the middle of an epoch for example."""
+
+    def on_step_end(_: Any, args: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_training_stop |= state.global_step == step
+
+    return type("Stops", (transformers.TrainerCallback,), {"on_step_end": on_step_end})()
+
+
+BEST = {"metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 0.05}
+EARLY: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], int, str]] = {
+    "epoch": (lambda: [transformers.EarlyStoppingCallback(2)], BEST, 9, "EarlyStoppingCallback: 2 evaluations"),
+    "steps": (
+        lambda: [transformers.EarlyStoppingCallback(1)],
+        BEST | {"eval_strategy": "steps", "eval_steps": 2},
+        4,
+        "EarlyStoppingCallback: 1 evaluations",
+    ),
+    "callback": (lambda: [stops_at(4)], {}, 4, "a callback set should_training_stop"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EARLY)
+def test_a_training_that_was_told_to_stop_trains_no_more(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks, options, end, why = EARLY[kind]
+
+    def start(epochs: int = 6, **settings: Any) -> tuple[int, list[int]]:
+        caplog.clear()
+        journal = tmp_path / "journal"
+        journal.unlink(missing_ok=True)
+        given = options | {"num_train_epochs": epochs}
+        trainer, _ = kit.Training(tmp_path, options=given, callbacks=callbacks, settings=settings).make(
+            Journal(journal)
+        )
+        reached = trainer.train().global_step
+        said = [json.loads(line)[0] for line in journal.read_text().splitlines()] if journal.exists() else []
+        return reached, [key for key in said if key.startswith("loss")]
+
+    assert start()[0] == end
+    assert not caplog.records
+    for _ in range(2):
+        assert start() == (end, [])
+        assert f"told to stop after step {end} ({why}" in caplog.text
+    assert start(5) == (end, [])  # less is no more
+    assert start(7)[0] > end
+    assert not caplog.records
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_where_that_is_asked_for_or_a_signal_had_stopped_it(tmp_path: Path) -> None:
+    def stopped_at(*callbacks: Any, **settings: Any) -> int:
+        training = kit.Training(
+            tmp_path, callbacks=lambda: [*callbacks], settings=settings, options={"enable_jit_checkpoint": True}
+        )
+        trainer, _ = training.make(Journal(tmp_path / "journal"))
+        jit = next(each for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager"))
+
+        def on_substep_end(_: Any, args: Any, state: Any, control: Any, **__: Any) -> None:
+            if state.global_step == 2:
+                jit.jit_manager._enable_checkpoint()  # what a SIGTERM does some seconds later
+
+        trainer.add_callback(type("Signals", (transformers.TrainerCallback,), {"on_substep_end": on_substep_end})())
+        return int(trainer.train().global_step)
+
+    assert stopped_at() == 3  # with the step that is underway
+    assert stopped_at(stops_at(5)) == 5
+    assert stopped_at() == 5
+    assert stopped_at(resume_stopped=True) == 9
+
+
 @pytest.mark.slow
 def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) -> None:
     kit.Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))

@@ -24,7 +24,7 @@ from pccheck_async.integrations.lightning import PCcheckCallback
 from tests.support.killed_training import Journal
 from tests.support.ranks import meet
 
-__all__ = ["Counting", "Model", "Ranks", "Samples", "make_trainer", "train", "train_rank"]
+__all__ = ["Counting", "Model", "Ranks", "Samples", "StopAt", "Worsening", "make_trainer", "train", "train_rank"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -108,6 +108,13 @@ class Counting(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class Worsening(Counting):
+    """Its metric grows with the steps."""
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("metric", float(self.trainer.global_step))
+
+
 class ShardedModel(Model):
     """The same under FSDP2."""
 
@@ -143,6 +150,16 @@ class Ranks(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return 0
+
+
+class StopAt(Callback):
+    """Tells the training to stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step == self.step
 
 
 class Moments(Callback):

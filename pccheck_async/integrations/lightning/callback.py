@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning import __version__
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +21,7 @@ from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.engine import note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
+from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
 
@@ -27,7 +30,7 @@ __all__ = ["PRIVATE", "PCcheckCallback"]
 PRIVATE: Final = {
     "Trainer.fit_loop": (
         "on_advance_end", "on_iteration_done", "epoch_progress", "epoch_loop", "state_dict", "load_state_dict",
-        "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "is_resuming",
+        "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "is_resuming", "_can_stop_early",
     ),
     "Trainer.fit_loop.epoch_loop": (
         "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
@@ -36,7 +39,8 @@ PRIVATE: Final = {
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
 }  # fmt: skip
-"""What is used of Lightning beyond its documentation, and of ``call`` and ``fabric`` what is imported above.
+"""What is used of Lightning beyond its documentation, with ``Timer._duration`` and what is imported above of ``call``
+and ``fabric``.
 
 No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
 the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
@@ -62,6 +66,8 @@ class PCcheckCallback(Callback):
         interval: Optimizer steps (batches, in manual optimization) between two checkpoints, a ``timedelta`` or a
             policy. The default saves as often as 3 % of the training time allow.
         save_last: Also save where training ends: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
+        resume_stopped: Go on although training had been told to stop early (``trainer.should_stop``). Else ``fit``
+            returns at once, as it does where ``max_epochs`` is reached, unless a limit is larger now.
         settings: Any other of :class:`pccheck_async.SyncCheckpointEngine`.
 
     Attributes:
@@ -70,12 +76,19 @@ class PCcheckCallback(Callback):
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, interval: Any = None, save_last: bool = True, **settings: Any
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        interval: Any = None,
+        save_last: bool = True,
+        resume_stopped: bool = False,
+        **settings: Any,
     ) -> None:
         SyncCheckpointEngine(folder, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
         self._folder = folder
         self._settings = {"interval": interval, **settings}
         self._save_last = save_last
+        self._resume_stopped = resume_stopped
         self.engine: SyncCheckpointEngine | None = None
         self.restored: Restored | None = None
         self._of: tuple[Any, LightningModule] | None = None  # whose training is in memory
@@ -102,6 +115,8 @@ class PCcheckCallback(Callback):
             self.restored = _restore(engine, self._state)
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
+            if self.restored is not None and not self._resume_stopped:
+                self._stop_again(trainer, self.restored)
         loop = trainer.fit_loop
         draws: _Draws = self._state["draws"]
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
@@ -109,6 +124,13 @@ class PCcheckCallback(Callback):
         _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
         _around(loop.epoch_loop, "on_run_start", before=lambda: self._begin_epoch(trainer))
         _around(loop.epoch_loop, "_on_before_fetch", before=draws.note_fetch)
+
+    def _stop_again(self, trainer: Any, restored: Restored) -> None:
+        """Tell the training to stop if it had been told, unless a limit is larger now."""
+        if why := self._state["sizes"].told_to_stop():
+            trainer.should_stop = True
+            if trainer.fit_loop._can_stop_early:  # else Lightning trains on to min_epochs or min_steps first
+                log_stopped(why, "max_epochs, max_steps or max_time", restored)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
@@ -263,7 +285,7 @@ class _Others:
 
 
 class _Sizes:
-    """What a position inside an epoch is counted in."""
+    """What a position inside an epoch is counted in, and the limits of the training."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -271,10 +293,21 @@ class _Sizes:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        return {"batches": trainer.num_training_batches, "accumulation": trainer.accumulate_grad_batches}
+        return {
+            "batches": trainer.num_training_batches,
+            "accumulation": trainer.accumulate_grad_batches,
+            "stopped": _why_stopped(trainer),
+            "limits": _limits(trainer),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self._saved = state
+
+    def told_to_stop(self) -> str:
+        """Return why the training was told to stop; empty where it was not, or a limit is larger now."""
+        saved, now = self._saved.get("limits", {}), _limits(self._trainer)
+        raised = any(now[name] > limit for name, limit in saved.items())
+        return "" if raised else self._saved.get("stopped", "")
 
     def check(self, batches: int) -> None:
         """Refuse another number of batches, after so many of an epoch; warn of other windows of accumulation."""
@@ -359,10 +392,32 @@ def _replicated(model: Any) -> list[str]:
     return [*(paths.child("model", name) for name in names), "optimizers.*.state.*"]
 
 
+def _limits(trainer: Any) -> dict[str, float]:
+    """Return where training ends at the latest: epochs, steps, and seconds."""
+    loop = trainer.fit_loop
+    timers = [each._duration for each in trainer.callbacks if isinstance(each, Timer)]
+    limits = {"max_epochs": loop.max_epochs, "max_steps": loop.max_steps}
+    return {
+        **{name: math.inf if limit == -1 else float(limit) for name, limit in limits.items()},
+        "max_time": min((limit for limit in timers if limit is not None), default=math.inf),
+    }
+
+
+def _why_stopped(trainer: Any) -> str:
+    if not trainer.should_stop:
+        return ""
+    for each in trainer.callbacks:
+        if isinstance(each, EarlyStopping) and each.stopping_reason_message is not None:
+            return f"{type(each).__name__}: {each.stopping_reason_message}"
+        if isinstance(each, Timer) and (left := each.time_remaining()) is not None and left <= 0:
+            return "max_time"
+    return "trainer.should_stop was set"
+
+
 def _ends(trainer: Any) -> bool:
     loop = trainer.fit_loop
     ended: bool = (
-        trainer.should_stop
+        (trainer.should_stop and loop._can_stop_early)
         or loop.epoch_loop.global_step == loop.max_steps
         or loop.epoch_progress.current.completed == loop.max_epochs
     )
