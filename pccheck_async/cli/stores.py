@@ -384,17 +384,21 @@ def _difference(each: pccheck.LeafDifference) -> tuple[str, ...]:
 
 @reporting
 def copy(
-    source: Annotated[Path, path_argument("SOURCE", "Store that has the checkpoint.")],
+    source: Annotated[Path, path_argument("SOURCE", "Store that has the checkpoint, or the folder of a group.")],
     target: Annotated[Path, path_argument("TARGET", "Store that gets it; made where there is none.")],
     step: Step = None,
     name: Name = None,
-    rank: Rank = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Of a group: copy the part of this rank alone (default: of all ranks).")
+    ] = None,
     pin: Annotated[
         bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
     ] = None,
     json: Json = False,
 ) -> Report:
     """Copy a checkpoint into another store, verified on the way; it becomes the newest one there, others stay.
+
+    Of a group, the parts of all ranks, into the folder of a group.
 
     A trainer may write to SOURCE meanwhile, not to TARGET.
 
@@ -405,9 +409,11 @@ def copy(
     with progress_bar("copying") as progress:
         info = pccheck.copy_checkpoint(source, target, step=step, name=name, rank=rank, pinned=pin, progress=progress)
     seconds = time.perf_counter() - start
+    listing = group_listing(target)
+    whose = "" if listing is None else f", the parts of {listing.complete[0].world} ranks"
     lines = [
-        f"Step {info.step} ({size(info.nbytes)}) copied and verified in {seconds:.2f} s; it is the newest checkpoint "
-        f"in {target}, counter {info.counter}{', pinned' if info.pinned else ''}."
+        f"Step {info.step} ({size(info.nbytes)}{whose}) copied and verified in {seconds:.2f} s; it is the newest "
+        f"checkpoint in {target}, counter {info.counter}{', pinned' if info.pinned else ''}."
     ]
     if later := [other for other in pccheck.list_checkpoints(target)[1:] if other.step > info.step]:
         lines.append(f"Older there now: step {_steps(later)}. A trainer resumes from step {info.step}.")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from pccheck_async.api import SyncCheckpointEngine, list_checkpoints
+from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.convert import dcp_reading, lightning_file, mapped_memory, safetensors_reading, transformers_folder
 from pccheck_async.convert.pickled_values import read_file
-from pccheck_async.errors import StoreFullError, UnsupportedStateError
+from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
-from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME, MOST_ENTRIES
+from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import arrange, flatten
 
@@ -118,18 +117,14 @@ def import_checkpoint(
     leaves = flatten(state).leaves
     arrange(leaves)  # what cannot be saved is refused before a store is made for it
     check_metadata(metadata or {})
-    there = list_checkpoints(path)
-    while True:
-        keep = _keep(there, path)
-        with SyncCheckpointEngine(
-            path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io, overwrite=True
-        ) as engine:
-            there = engine.checkpoints()
-            if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
-                with mapped_memory.given_back(leaves.values):
-                    info = engine.checkpoint(state, step=step, metadata=metadata).result()
-                known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
-                return Imported(**known_facts, source=kind, missing=missing)
+    # "all": it takes one slot more than there are, and what another process commits meanwhile stays, too.
+    with SyncCheckpointEngine(
+        path, max_in_flight=1, keep_last="all", host_memory=host_memory, io=io, overwrite=True
+    ) as engine:
+        with mapped_memory.given_back(leaves.values):
+            info = engine.checkpoint(state, step=step, metadata=metadata).result()
+        known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
+        return Imported(**known_facts, source=kind, missing=missing)
 
 
 def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
@@ -195,14 +190,3 @@ def _check_place(name: Path, kind: Source) -> None:
         raise FileNotFoundError(f"{name} is a folder without {transformers_folder.TRAINER_STATE}")
     if name.is_dir():
         raise FileNotFoundError(f"{name} is a folder; give a file")
-
-
-def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
-    """Return the ``keep_last`` that drops none of the checkpoints that are there. Raises StoreFullError."""
-    if len(there) >= MOST_ENTRIES:
-        full = (
-            f"the store names {len(there)} checkpoints, and its record has no room for more; import into another folder"
-        )
-        raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
-    # Pinned ones stay whatever the rules say, and would need their room twice.
-    return 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)

@@ -9,22 +9,23 @@ from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
 from pccheck_async.group.elsewhere import FolderLease
-from pccheck_async.group.folder import parts_of, rank_folders, rank_name
+from pccheck_async.group.folder import domain_of, parts_of, rank_folders, rank_name, seen_stores
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
-from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
+from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
 from pccheck_async.group.reading import GroupListing, PartReader, is_group_folder, list_group, ranks
 from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
+from pccheck_async.group.store import GroupStore
 from pccheck_async.group.training import GroupTraining
-from pccheck_async.group.view import Complete, Incomplete, View, view_of
+from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
 
 __all__ = [
     "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",
-    "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member", "MergedPayload", "Part",
-    "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View", "decode_decision",
-    "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders", "rank_name", "ranks",
-    "reach", "view_of",
+    "GroupStore", "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member",
+    "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View",
+    "decode_decision", "decode_message", "domain_of", "encode", "is_group_folder", "list_group", "members_digest",
+    "parts_of", "pinned_keys", "rank_folders", "rank_name", "ranks", "reach", "seen_stores", "view_of",
 ]  # fmt: skip

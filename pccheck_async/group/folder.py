@@ -22,6 +22,7 @@ from pccheck_async.errors import CorruptStoreError, StoreError
 from pccheck_async.format import Identity, Membership, Parts, Record
 from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, IDENTITY_NAME
 from pccheck_async.group.parts import Applied, Part, SeenStore
+from pccheck_async.medium.folder import Folder
 from pccheck_async.store import read_at_once
 
 __all__ = [
@@ -66,7 +67,7 @@ def domain_of(folder: Path) -> str:
         StoreError: The folder is the store of one process.
         CorruptStoreError: The file is damaged.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    Folder(folder).create()
     if (folder / IDENTITY_NAME).exists():
         raise StoreError(f"{folder} holds the checkpoints of one process: give the group another folder")
     path = folder / GROUP_NAME

@@ -4,8 +4,9 @@ The functions block; call them from asyncio code with ``asyncio.to_thread``. Tho
 read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and what is below it.
 """
 
-from pccheck_async.upkeep.change import Removal, copy_checkpoint, pin_checkpoint, remove_checkpoints
+from pccheck_async.upkeep.change import Removal, pin_checkpoint, remove_checkpoints
 from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
+from pccheck_async.upkeep.copying import copy_checkpoint
 from pccheck_async.upkeep.reading import Description, describe_checkpoint
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pccheck_async.api import open_reader
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import ReadError
-from pccheck_async.format import CheckpointInfo, Entry, Which, combine, piece_sums, which_one
+from pccheck_async.format import CheckpointInfo, Entry, Record, Which, combine, piece_sums, which_one
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.group import PartReader
@@ -50,15 +50,23 @@ class Held:
 
 
 @asynccontextmanager
-async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
+async def hold(
+    path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None, counter: int | None = None
+) -> AsyncIterator[Held]:
     """Hold the newest checkpoint, or the one asked for, until the context is left; of a group, a rank's part.
+
+    ``counter`` is that of the checkpoint, where it is known.
 
     Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank of
     what is no group's folder.
     """
+
+    def pick(record: Record) -> Entry | None:
+        return choose([one for one in record.entries if counter in (None, one.counter)], which)
+
     reader = await open_reader(path, io, which=which, rank=rank)
     async with reader.opened as opened:
-        held = await reader.lock(lambda record: choose(record.entries, which))
+        held = await reader.lock(pick)
         if held is None:
             raise reader.nothing(path, which)
         entry, file = held

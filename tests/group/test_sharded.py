@@ -471,10 +471,22 @@ def test_boxes_of_one_rank_are_no_tensor(grids: dict[str, Path], tmp_path: Path)
         assert checkpoint["t.own"].tolist() == [1.5]
     assert load_sync(part, keys=["t"])["t"]["own"].tolist() == [1.5]
     export_checkpoint(part, tmp_path / "t.pt", to="torch", root="t")
-    for place in (grids["rows"], part):
-        with pytest.raises(IncompleteCheckpointError, match=says):
-            copy_checkpoint(place, tmp_path / "copy")
+    with pytest.raises(IncompleteCheckpointError, match=says):
+        copy_checkpoint(part, tmp_path / "copy")
+    with pytest.raises(IncompleteCheckpointError, match="w, tied; copy the parts of all ranks: leave the rank out"):
+        copy_checkpoint(grids["rows"], tmp_path / "copy", rank=1)
     assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.slow
+def test_a_copy_of_all_parts_has_the_tensors_in_full(grids: dict[str, Path], tmp_path: Path) -> None:
+    for grid in ("grid", "rows"):  # four ranks, then three into the same folder
+        copy_checkpoint(grids[grid], tmp_path / "copy")
+        assert not compare_checkpoints(grids[grid], tmp_path / "copy").differences
+    assert [len(one.places) for one in list_group(tmp_path / "copy").complete] == [3, 4]
+    for rank in range(3):
+        own = load_sync(tmp_path / "copy", rank=rank, keys=["t"])["t"]["own"]
+        assert own.tolist() == [rank + 0.5]
 
 
 @pytest.mark.slow

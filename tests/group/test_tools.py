@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from dataclasses import replace as replace_fields
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pccheck_async import (
     DamagedError,
     NoCheckpointError,
     StoreError,
+    StoreLockedError,
     SyncCheckpointEngine,
     compare_checkpoints,
     copy_checkpoint,
@@ -41,14 +43,14 @@ from pccheck_async.cli import app
 from pccheck_async.cli.watch import GroupView, View
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format.record import region_offsets
-from pccheck_async.group import Group, list_group, rank_name, reading
+from pccheck_async.group import Applied, Group, GroupStore, Part, list_group, rank_name, reading
 from pccheck_async.group.folder import seen_stores
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
 from pccheck_async.store import read_at_once
 from tests.store.test_status_file import EXAMPLE, published
-from tests.support.group_folders import end_ranks, save_in_group, start_ranks, state_of_rank
+from tests.support.group_folders import end_ranks, save_in_group, spoil, start_ranks, state_of_rank
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +316,117 @@ def test_a_part_is_described_compared_copied_and_exported(made: Path, tmp_path: 
     assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
 
 
+@pytest.mark.slow
+def test_a_copy_of_a_group_has_the_parts_of_all_ranks(made: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "copy"
+    for step in (1, 3):
+        info = copy_checkpoint(made, target, step=step)
+        assert info == list_checkpoints(target)[0]
+        assert (info.step, info.pinned) == (step, step == 1)
+    assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(3, False), (1, True)]
+    for step, rank in product((1, 3), (0, 1)):
+        assert_part(load_sync(target, step=step, rank=rank), rank, step)
+    assert verify_checkpoints(target, every=True).whole
+    assert copy_checkpoint(made, target, step=2, pinned=True).counter == list_checkpoints(target)[1].counter + 1
+    assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(2, True), (3, False), (1, True)]
+    for rank in (0, 1):  # no slot was reserved beyond the three parts
+        assert len([*(target / rank_name(rank)).glob("slot-*")]) == 3
+
+    def go_on(group: Group) -> None:
+        torch.set_num_threads(1)
+        with SyncCheckpointEngine(target, group=group, keep_last=2) as engine:
+            state = state_of_rank(group.rank, 99)
+            restored = engine.restore(state)
+            assert restored is not None
+            assert restored.step == 2
+            assert_part(state, group.rank, 2)
+            engine.checkpoint(state_of_rank(group.rank, 4), step=4).result(60)
+
+    assert end_ranks(start_ranks(2, go_on)) == [0, 0]
+    assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(4, False), (2, True), (1, True)]
+
+
+@pytest.mark.slow
+def test_a_group_is_copied_while_its_ranks_save(tmp_path: Path) -> None:
+    source, target = tmp_path / "run", tmp_path / "copy"
+    save_in_group(source, 2, 1)
+
+    def train(group: Group) -> None:
+        torch.set_num_threads(1)
+        with SyncCheckpointEngine(source, group=group, keep_last=1) as engine:
+            engine.restore(state_of_rank(group.rank, 0))
+            for step in count(2):
+                engine.checkpoint(state_of_rank(group.rank, step), step=step).result(60)
+                if group.rank == 0 and (tmp_path / "enough").exists() and not (tmp_path / "last").exists():
+                    (tmp_path / "new").write_text(str(step + 2))  # the other rank is one step behind, or ahead
+                    (tmp_path / "new").rename(tmp_path / "last")
+                if (tmp_path / "last").exists() and step == int((tmp_path / "last").read_text()):
+                    return
+
+    children = start_ranks(2, train)
+    try:
+        copied = [copy_checkpoint(source, target).step for _ in range(5)]
+    finally:
+        (tmp_path / "enough").touch()
+        assert end_ranks(children) == [0, 0]
+    assert copied == sorted(copied)
+    assert copied[-1] > 1
+    assert [info.step for info in list_checkpoints(target)] == copied[::-1]
+    assert verify_checkpoints(target, every=True).whole
+    for rank in (0, 1):
+        assert_part(load_sync(target, rank=rank), rank, copied[-1])
+
+
+def test_a_group_that_cannot_be_copied(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    copy_checkpoint(folder, target, step=1)
+    spoil(folder, 1)
+    with pytest.raises(DamagedError, match=r"rank 1: .* of the checkpoint of step 3 is damaged"):
+        copy_checkpoint(folder, target)
+    for other in (folder, tmp_path / "." / folder.name):
+        with pytest.raises(ValueError, match="are one folder"):
+            copy_checkpoint(folder, other)
+    with SyncCheckpointEngine(tmp_path / "single") as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    with pytest.raises(StoreError, match=r"one process.*rank="):
+        copy_checkpoint(folder, tmp_path / "single", step=2)
+    with (target / "rank-00001" / "commit").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as a trainer does
+        with pytest.raises(StoreLockedError, match="rank-00001"):
+            copy_checkpoint(folder, target, step=2)
+    assert [info.step for info in list_checkpoints(target)] == [1]
+    assert verify_checkpoints(target, every=True).whole
+    copy_checkpoint(folder, target, step=2)
+    assert [info.step for info in list_checkpoints(target)] == [2, 1]
+
+
+def test_a_copy_that_was_cut_short_is_no_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when some ranks' records name their parts; the next copy takes the place of these."""
+    target, written = tmp_path / "copy", GroupStore.write_parts
+    copy_checkpoint(folder, target, step=1)
+
+    async def cut_short(store: GroupStore, parts: tuple[Part, ...], applied: Applied) -> None:
+        if parts[0].rank == 1:
+            raise RuntimeError("ends here")
+        await written(store, parts, applied)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupStore, "write_parts", cut_short)
+        with pytest.raises(RuntimeError, match="ends here"):
+            copy_checkpoint(folder, target, step=2)
+    listing = list_group(target)
+    assert [one.entry.step for one in listing.complete] == [1]
+    assert [(one.step, one.ranks, one.committed, one.proven) for one in listing.incomplete] == [(2, (1,), False, True)]
+    copy_checkpoint(folder, target, step=3)
+    listing = list_group(target)
+    assert ([one.entry.step for one in listing.complete], listing.incomplete) == ([3, 1], ())
+    assert verify_checkpoints(target, every=True).whole
+    copy_checkpoint(folder, target, step=2)
+    assert len([*(target / "rank-00000").glob("slot-*")]) == 3  # the slot of what was cut short is used again
+
+
 def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
     for change in (
         lambda: remove_checkpoints(folder, [1]),
@@ -412,6 +525,10 @@ def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
     assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
     assert "All 3 leaves are equal" in pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
     assert "int 0 -> int 1" in pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
+    said = pccheck("copy", made, tmp_path / "all")
+    assert "Step 3" in said
+    assert "the parts of 2 ranks" in said
+    assert "step 3" in pccheck("show", tmp_path / "all", "--rank=1")
     pccheck("export", made, tmp_path / "out.pt", "--to=torch", "--rank=1")
     assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
 

@@ -39,6 +39,7 @@ from pccheck_async import (
     NoCheckpointError,
     RNGState,
     StateMismatchError,
+    StoreFullError,
     StoreLockedError,
     SyncCheckpointEngine,
     UnsupportedStateError,
@@ -50,11 +51,13 @@ from pccheck_async import (
 )
 from pccheck_async.api import Connection
 from pccheck_async.cli import app
-from pccheck_async.convert import dcp_reading, importing, pickled_values, target, torch_file
+from pccheck_async.convert import dcp_reading, pickled_values, target, torch_file
 from pccheck_async.convert.safetensors_file import parts
 from pccheck_async.convert.target import new_file, new_folder
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.testing import CrashDisk, CrashWriter
 from tests.support import state_strategies
 from tests.support.state_strategies import array_bytes, difference
 
@@ -1038,6 +1041,13 @@ def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     assert torch.equal(load_sync(tmp_path / "s", step=100)["x"], torch.zeros(3))
 
 
+def test_an_import_takes_the_space_of_one_checkpoint(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(CHUNK)}, tmp_path / "t.pt")
+    for slots in (1, 2):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+        assert len([*(tmp_path / "s").glob("slot-*")]) == slots
+
+
 @pytest.mark.slow
 def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt")
@@ -1089,14 +1099,15 @@ def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "part").read_bytes() == b"1"
 
 
-def test_import_keeps_what_another_import_commits_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_record_takes_no_import(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt")
-    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=1)
-    seen = list_checkpoints(tmp_path / "s")
-    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=2)
-    monkeypatch.setattr(importing, "list_checkpoints", lambda _: seen)  # looked before the other one had committed
-    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=3)
-    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [3, 2, 1]
+    disk = CrashDisk()
+    with SyncCheckpointEngine("x", io=CrashWriter(disk), keep_last="all") as engine:
+        for step in range(MOST_ENTRIES):
+            engine.checkpoint({"x": 0}, step=step).result(60)
+    with pytest.raises(StoreFullError, match="remove some first"):
+        import_checkpoint(tmp_path / "t.pt", "x", source="torch", io=CrashWriter(disk))
+    assert len(list_checkpoints("x", io=CrashWriter(disk))) == MOST_ENTRIES
 
 
 def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:

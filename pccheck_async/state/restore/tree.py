@@ -166,13 +166,12 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield from leaves(child, paths.child(path, name))
 
 
-def refuse_boxes(node: Node) -> None:
+def refuse_boxes(node: Node, advice: str = "read the group's folder, which has the folders of all ranks in it") -> None:
     """Raise IncompleteCheckpointError where a tensor lies on several ranks: for who reads the part of one alone."""
     if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
         names = [path or "it" for path, leaf in leaves(node) if isinstance(leaf, ShardedNode)]
         raise IncompleteCheckpointError(
-            f"tensors that lie on several ranks, of which this is the part of one: {_first_20(names)}; read the "
-            "group's folder, which has the folders of all ranks in it"
+            f"tensors that lie on several ranks, of which this is the part of one: {_first_20(names)}; {advice}"
         )
 
 

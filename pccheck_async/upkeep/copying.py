@@ -1,0 +1,287 @@
+"""Copying a checkpoint into another store, and that of a group, with the parts of all ranks, into another group's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import structs
+
+from pccheck_async.api import open_folder
+from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, StoreFullError
+from pccheck_async.format import CheckpointInfo, Entry, Key, Run, Which, align, crc32, which_one
+from pccheck_async.format.manifest import encode
+from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
+from pccheck_async.group import (
+    Applied,
+    GroupStore,
+    Part,
+    PartReader,
+    domain_of,
+    is_group_folder,
+    members_digest,
+    rank_name,
+    seen_stores,
+    view_of,
+)
+from pccheck_async.medium import Medium, Piece
+from pccheck_async.medium.open_medium import IO, store_path
+from pccheck_async.state import refuse_boxes
+from pccheck_async.store import KeepAll, SlotLease, Store, open_store
+from pccheck_async.transfer import aligned_buffer
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, run
+from pccheck_async.upkeep.reading import Run as ChunkRun
+
+__all__ = ["copy_checkpoint"]
+
+_MOST_ATTEMPTS = 100
+"""To hold the parts of all ranks of one checkpoint while they save: one is replaced within a step at the earliest."""
+
+
+def copy_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    name: str | None = None,
+    rank: int | None = None,
+    pinned: bool | None = None,
+    progress: Progress = lambda done, total: None,
+    io: IO = "auto",
+) -> CheckpointInfo:
+    """Copy a checkpoint into another store, which is made where there is none. Nothing is dropped there.
+
+    It becomes the newest checkpoint of ``target``. Step, time and metadata stay; the counter, too, where every counter
+    there is smaller, and else it gets the next one. Every chunk is verified between reading and writing, in staging
+    buffers of bounded size, past the page cache on both sides where the filesystems allow it. The copy takes one slot.
+
+    Of a group's folder the parts of all ranks are copied, into the folder of a group, which is made where there is
+    none; one that is there may have another number of ranks.
+
+    Durability: when this returns the copy survives power loss. On an error nothing was committed.
+
+    Args:
+        source: Store that has it, or the folder of a group. A trainer may write to it meanwhile.
+        target: Store that gets it; no trainer has it open.
+        step: The newest checkpoint of this step; by default the newest of all.
+        name: The checkpoint with this name instead.
+        rank: Of a group: copy the part of this rank alone, into the store of one process.
+        pinned: Whether the copy is pinned; by default as it is in ``source``. One that is not pinned goes when a
+            trainer that opens ``target`` commits, unless its rules keep it.
+        progress: See :data:`Progress`.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Returns:
+        The checkpoint as ``target`` has it.
+
+    Raises:
+        ValueError: both are one folder, ``target`` is a URL or begins with ``~``, or it has a checkpoint of that name.
+        NoCheckpointError: there is none to copy.
+        IncompleteCheckpointError: with ``rank``, or of the folder of one rank: tensors lie on several ranks, and the
+            copy would have one rank's boxes of them.
+        CorruptStoreError: it is damaged (DamagedError), or ``target`` is.
+        StoreError: one of ``source`` and ``target`` is a group's folder, and the other the store of one process.
+        StoreLockedError: a trainer has ``target`` open.
+        StoreFullError: there is no space for it, or a commit record has no room for it.
+        ReadError, WriteError: a device failed; ReadError also where the ranks of a group save faster than all parts of
+            one checkpoint can be locked.
+    """
+    which, target = which_one(step, name), store_path(target)
+    with suppress(OSError):
+        if os.path.samefile(source, target):
+            raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
+    if rank is None and isinstance(io, str) and is_group_folder(source):
+        return run(_copy_group(source, Path(target), which, pinned, progress, io))
+
+    async def copy() -> CheckpointInfo:
+        async with hold(source, which, io, rank) as held, await open_folder(target, io) as opened:
+            if rank is None:
+                refuse_boxes(held.manifest.skeleton)
+            else:
+                refuse_boxes(held.manifest.skeleton, "copy the parts of all ranks: leave the rank out")
+            return await _copy(held, opened.medium, target, pinned, progress)
+
+    return run(copy())
+
+
+async def _copy(held: Held, medium: Medium, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
+    store = await open_store(medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+    there = store.committed.entries
+    _check_room(held.entry, there, path)
+    counter = max(held.entry.counter, store.committed.largest_counter + 1)
+    written = await _write(held, store, counter, pinned, progress)
+    await store.commit(written.lease, written.entry, [written.manifest])
+    return written.entry.info
+
+
+def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[str]) -> None:
+    """Raise StoreFullError or ValueError where one more checkpoint cannot be committed beside those."""
+    if len(there) >= MOST_ENTRIES:
+        full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"
+        raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
+    if entry.name is not None and any(other.name == entry.name for other in there):
+        raise ValueError(f"{os.fspath(path)} has a checkpoint named {entry.name!r} already; remove it first")
+
+
+class _Written(NamedTuple):
+    """A checkpoint in its slot, but for its manifest; no record names it."""
+
+    lease: SlotLease
+    entry: Entry
+    manifest: Piece
+
+
+async def _write(held: Held, store: Store, counter: int, pinned: bool | None, progress: Progress) -> _Written:
+    """Write the payload of a checkpoint that is held into a new slot, as the checkpoint of that counter."""
+    manifest = structs.replace(held.manifest, counter=counter)
+    data, block = encode(manifest), store.block_bytes
+    offset = align(manifest.payload_nbytes, block)
+    lease = await store.reserve(offset + align(len(data), block))
+    try:
+        await _write_payload(held, store.medium, lease, progress)
+    except BaseException:
+        await store.release(lease)
+        raise
+    padded = aligned_buffer(align(len(data), block))
+    padded[: len(data)] = data
+    entry = structs.replace(
+        held.entry,
+        counter=counter,
+        pinned=held.entry.pinned if pinned is None else pinned,
+        slot=lease.slot,
+        manifest_offset=offset,
+        manifest_nbytes=len(data),
+        manifest_checksum=crc32(data),
+    )
+    return _Written(lease, entry, (offset, padded))
+
+
+async def _write_payload(held: Held, medium: Medium, lease: SlotLease, progress: Progress) -> None:
+    manifest, done = held.manifest, 0
+    whose = f"rank {held.reader.rank}: " if isinstance(held.reader, PartReader) else ""
+
+    def damaged(index: int, reason: str) -> None:
+        chunk = manifest.chunks[index]
+        raise DamagedError(
+            f"{whose}{held.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
+            f"checkpoint of step {held.entry.step} is damaged ({reason}); nothing was copied"
+        )
+
+    async def write(run: ChunkRun, view: memoryview) -> None:
+        # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
+        # goes on without O_DIRECT.
+        nonlocal done
+        await medium.write(lease.file, run.offset, view)
+        done += run.nbytes
+        progress(done, manifest.payload_nbytes)
+
+    await check_chunks(held.reader.opened, held.file, manifest, damaged=damaged, checked=write)
+
+
+# -- groups
+
+
+async def _copy_group(
+    source: str | os.PathLike[str], target: Path, which: Which, pinned: bool | None, progress: Progress, io: IO
+) -> CheckpointInfo:
+    if (target / IDENTITY_NAME).exists():
+        raise StoreError(
+            f"{target} holds the checkpoints of one process, and {os.fspath(source)} those of a group: copy into "
+            "another folder, or the part of one rank alone (--rank, rank=)"
+        )
+    async with AsyncExitStack() as stack:
+        parts = await stack.enter_async_context(_hold_parts(source, which, io))
+        domain_of(target)
+        stores: list[GroupStore] = []
+        for rank in range(len(parts)):
+            folder = target / rank_name(rank)
+            opened = await stack.enter_async_context(await open_folder(folder, io))
+            store = await open_store(
+                opened.medium,
+                path=folder,
+                retention=KeepAll(),
+                max_in_flight=1,
+                lock_timeout=LOCK_SECONDS,
+                kind=GroupStore,
+            )
+            assert isinstance(store, GroupStore)
+            stores.append(store)
+        return await _copy_parts(parts, stores, target, pinned, progress)
+
+
+@asynccontextmanager
+async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> AsyncIterator[list[Held]]:
+    """Hold the parts of all ranks of one complete checkpoint.
+
+    Ranks that save meanwhile may replace it before all parts are locked. Then the one that replaced it is tried.
+    """
+    for _ in range(_MOST_ATTEMPTS):
+        async with AsyncExitStack() as stack:
+            parts = [await stack.enter_async_context(hold(source, which, io, 0))]
+            reader, counter = parts[0].reader, parts[0].entry.counter
+            assert isinstance(reader, PartReader)
+            world = next(one.world for one in reader.listing.complete if one.entry.counter == counter)
+            try:
+                for rank in range(1, world):
+                    parts.append(await stack.enter_async_context(hold(source, which, io, rank, counter)))
+            except NoCheckpointError:
+                continue
+            yield parts
+            return
+    raise ReadError(f"the ranks of {os.fspath(source)} save faster than all parts of one checkpoint can be locked")
+
+
+async def _copy_parts(
+    parts: list[Held], stores: list[GroupStore], target: Path, pinned: bool | None, progress: Progress
+) -> CheckpointInfo:
+    """Commit the parts as the ranks would: all prepared, and only then called committed.
+
+    The stores are locked. What is left of a copy that was cut short is provably no checkpoint, and is dropped.
+    """
+    seen = {store.rank: store for store in seen_stores(target)}
+    view = view_of(list(seen.values()), [0], [])
+    if view.error is not None:
+        raise StoreError(f"{target}: {view.error}")
+    dead = {one.key for one in view.incomplete if one.proven}
+    there = [[part for part in seen[rank].parts if part.key not in dead] for rank in range(len(stores))]
+    for named in there:
+        _check_room(parts[0].entry, [part.entry for part in named], target)
+    counter = max(parts[0].entry.counter, view.base + 1)
+    members = members_digest((rank, store.file.identity.id_bytes) for rank, store in enumerate(stores))
+    made = Run(view.number, secrets.randbits(64), members)
+    total, done = sum(part.manifest.payload_nbytes for part in parts), 0
+
+    def advance(before: int, nbytes: int, _: int) -> None:
+        progress(before + nbytes, total)
+
+    async with AsyncExitStack() as stack:  # on an error slots are free again that no record may name
+        leased: list[AsyncExitStack] = []
+        written: list[_Written] = []
+        for held, store in zip(parts, stores, strict=True):
+            one = await _write(held, store, counter, pinned, partial(advance, done))
+            leased.append(await stack.enter_async_context(AsyncExitStack()))
+            leased[-1].push_async_callback(store.release, one.lease, one.entry.manifest_offset)
+            written.append(one)
+            done += held.manifest.payload_nbytes
+        for one, store in zip(written, stores, strict=True):
+            await store.make_data_durable(one.lease, [one.manifest])
+            await store.medium.unlock(one.lease.file)  # all writes ended: readers of a record may lock the slot
+        entry = written[0].entry
+        pins = {each.key for each in view.complete if each.entry.pinned} | (
+            {Key(counter, made)} if entry.pinned else set()
+        )
+        applied = Applied(made, 1, tuple(sorted(pins)))
+        for committed in (False, True):
+            # Crash: parts that are called committed, of a checkpoint that never was complete, count as lost.
+            for rank, (one, store) in enumerate(zip(written, stores, strict=True)):
+                leased[rank].pop_all()  # the record's from here on
+                part = Part(made, rank, len(parts), committed, one.entry)
+                await store.write_parts((part, *there[rank]), applied)
+    return replace(entry.info, nbytes=sum(part.entry.nbytes for part in parts))
