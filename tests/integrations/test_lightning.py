@@ -221,6 +221,53 @@ def test_fit_again_after_a_stop_inside_a_window(tmp_path: Path) -> None:
     assert steps(tmp_path / "s")[0] == trainer.global_step - 1
 
 
+def shuffled(epoch: int) -> Any:
+    return DataLoader(kit.Samples(14, random=True), 4, shuffle=True)
+
+
+def growing(epoch: int) -> Any:
+    return DataLoader(kit.Samples(14 + 4 * epoch, random=False), 4, shuffle=True)
+
+
+def drawn(epoch: int) -> Any:
+    return DataLoader(torch.utils.data.Subset(kit.Samples(30, random=False), torch.randperm(30)[:14].tolist()), 4)
+
+
+def resumable(epoch: int) -> Any:
+    return ResumableLoader(kit.Samples(14 + 4 * epoch, random=True), batch_size=4, seed=epoch)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("kind", [shuffled, growing, drawn, resumable])
+def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
+    tmp_path: Path, kind: Callable[[int], Any], every: int
+) -> None:
+    """Loaders depend on the epoch that they were made in, and on the generators at that moment."""
+
+    def start(folder: str, die_at: int = -1, seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        saver = adapter.PCcheckCallback(tmp_path / folder, interval=1, max_in_flight=1)
+        trainer = kit.make_trainer(tmp_path, saver, max_epochs=4, reload_dataloaders_every_n_epochs=every)
+        model = kit.Reloading(kind, die_at)
+        if die_at < 0:
+            trainer.fit(model)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                trainer.fit(model)
+        return model
+
+    whole = start("whole")
+    ends = len([key for key in whole.seen if key.startswith("train")])
+    assert ends == ([16, 16 + 1 + 2 + 3, 16 + 2 + 2][every] if kind in (growing, resumable) else 16)
+    for die_at in (2, 4, 5, 8, 9, 14):
+        start(f"at {die_at}", die_at)
+        rest = start(f"at {die_at}", seed=1)
+        assert f"train {die_at - 1}" not in rest.seen
+        assert f"train {die_at}" in rest.seen
+        assert rest.seen == {key: whole.seen[key] for key in rest.seen}
+        assert bits(rest.state_dict()) == bits(whole.state_dict())
+
+
 def test_another_model_is_named(tmp_path: Path) -> None:
     fit(adapter.PCcheckCallback(tmp_path / "s"))
     model = kit.Model(width=9)

@@ -24,7 +24,9 @@ from pccheck_async.integrations.lightning import PCcheckCallback
 from tests.support.killed_training import Journal
 from tests.support.ranks import meet
 
-__all__ = ["Counting", "Model", "Ranks", "Samples", "StopAt", "Worsening", "make_trainer", "train", "train_rank"]
+__all__ = [
+    "Counting", "Model", "Ranks", "Reloading", "Samples", "StopAt", "Worsening", "make_trainer", "train", "train_rank",
+]  # fmt: skip
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -113,6 +115,37 @@ class Worsening(Counting):
 
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
         self.log("metric", float(self.trainer.global_step))
+
+
+class Reloading(pl.LightningModule):
+    """Makes its own loaders, and notes what they gave: batch sums of training and validation, by step."""
+
+    def __init__(self, loader: Callable[[int], Any], die_at: int = -1) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2))
+        self.loader = loader
+        self.die_at = die_at
+        self.seen: dict[str, float] = {}
+
+    def train_dataloader(self) -> Any:
+        return self.loader(self.trainer.current_epoch)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(3 + self.trainer.current_epoch, random=False), 4)
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.seen[f"train {self.trainer.global_step}"] = float(batch.sum() + loss.detach())
+        if self.trainer.global_step == self.die_at:
+            raise ZeroDivisionError
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.seen[f"validation {self.trainer.global_step} {index}"] = float(batch.sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
 
 
 class ShardedModel(Model):

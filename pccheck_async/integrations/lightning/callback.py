@@ -31,10 +31,14 @@ PRIVATE: Final = {
     "Trainer.fit_loop": (
         "on_advance_end", "on_iteration_done", "epoch_progress", "epoch_loop", "state_dict", "load_state_dict",
         "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "is_resuming", "_can_stop_early",
+        "setup_data", "_should_reload_train_dl", "_last_train_dl_reload_epoch",
     ),
     "Trainer.fit_loop.epoch_loop": (
         "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
         "_num_ready_batches_reached", "_on_before_fetch", "restarting",
+    ),
+    "Trainer.fit_loop.epoch_loop.val_loop": (
+        "setup_data", "_combined_loader", "_should_reload_val_dl", "_last_val_dl_reload_epoch",
     ),
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
@@ -124,6 +128,8 @@ class PCcheckCallback(Callback):
         _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
         _around(loop.epoch_loop, "on_run_start", before=lambda: self._begin_epoch(trainer))
         _around(loop.epoch_loop, "_on_before_fetch", before=draws.note_fetch)
+        draws.make_again(loop, "train")
+        draws.make_again(loop.epoch_loop.val_loop, "val")
 
     def _stop_again(self, trainer: Any, restored: Restored) -> None:
         """Tell the training to stop if it had been told, unless a limit is larger now."""
@@ -199,9 +205,10 @@ class PCcheckCallback(Callback):
 
     def _close(self, trainer: Any, error: BaseException | None) -> None:
         engine, self.engine, self._this = self.engine, None, None
-        for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        loop = trainer.fit_loop
+        for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
             for name in _WRAPPED:
-                vars(loop).pop(name, None)
+                vars(each).pop(name, None)
         assert engine is not None
         if error is not None:
             self._of = None  # what is in memory may be half of a batch
@@ -326,12 +333,41 @@ class _Sizes:
 class _Draws:
     """The generators as they were when the epoch's iterator was made, and when the first batch was fetched.
 
-    Then a loader of torch draws its order, and the seeds of its workers.
+    Then a loader of torch draws its order, and the seeds of its workers. Loaders themselves are made by hooks, which
+    may draw, too, and look at the epoch: that and the generators are those of the moment at which they were made.
     """
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
         self._saved: Mapping[str, Any] = {}
+        self._made: dict[str, Any] = {}
+
+    def make_again(self, loop: Any, kind: str) -> None:
+        """Wrap ``setup_data``: note when loaders are made; first make those of the checkpoint, as they were then."""
+        setup, progress = loop.setup_data, loop.trainer.fit_loop.epoch_progress.current
+        is_due, last = f"_should_reload_{kind}_dl", f"_last_{kind}_dl_reload_epoch"
+        to_make = self._made.get(kind)
+
+        def setup_data() -> None:
+            nonlocal to_make
+            if loop._combined_loader is not None and not getattr(loop, is_due):
+                return
+            made, to_make = to_make, None
+            epoch, rng = progress.completed, RNGState().state_dict()
+            if made is None:
+                setup()
+                self._made[kind] = {"epoch": epoch, "last": getattr(loop, last), "rng": rng}
+                return
+            progress.completed = made["epoch"]
+            RNGState().load_state_dict(made["rng"])
+            try:
+                setup()
+                setattr(loop, last, made["last"])
+            finally:
+                progress.completed = epoch
+                RNGState().load_state_dict(rng)
+
+        loop.setup_data = setup_data
 
     def note_iter(self) -> None:
         self._states = {"iter": RNGState().state_dict()}
@@ -347,13 +383,14 @@ class _Draws:
             RNGState().load_state_dict(self._saved[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return self._states
+        return self._states | {"made": self._made}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self._saved = state
+        self._made = dict(state.get("made", {}))
 
 
-_WRAPPED: Final = ("on_advance_end", "on_run_start", "_load_combined_loader_states", "_on_before_fetch")
+_WRAPPED: Final = ("on_advance_end", "on_run_start", "setup_data", "_load_combined_loader_states", "_on_before_fetch")
 _UNKNOWN: Final = frozenset({"draws", "rng", "sizes"})
 """What a converted file of Lightning does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
