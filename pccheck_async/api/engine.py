@@ -10,7 +10,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 import torch
 
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, note_closing_failure_on, run
+from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, Private, note_closing_failure_on, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -252,6 +252,7 @@ class CheckpointEngine(EngineBase):
         name: str | None = None,
         strict: bool = True,
         dtype: torch.dtype | None = None,
+        private: Private = (),
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
@@ -276,6 +277,9 @@ class CheckpointEngine(EngineBase):
             dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
                 dtype, cast as ``copy_`` does, and so does what an optimizer keeps for parameters of it. (Not where a
                 tensor lies on several ranks in another way than it was saved.) None: another dtype raises.
+            private: Of a group whose checkpoint is of another number of ranks: what to do with plain tensors of which
+                ranks had different ones under one name. By default they are refused. "modulo": rank r restores those of
+                rank r modulo the old number. Globs over paths: the same, for these alone.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
                 where a damaged checkpoint is passed over). It must be quick.
 
@@ -285,7 +289,8 @@ class CheckpointEngine(EngineBase):
         Cancellation: returns once every read ended; ``state`` may then hold a mixture.
 
         Raises:
-            StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before). Modules
+            StateMismatchError: leaves differ, or it is of another number of ranks, which had different tensors under
+                one name (see ``private``); nothing was changed (a note tells of a damaged one tried before). Modules
                 with hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own, decide themselves
                 what fits below them: what they raise comes after other things were changed.
             UnsupportedStateError: ``state`` is no mapping from names, or has the ``state_dict()`` of an object in the
@@ -299,7 +304,7 @@ class CheckpointEngine(EngineBase):
         """
         which = which_one(step, name)
         restored: Restored | None = await run(
-            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)
+            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype, private=private)
         )
         return restored
 

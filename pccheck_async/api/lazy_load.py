@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property, partial
@@ -22,7 +22,7 @@ from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Entry, Which, dtypes, which_one
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
-from pccheck_async.group import MergedPayload, PartReader, Payload
+from pccheck_async.group import MergedPayload, PartReader, Payload, warn_of_others
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import (
@@ -66,7 +66,8 @@ def open_checkpoint(
         step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
             (with a warning). A damaged tensor is found only when it is read.
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: whose part. By default that of rank 0.
+        rank: Of a group: whose part. By default that of rank 0; tensors are compared then, and a warning names those
+            that are not the same on other ranks.
         device: Where tensors go.
         allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
             checkpoint names: give it only where you trust whoever wrote it. Without it reading such a value is refused.
@@ -88,6 +89,11 @@ def open_checkpoint(
     """
     connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank)
     connection.allow_pickle = allow_pickle
+    try:
+        warn_of_others(connection.differing(), path)
+    except BaseException:
+        connection.close()
+        raise
     return OpenCheckpoint(connection)
 
 
@@ -108,6 +114,7 @@ class Connection:
         torch.empty(0, device=device)  # raises where there is no such device
         self.path = os.fspath(path)
         self.device = device
+        self._has_named_rank = rank is not None
         self._pid = os.getpid()
         self._closed = True
         self._loop = EngineLoop("pccheck-open")
@@ -156,6 +163,13 @@ class Connection:
         except (OSError, ClosedError):  # of whatever it was doing when it had to end
             self.check_open()
             raise
+
+    def differing(self, among: Callable[[str], bool] = lambda _: True) -> list[str]:
+        """Return paths under which other ranks have different tensors; none where the caller named a rank."""
+        chunks = self.chunks
+        if self._has_named_rank or not isinstance(chunks, MergedPayload):
+            return []
+        return self.call(chunks.differing(among))
 
     def check_open(self) -> None:
         """Raise ClosedError where this was closed, or belongs to the parent of this process."""

@@ -13,10 +13,11 @@ from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, Which, which_one
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.group import PartReader, is_group_folder, list_group
+from pccheck_async.group import PartReader, is_group_folder, list_group, warn_of_others
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, check_io
-from pccheck_async.state import allocate
+from pccheck_async.state import allocate, select
+from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import StoreReader, pool_for, read_at_once, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
 from pccheck_async.transfer.copying import CopyBackend
@@ -47,7 +48,8 @@ async def load(
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: whose part. By default that of rank 0.
+        rank: Of a group: whose part. By default that of rank 0; what is loaded is compared then, and a warning names
+            tensors that are not the same on other ranks.
         keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
             (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
             (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
@@ -154,6 +156,10 @@ async def _load(
                 async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
                     loading = allocate(payload.manifest, keys, device, allow_pickle=allow_pickle)
                     await payload.fill(loading.targets, advance)
+                    if rank is None:
+                        chosen = payload.manifest.skeleton if keys is None else select(payload.manifest.skeleton, keys)
+                        read = {name for name, _ in leaves(chosen)}
+                        warn_of_others(await payload.differing(read.__contains__), path)
             else:
                 loading = allocate(manifest, keys, device, allow_pickle=allow_pickle)
                 buffers = pool_for(manifest, pool)

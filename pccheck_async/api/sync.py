@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on, note_closing_failure_on
+from pccheck_async.engine import EngineLoop, PendingCheckpoint, Private, block_on, note_closing_failure_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
@@ -85,6 +85,7 @@ class SyncCheckpointEngine(EngineBase):
         name: str | None = None,
         strict: bool = True,
         dtype: torch.dtype | None = None,
+        private: Private = (),
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`).
@@ -93,7 +94,7 @@ class SyncCheckpointEngine(EngineBase):
         """
         which = which_one(step, name)
         restored: Restored | None = block_on(
-            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)
+            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype, private=private)
         )
         return restored
 

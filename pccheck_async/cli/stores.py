@@ -50,6 +50,7 @@ from pccheck_async.cli.ranks import (
     rank_of_store,
 )
 from pccheck_async.errors import NoCheckpointError
+from pccheck_async.group import first_few
 
 if TYPE_CHECKING:
     from pccheck_async.state import ShardedLeaf, StoredLeaf
@@ -114,7 +115,8 @@ def show(
 
     Of a group's, tensors that lie on several ranks with what they are in full, and which rank saved which boxes.
 
-    Reads no tensor and writes nothing. Safe while a trainer writes to the store.
+    Reads no tensor, but of a group without --rank those that ranks may have different, and writes nothing. Safe while a
+    trainer writes to the store.
 
     Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
     """
@@ -123,6 +125,9 @@ def show(
             raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step nor --name")
         return heat_map(path)
     description = pccheck.describe_checkpoint(path, step=step, name=name, rank=rank)
+    if description.differing:
+        few = printable(first_few(description.differing))
+        complain(f"this is the part of rank 0, and other ranks have different tensors: {few}; see --rank")
     document = {
         **as_json(description.info),
         **pick(description, "rank", "store_id", "block_bytes", "slot", "slot_nbytes"),
@@ -130,7 +135,7 @@ def show(
         "chunks": [
             pick(chunk, "offset", "nbytes") | {"crc32": f"{chunk.checksum:08x}"} for chunk in description.chunks
         ],
-        **pick(description, "array_nbytes", "aliases", containers="branches"),
+        **pick(description, "array_nbytes", "aliases", "differing", containers="branches"),
         "leaves": [_leaf_as_json(leaf) for leaf in description.leaves] if json else [],
         "sharded": [_sharded_as_json(leaf) for leaf in description.sharded] if json else [],
     }

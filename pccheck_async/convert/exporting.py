@@ -16,7 +16,9 @@ from pccheck_async.api import Connection
 from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
 from pccheck_async.convert.selection import select_part
 from pccheck_async.convert.target import replacing
+from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import CheckpointInfo, which_one
+from pccheck_async.group import first_few
 from pccheck_async.medium.open_medium import IO
 
 __all__ = ["Exported", "export_checkpoint"]
@@ -108,7 +110,7 @@ def export_checkpoint(
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: whose part. By default that of rank 0.
+        rank: Of a group: whose part. By default that of rank 0, if no rank has different tensors under its names.
         keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
         root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
         max_file_size: For "safetensors": most bytes of tensors in one file (``max_shard_size`` in transformers). A
@@ -122,7 +124,8 @@ def export_checkpoint(
 
     Raises:
         UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
-        StateMismatchError: ``keys`` or ``root`` name nothing.
+        StateMismatchError: ``keys`` or ``root`` name nothing; or no ``rank`` is given, and ranks have different tensors
+            under the same names.
         NoCheckpointError: there is none, or not the one asked for.
         IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
@@ -151,6 +154,12 @@ def export_checkpoint(
     connecting = partial(Connection, path, which, torch.device("cpu"), host_memory, io, rank)
     with replaced as fresh, closing(connecting()) as connection:
         selection = select_part(connection, keys, root)
+        if others := connection.differing(selection.stored_paths.__contains__):
+            raise StateMismatchError(
+                f"other ranks have different tensors than rank 0, and nothing was written: {first_few(others)}; name "
+                "the rank whose tensors are meant (rank=0, --rank 0), or leave these out",
+                mismatched=others,
+            )
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, fresh))
         elif to == "lightning":

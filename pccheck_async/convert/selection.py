@@ -42,6 +42,12 @@ class Selection:
     changed: list[str] = field(default_factory=list)
 
     @property
+    def stored_paths(self) -> set[str]:
+        """The paths of all leaves in the whole checkpoint."""
+        chosen = {*map(id, self.leaves.values())}
+        return {path for path, node in leaves(self.manifest.skeleton) if id(node) in chosen}
+
+    @property
     def arrays(self) -> dict[str, TensorEntry]:
         """The tensors and arrays by their paths."""
         tensors = self.manifest.tensors

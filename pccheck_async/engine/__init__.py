@@ -13,7 +13,7 @@ from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
-from pccheck_async.engine.restore import HOLDS_PARTS, Lease, Reading, refuse_parts
+from pccheck_async.engine.restore import HOLDS_PARTS, Lease, Private, Reading, refuse_parts
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
@@ -35,6 +35,7 @@ __all__ = [
     "Lease",
     "PendingCheckpoint",
     "Policy",
+    "Private",
     "Reading",
     "SaveReport",
     "Scheduler",

@@ -24,7 +24,7 @@ from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.promise import Promise
-from pccheck_async.engine.restore import restore
+from pccheck_async.engine.restore import Private, restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
 from pccheck_async.engine.status_publisher import make_status
@@ -478,19 +478,22 @@ class EngineCore:
         *,
         strict: bool = True,
         dtype: torch.dtype | None = None,
+        private: Private = (),
     ) -> Handoff:
         """Restore the newest checkpoint (or the one asked for) into ``state``, falling back where one is damaged."""
         assembly = self.check_alive()
         self.in_flight.raise_untold()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
+        if isinstance(private, str) and private != "modulo":
+            raise ValueError(f"private is 'modulo' or a list of globs over paths, not {private!r}")
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
                 yield pending.until_out_of_reach  # what is restored would tear its capture
         self.guard.wait()
         restored: Restored | None = yield from self._restore(
-            assembly, state, which, progress, strict=strict, dtype=dtype
+            assembly, state, which, progress, strict=strict, dtype=dtype, private=private
         )
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
@@ -508,8 +511,9 @@ class EngineCore:
         *,
         strict: bool,
         dtype: torch.dtype | None,
+        private: Private,
     ) -> Handoff:
-        """Restore from one process's own store; ``GroupCore`` overrides it."""
+        """Restore from one process's own store, where nothing is another rank's; ``GroupCore`` overrides it."""
         pickles = self.config.allow_pickle
         return restore(assembly, state, which, progress, strict=strict, dtype=dtype, allow_pickle=pickles)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -28,10 +28,12 @@ from pccheck_async.store import (
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["HOLDS_PARTS", "Lease", "Reading", "refuse_parts", "restore"]
+__all__ = ["HOLDS_PARTS", "Lease", "Private", "Reading", "refuse_parts", "restore"]
 
 HOLDS_PARTS = "reading a damaged checkpoint filled arrays: the state may hold parts of it"
 """A note on errors."""
+Private: TypeAlias = Literal["modulo"] | Sequence[str]
+"""Tensors that a rank of another world may restore of rank r modulo the old number: all, or globs over their paths."""
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
 

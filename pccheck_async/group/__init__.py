@@ -8,6 +8,7 @@ It may import: tuning and what is below.
 from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
+from pccheck_async.group.differing import first_few, warn_of_others
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import domain_of, parts_of, rank_folders, rank_name, seen_stores
 from pccheck_async.group.group import Group
@@ -26,6 +27,7 @@ __all__ = [
     "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",
     "GroupStore", "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member",
     "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View",
-    "decode_decision", "decode_message", "domain_of", "encode", "is_group_folder", "list_group", "members_digest",
-    "parts_of", "pinned_keys", "rank_folders", "rank_name", "ranks", "reach", "seen_stores", "view_of",
+    "decode_decision", "decode_message", "domain_of", "encode", "first_few", "is_group_folder", "list_group",
+    "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "ranks", "reach", "seen_stores",
+    "view_of", "warn_of_others",
 ]  # fmt: skip

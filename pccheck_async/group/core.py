@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from pccheck_async.engine import (
     EngineCore,
     Handoff,
     PendingCheckpoint,
+    Private,
     Reading,
     refuse_parts,
 )  # fmt: skip
@@ -33,18 +34,50 @@ from pccheck_async.errors import (
 from pccheck_async.format import Key, Metadata, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client, Server
+from pccheck_async.group.differing import first_few
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
+from pccheck_async.group.reading import ranks
 from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.state import Owners, merge_parts
+from pccheck_async.state import Owners, broadcast_buffers, merge_parts, paths
 from pccheck_async.store import Store, UnreadableError
 from pccheck_async.telemetry import ReadProgress, events
 
 __all__ = ["GroupCore"]
+
+
+class _OtherWorld(NamedTuple):
+    """What to do with what each rank of another world had for itself."""
+
+    group: Group
+    private: Private
+
+    def check(self, parts: Parts, state: Mapping[str, Any], unexpected: Sequence[str]) -> Handoff:
+        """Raise StateMismatchError where the parts have different tensors under one name, and UnreadableError.
+
+        Nothing says then which of them a rank of this world is to restore. Buffers that DistributedDataParallel makes
+        alike at the next forward may differ, and what the state lacks (``unexpected``) is not restored.
+        """
+        if self.private == "modulo":
+            return
+        allowed, below = broadcast_buffers(state), tuple(f"{path}." for path in unexpected)
+        matchers = [paths.matcher(glob, unescaped=escaped) for glob in self.private for escaped in (False, True)]
+
+        def among(path: str) -> bool:
+            return not (path in allowed or f"{path}.".startswith(below) or any(match(path) for match in matchers))
+
+        if found := (yield parts.differing(among, (self.group.rank, self.group.world_size))):
+            unseen = f" (those of {ranks(tuple(parts.elsewhere))} are not seen here)" if parts.elsewhere else ""
+            raise StateMismatchError(
+                f"this checkpoint is of another number of ranks, which had different tensors{unseen} under one name: "
+                f'{first_few(found)}; restore(state, private="modulo") gives rank r those of rank r modulo the old '
+                "number, private=[...] does for the paths that match its globs",
+                mismatched=found,
+            )
 
 
 class GroupCore(EngineCore):
@@ -186,6 +219,7 @@ class GroupCore(EngineCore):
         *,
         strict: bool,
         dtype: torch.dtype | None,
+        private: Private,
     ) -> Handoff:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
@@ -208,9 +242,10 @@ class GroupCore(EngineCore):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
+                        same_world = run.has_world_of(key)
                         outcome, why, mismatch = yield from _match(
-                            reading, parts, state, begun,
-                            strict=strict, dtype=dtype, allow_pickle=pickles, generators=run.has_world_of(key),
+                            reading, parts, state, begun, None if same_world else _OtherWorld(self.group, private),
+                            strict=strict, dtype=dtype, allow_pickle=pickles,
                         )  # fmt: skip
                         yield run.tell_matched(outcome, why)
                     case FillArrays():
@@ -262,17 +297,17 @@ def _match(
     parts: Parts | None,
     state: Mapping[str, Any],
     begun: Sequence[str],
+    other_world: _OtherWorld | None,
     *,
     strict: bool,
     dtype: torch.dtype | None,
     allow_pickle: bool,
-    generators: bool,
 ) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
     if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
     match_state = partial(
-        reading.match, state, strict=strict, dtype=dtype, allow_pickle=allow_pickle, generators=generators
+        reading.match, state, strict=strict, dtype=dtype, allow_pickle=allow_pickle, generators=other_world is None
     )
     try:
         yield reading.hold()
@@ -284,6 +319,8 @@ def _match(
                 raise
         if lacks:  # another stage of a pipeline may have it
             match_state(merged=merge_parts(parts.own, (yield parts.manifests())))
+        if other_world is not None:
+            yield from other_world.check(parts, state, reading.restoration.unexpected)
         refuse_parts(reading.step, reading.restoration, begun)
         if reading.restoration.resharded:
             yield parts.match(reading.restoration.resharded)

@@ -74,6 +74,13 @@ class MergedPayload:
         self.manifest, self._tensors = _in_full(manifest)
         self._end = self._tensors[0].start if self._tensors else manifest.payload_nbytes
 
+    async def differing(self, among: Callable[[str], bool] = lambda _: True) -> list[str]:
+        """Return paths of tensors under which other ranks hold other ones. Raises DamagedError, ReadError."""
+        try:
+            return await self._parts.differing(among)
+        except UnreadableError as unreadable:
+            raise unreadable.error from None
+
     async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill targets in host memory; ``advance`` hears of the open part's chunks.
 

@@ -5,11 +5,12 @@ Used by restores, where ranks have other boxes than when they saved, and by read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format.manifest import Manifest
+from pccheck_async.group.differing import differing
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.medium import File, Medium
 from pccheck_async.state import BoxTargets, Resharding, StoredBox, Wanted, reshard, stored_boxes
@@ -52,7 +53,7 @@ class Parts:
         self, parts: Mapping[int, ReadablePart], own: int, *, by_address: bool, elsewhere: Sequence[int] = ()
     ) -> None:
         self._parts = parts
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
         self.own = own
         self._by_address = by_address
         self._held = {own}
@@ -75,9 +76,14 @@ class Parts:
         self._plan = reshard(wanted, self._boxes, self.own, by_address=self._by_address)
         if troubles := self._plan.troubles:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
-            if self._elsewhere:
-                text += f"; the parts of ranks {', '.join(map(str, self._elsewhere))} are on filesystems not seen here"
+            if self.elsewhere:
+                text += f"; the parts of ranks {', '.join(map(str, self.elsewhere))} are on filesystems not seen here"
             raise StateMismatchError(text, mismatched=troubles)
+
+    async def differing(self, among: Callable[[str], bool], share: tuple[int, int] = (0, 1)) -> list[str]:
+        """Return paths under which parts hold different tensors (see :func:`differing`). Raises UnreadableError."""
+        await self.manifests()
+        return await differing(self._parts, among, share=share, incomplete=bool(self.elsewhere))
 
     def take_own(self) -> BoxTargets | None:
         """Return what is filled from the own part, for whoever reads it anyway: :meth:`fill` leaves it out then."""

@@ -36,7 +36,7 @@ except ImportError as error:
     ) from error
 
 from pccheck_async.api import SyncCheckpointEngine
-from pccheck_async.engine import Policy, StepReport, unwrapped
+from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 from pccheck_async.integrations.stopped import log_stopped
@@ -102,6 +102,7 @@ class PCcheckCallback(TrainerCallback):
         save_last: Also save the last step.
         resume_stopped: Go on although a callback had told training to stop (``should_training_stop``). Else
             ``trainer.train()`` returns at once, as it does where ``max_steps`` is reached, unless that is larger now.
+        private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The Trainer's own losses may differ anyway.
         settings: Any others of the engine.
 
     Attributes:
@@ -125,6 +126,7 @@ class PCcheckCallback(TrainerCallback):
         interval: int | timedelta | Policy | None = None,
         save_last: bool = True,
         resume_stopped: bool = False,
+        private: Private = (),
         **settings: Any,
     ) -> None:
         self._make_engine = partial(
@@ -138,6 +140,7 @@ class PCcheckCallback(TrainerCallback):
         self._grouped = "group" in settings
         self._save_last = save_last
         self._resume_stopped = resume_stopped
+        self._private: Private = private if private == "modulo" else ["trainer.*", *private]
         self._trainer: Any = None
 
     def attach(self, trainer: transformers.Trainer) -> Self:
@@ -204,7 +207,7 @@ class PCcheckCallback(TrainerCallback):
         if resume is _STORE:
             # The position is wanted now, and what it is restored with is prepared right after this.
             self._prepared = trainer._prepare_for_training(max_steps, self._dataloader, resume)
-            self.restored = self.engine.restore(self._state)
+            self.restored = self.engine.restore(self._state, private=self._private)
             if trainer.state.global_step >= max_steps or self._stays_stopped():
                 return epochs, 0
             epoch, updates = progress.position(per_epoch)

@@ -30,7 +30,7 @@ from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuil
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling, state_dicts
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
-from pccheck_async.state.save.owners import Owners
+from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.split import LazyPart, Splitter
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
@@ -76,6 +76,7 @@ __all__ = [
     "atom",
     "below",
     "boxes_of_range",
+    "broadcast_buffers",
     "cached_layout",
     "check_outermost",
     "clear_gradients",

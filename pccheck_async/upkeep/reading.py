@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -94,6 +94,8 @@ class Description:
         rank: Whose part of a group's checkpoint it is, else None.
         sharded: The tensors of that part that lie on several ranks, in the order of the state, with all their boxes;
             those that the part has itself are among ``leaves``, too.
+        differing: Where no rank was named, paths under which other ranks have different tensors. When 20 are known, the
+            bytes of others are not compared.
     """
 
     info: CheckpointInfo
@@ -108,6 +110,7 @@ class Description:
     block_bytes: int
     rank: int | None = None
     sharded: tuple[ShardedLeaf, ...] = ()
+    differing: tuple[str, ...] = ()
 
     @property
     def array_nbytes(self) -> int:
@@ -132,8 +135,9 @@ def describe_checkpoint(
 
     Reads its manifest and no tensor.
 
-    In a group's folder it is one rank's part of a complete checkpoint, by default that of rank 0. Where tensors of it
-    lie on several ranks, the manifests of all ranks are read.
+    In a group's folder it is one rank's part of a complete checkpoint. Where tensors of it lie on several ranks, the
+    manifests of all ranks are read. Without ``rank`` it is that of rank 0, and what each rank has for itself is
+    compared: where checksums do not tell, tensors are read.
 
     Raises:
         NoCheckpointError: there is none.
@@ -146,6 +150,7 @@ def describe_checkpoint(
         async with hold(path, which, io, rank) as held:
             listing = list_leaves(held.manifest)
             sharded = tuple([leaf async for leaf in _with_boxes(held, listing)])
+            differing = tuple(await _differing(held)) if rank is None else ()
             return Description(
                 info=held.entry.info,
                 leaves=tuple(listing.leaves),
@@ -159,9 +164,22 @@ def describe_checkpoint(
                 block_bytes=held.reader.identity.block_bytes,
                 rank=held.reader.rank if isinstance(held.reader, PartReader) else None,
                 sharded=sharded,
+                differing=differing,
             )
 
     return run(describe())
+
+
+async def _differing(held: Held) -> list[str]:
+    """Return the paths under which ranks of a group have different tensors."""
+    if not isinstance(held.reader, PartReader):
+        return []
+    pool = make_pool(held.manifest)
+    try:
+        async with aclosing(await held.reader.merged(held.entry, held.file, held.manifest, pool)) as merged:
+            return await merged.differing()
+    finally:
+        pool.close()
 
 
 async def _with_boxes(held: Held, listing: Listing) -> AsyncIterator[ShardedLeaf]:

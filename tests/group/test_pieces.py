@@ -114,7 +114,7 @@ def restore(folder: Path, shape: tuple[int, ...], placement: Shard, group: Group
     )
     state = {"w": sharded, "own": torch.zeros(100)}
     with counted(folder / "run") as count, SyncCheckpointEngine(folder / "run", group=group) as engine:
-        assert engine.restore(state) is not None
+        assert engine.restore(state, private="modulo") is not None
         assert torch.equal(local, expected)
         return count()
 
@@ -228,7 +228,7 @@ def refused(folder: Path, placement: Placement, group: Group) -> str:
     mesh = mesh_of(folder, group)
     state = {"w": distribute_tensor(torch.full(ROWS, -1.0), mesh, [placement]), "own": torch.zeros(100)}
     with SyncCheckpointEngine(folder / "run", group=group) as engine, pytest.raises(DamagedError) as caught:
-        engine.restore(state, step=1)
+        engine.restore(state, step=1, private="modulo")
     return str(caught.value)
 
 

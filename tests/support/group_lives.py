@@ -187,7 +187,7 @@ def _be_rank(
             _arm(kill)
         with SyncCheckpointEngine(folder, group=Group(rank, world, meet(place), timeout=PATIENCE / 2)) as engine:
             state = state_of(-1, rank, elements)
-            restored = engine.restore(state)
+            restored = engine.restore(state, private="modulo")
             step = -1 if restored is None else restored.step
             expected = state_of(step, state["rank"], elements)
             if restored is not None and state["rank"] != rank:

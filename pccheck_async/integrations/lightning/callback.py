@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine
-from pccheck_async.engine import note_closing_failure_on
+from pccheck_async.engine import Private, note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.integrations.stopped import log_stopped
@@ -72,6 +72,8 @@ class PCcheckCallback(Callback):
         save_last: Also save where training ends: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
         resume_stopped: Go on although training had been told to stop early (``trainer.should_stop``). Else ``fit``
             returns at once, as it does where ``max_epochs`` is reached, unless a limit is larger now.
+        private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. What loops, callbacks and the datamodule
+            have may differ by rank anyway.
         settings: Any other of :class:`pccheck_async.SyncCheckpointEngine`.
 
     Attributes:
@@ -86,6 +88,7 @@ class PCcheckCallback(Callback):
         interval: Any = None,
         save_last: bool = True,
         resume_stopped: bool = False,
+        private: Private = (),
         **settings: Any,
     ) -> None:
         SyncCheckpointEngine(folder, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
@@ -93,6 +96,7 @@ class PCcheckCallback(Callback):
         self._settings = {"interval": interval, **settings}
         self._save_last = save_last
         self._resume_stopped = resume_stopped
+        self._private = private
         self.engine: SyncCheckpointEngine | None = None
         self.restored: Restored | None = None
         self._of: tuple[Any, LightningModule] | None = None  # whose training is in memory
@@ -116,7 +120,7 @@ class PCcheckCallback(Callback):
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
         if not goes_on:
-            self.restored = _restore(engine, self._state)
+            self.restored = _restore(engine, self._state, trainer.model, self._private)
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
             if self.restored is not None and not self._resume_stopped:
@@ -411,14 +415,17 @@ def _state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | None:
+def _restore(engine: SyncCheckpointEngine, state: dict[str, Any], model: Any, private: Private) -> Restored | None:
+    if private != "modulo":  # such as averages, of each rank's batches
+        private = ["callbacks.*", "loops.*", "others.*", *_broadcast(model), *private]
     try:
-        return engine.restore(state)
+        return engine.restore(state, private=private)
     except StateMismatchError as error:
         missing = {path.split(".")[0] for path in error.missing}
         if error.mismatched or error.unexpected or not missing <= _UNKNOWN:
             raise
-        return engine.restore({name: part for name, part in state.items() if name not in missing})
+        there = {name: part for name, part in state.items() if name not in missing}
+        return engine.restore(there, private=private)
 
 
 def _replicated(model: Any) -> list[str]:
@@ -449,6 +456,13 @@ def _why_stopped(trainer: Any) -> str:
         if isinstance(each, Timer) and (left := each.time_remaining()) is not None and left <= 0:
             return "max_time"
     return "trainer.should_stop was set"
+
+
+def _broadcast(model: Any) -> list[str]:
+    """Return the paths of buffers that DistributedDataParallel sets to those of rank 0, before each forward."""
+    if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers:
+        return []
+    return [paths.child("model", paths.escape(name)) for name, _ in model.module.named_buffers(remove_duplicate=False)]
 
 
 def _ends(trainer: Any) -> bool:

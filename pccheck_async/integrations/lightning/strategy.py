@@ -111,7 +111,13 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         if trains := bool(self.optimizers):
             state["optimizer_states"] = [*self.optimizers]
         with SyncCheckpointEngine(path, group=dist.group.WORLD, **self._settings) as engine:
-            engine.restore(state, strict=trains and self.lightning_module.strict_loading)
+            strict = trains and self.lightning_module.strict_loading
+            # What each rank has for itself is of its batches: what loops and callbacks keep, and averages of BatchNorm.
+            own = [
+                f"{OTHERS}.*",
+                *(f"state_dict.{name}" for name, _ in self.model.named_buffers(remove_duplicate=False)),
+            ]
+            engine.restore(state, strict=strict, private=own)
         return others.loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -212,6 +212,17 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
     return replicas_of
 
 
+def broadcast_buffers(state: Mapping[str, Any]) -> set[str]:
+    """Return the paths of buffers that DistributedDataParallel sets to those of its first rank, before each forward."""
+    return {
+        paths.child(path, paths.escape(f"module.{name}"))
+        for path, model in containers_and_objects(state)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model.broadcast_buffers
+        for name, _ in model.module.named_buffers(remove_duplicate=False)
+        if name not in model.parameters_to_ignore
+    }
+
+
 def _ids(part: Any) -> list[int]:
     """Return the identities of an optimizer's parameters: it may be given more of them; of a module, nothing."""
     groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
