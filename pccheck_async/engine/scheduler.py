@@ -24,7 +24,7 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.format import CheckpointInfo, Entry, align, crc32
 from pccheck_async.format.checksum import SUM_BYTES, piece_count
-from pccheck_async.format.manifest import SHARDED_VERSION, VERSION, ChunkEntry, Manifest, ManifestEncoder
+from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
@@ -394,7 +394,7 @@ class Scheduler:
         capture = job.capture
         return self._manifests.encode(
             Manifest(
-                version=VERSION if capture.sums is None else SHARDED_VERSION,
+                version=version_of(capture.skeleton, with_pieces=capture.sums is not None),
                 counter=job.pending.counter,
                 step=job.pending.step,
                 time=capture.time,

@@ -25,6 +25,7 @@ from pccheck_async.format.skeleton import (
     ArrayNode,
     DictNode,
     Node,
+    OrderedDictNode,
     ShardedNode,
     SurrogateStrNode,
     children,
@@ -33,6 +34,9 @@ from pccheck_async.format.skeleton import (
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2
 """Of a manifest with boxes of tensors that lie on several ranks: others read parts of them."""
+ORDERED_VERSION: Final = 3
+"""Of a manifest whose outermost mapping is an OrderedDict, with boxes or without; earlier versions of the package,
+which expect a dict there, refuse this number."""
 ALIGNMENT: Final = 64
 """Bytes. Every storage starts at a multiple of it in the payload."""
 _MAX_DIMENSIONS: Final = 64
@@ -107,11 +111,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     payload_nbytes: int
     pieces: tuple[bytes, ...] | None = None
     """For each chunk the table of the CRC-32 of each MiB of it (see :func:`pccheck_async.format.piece_sums`), so that a
-    part of it can be verified without the rest. From version 2 on; older versions of the package refuse the field."""
+    part of it can be verified without the rest. In version 2, and in version 3 where there are boxes."""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Manifest)
+
+
+def version_of(skeleton: Node, *, with_pieces: bool) -> int:
+    """Return the version of a manifest with this skeleton, and with checksums of pieces or without."""
+    if isinstance(skeleton, OrderedDictNode):
+        return ORDERED_VERSION
+    return SHARDED_VERSION if with_pieces else VERSION
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -155,9 +166,10 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise CorruptStoreError(f"the manifest cannot be read: {error}") from error
-    if manifest.version not in (VERSION, SHARDED_VERSION):
-        known = f"this package reads formats {VERSION} and {SHARDED_VERSION}"
+    if not VERSION <= manifest.version <= ORDERED_VERSION:
+        known = f"this package reads formats {VERSION} to {ORDERED_VERSION}"
         raise CorruptStoreError(f"the manifest has format {manifest.version}; {known}")
+    _check_outermost(manifest)
     _check_payload(manifest)
     for index, entry in enumerate(manifest.tensors):
         if trouble := _tensor_trouble(entry, manifest.storages):
@@ -179,6 +191,18 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
     return low, high
 
 
+def _check_outermost(manifest: Manifest) -> None:
+    outermost = manifest.skeleton
+    if not isinstance(outermost, (DictNode, OrderedDictNode)) or not all(
+        isinstance(key, (str, SurrogateStrNode)) for key in outermost.keys
+    ):
+        raise CorruptStoreError("the outermost node of a state is a mapping from strings")
+    if manifest.version != version_of(outermost, with_pieces=manifest.pieces is not None):
+        raise CorruptStoreError(
+            f"a manifest of version {manifest.version} with the checksums or the outermost mapping of another version"
+        )
+
+
 def _check_payload(manifest: Manifest) -> None:
     end = 0
     for index, chunk in enumerate(manifest.chunks):
@@ -187,8 +211,6 @@ def _check_payload(manifest: Manifest) -> None:
         end += chunk.nbytes
     if end != manifest.payload_nbytes or end > _MAX_BYTES:
         raise CorruptStoreError(f"the chunks hold {end} bytes and the payload {manifest.payload_nbytes}")
-    if (manifest.pieces is None) != (manifest.version == VERSION):
-        raise CorruptStoreError(f"a manifest of version {manifest.version} with the checksums of another version")
     if manifest.pieces is not None:
         _check_pieces(manifest.chunks, manifest.pieces)
     end = 0
@@ -238,8 +260,6 @@ def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str
 
 
 def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
-    if not isinstance(skeleton, DictNode) or not all(isinstance(key, (str, SurrogateStrNode)) for key in skeleton.keys):
-        raise CorruptStoreError("the outermost node of a state is a mapping from strings")
     arrays = len(tensors)
     seen = bytearray(arrays)
     sharded: list[ShardedNode] = []

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,14 @@ from pccheck_async import (
     ReadError,
     StateMismatchError,
     SyncCheckpointEngine,
+    compare_checkpoints,
+    copy_checkpoint,
     describe_checkpoint,
+    import_checkpoint,
     list_checkpoints,
     load_sync,
     open_checkpoint,
+    recover_store,
     remove_checkpoints,
     verify_checkpoints,
 )
@@ -64,6 +69,57 @@ def test_nan_in_the_metadata(tmp_path: Path) -> None:
         assert load_sync(tmp_path)["step"] == 1
         assert engine.restore(state_of(0)) is not None
     assert math.isnan(float(list_checkpoints(tmp_path)[0].metadata["loss"]))  # type: ignore[arg-type]
+
+
+class Logarithm(torch.nn.Module):
+    """Keeps logarithms from version 2 on, and takes what has no version for older."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.Parameter(torch.zeros(3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scales"] = state[f"{prefix}scales"].log()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("made", ["dict", "OrderedDict"])
+def test_a_state_dict_that_is_the_whole_state_keeps_the_versions_of_its_modules(tmp_path: Path, made: str) -> None:
+    model = Logarithm()
+    with torch.no_grad():
+        model.scales.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    state = model.state_dict()
+    with SyncCheckpointEngine(tmp_path / "run") as engine:
+        engine.checkpoint(dict(state) if made == "dict" else state, step=1).result(60)
+    state["scales"] += 1
+    torch.save(model.state_dict(), tmp_path / "t.pt")
+    imported = import_checkpoint(tmp_path / "t.pt", tmp_path / "imported")
+    copy_checkpoint(tmp_path / "imported", tmp_path / "copy")
+    assert verify_checkpoints(tmp_path / "copy").whole
+    assert not compare_checkpoints(tmp_path / "imported", tmp_path / "copy").differences
+    with open_checkpoint(tmp_path / "copy") as opened:
+        lazily = opened.load()
+    for place, loaded, values in (
+        ("run", load_sync(tmp_path / "run"), [1.0, 2.0, 3.0]),
+        ("imported", load_sync(tmp_path / "imported"), [2.0, 3.0, 4.0]),
+        ("copy", lazily, [2.0, 3.0, 4.0]),
+    ):
+        assert type(loaded) is (dict if (place, made) == ("run", "dict") else OrderedDict)
+        if type(loaded) is OrderedDict:
+            fresh = Logarithm()
+            fresh.load_state_dict(loaded)
+            assert fresh.scales.tolist() == values
+        with SyncCheckpointEngine(tmp_path / place) as engine:
+            for other in (dict, OrderedDict):  # a restore fills either, as the outermost mapping is the caller's
+                live = other(Logarithm().state_dict())
+                info = engine.restore(live)
+                assert info is not None
+                assert live["scales"].tolist() == values
+    assert imported.source == "torch"
+    assert recover_store(tmp_path / "copy", search=True).found[0].whole
 
 
 @pytest.mark.parametrize("io", ["python", "auto"])

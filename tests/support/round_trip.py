@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pccheck_async.format import crc32
-from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, decode, encode
+from pccheck_async.format.manifest import ChunkEntry, Manifest, decode, encode, version_of
 from pccheck_async.state import Restoration, allocate, arrange, flatten, match
 from pccheck_async.transfer.operations.python import gather, scatter
 from pccheck_async.transfer.plan import Chunk, Planner, scatter_runs, segments
@@ -68,7 +68,7 @@ def save(state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 5
             source.copy(low, high, buffer[offset : offset + high - low])
         chunks.append(ChunkEntry(chunk.offset, chunk.nbytes, crc32(buffer)))
     manifest = Manifest(
-        version=VERSION,
+        version=version_of(flat.skeleton, with_pieces=False),
         counter=3,
         step=7,
         time=1.5,

@@ -30,7 +30,7 @@ from pccheck_async.format.skeleton import (
     OrderedDictNode,
     StatefulNode,
 )
-from pccheck_async.state import Stateful, flatten, rebuild
+from pccheck_async.state import Stateful, flatten, flatten_unchecked, rebuild
 
 Point = namedtuple("Point", "x y")
 
@@ -97,6 +97,20 @@ def test_modules_and_their_metadata() -> None:
     assert len(module.child.metadata) == 1
     assert flat.leaves[0].path == r"model.0\.weight"
     assert flat.leaves[0].kind == "tensor"
+
+
+def test_the_state_of_a_module_as_the_whole_state() -> None:
+    state: Any = torch.nn.BatchNorm1d(2).state_dict()
+    flat = flatten(state)
+    assert isinstance(flat.skeleton, OrderedDictNode)
+    again = flatten_unchecked(state, flat.outline)
+    assert again.skeleton is flat.skeleton  # nothing changed: a second save takes the nodes of the first
+    state._metadata[""]["version"] = 9
+    assert flatten_unchecked(state, flat.outline).skeleton == flatten(state).skeleton != flat.skeleton
+    assert isinstance(flatten_unchecked(dict(state), flat.outline).skeleton, DictNode)
+    state.mark = 1
+    with pytest.raises(UnsupportedStateError, match="the state: the attribute 'mark' on a OrderedDict would be lost"):
+        flatten(state)
 
 
 class Endless(IterableDataset[int]):

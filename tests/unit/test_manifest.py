@@ -21,7 +21,7 @@ from pccheck_async.format.manifest import (
     encode,
     span,
 )
-from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node, ShardedNode
+from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node, OrderedDictNode, ShardedNode
 from pccheck_async.state import allocate
 from tests.support.round_trip import save
 
@@ -57,7 +57,19 @@ def sharded(shape: tuple[int, ...], offsets: list[tuple[int, ...]], boxes: list[
     return OF_PIECES | {"skeleton": DictNode(["x"], [node]), "tensors": tensors if boxes else ()}
 
 
-@pytest.mark.parametrize("manifest", [good(), good(**sharded((4, 6), [(0, 0), (2, 3)], [0, 1]))], ids=["", "sharded"])
+ORDERED = OrderedDictNode(["x", "y"], [ArrayNode(0), ArrayNode(1)], [DictNode([""], [1])])
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        good(),
+        good(**sharded((4, 6), [(0, 0), (2, 3)], [0, 1])),
+        good(version=3, skeleton=ORDERED),
+        good(**OF_PIECES | {"version": 3, "skeleton": ORDERED}),
+    ],
+    ids=["", "sharded", "ordered", "ordered with pieces"],
+)
 def test_round_trip(manifest: Manifest) -> None:
     for data in (encode(manifest), bytearray(encode(manifest)), memoryview(encode(manifest))):
         assert decode(data) == manifest
@@ -137,6 +149,10 @@ def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
     "changes",
     [
         {"version": 3},
+        {"version": 4},
+        {"skeleton": ORDERED},
+        {"skeleton": ORDERED} | OF_PIECES,
+        {"version": 3, "skeleton": ListNode([ArrayNode(0), ArrayNode(1)])},
         {"version": 2},
         OF_PIECES | {"version": 1},
         OF_PIECES | {"pieces": ()},

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.format.skeleton import MAX_DEPTH, DictNode
+from pccheck_async.format.skeleton import MAX_DEPTH, DictNode, OrderedDictNode
 from pccheck_async.state import Outline, flatten_unchecked
 from pccheck_async.state.save.flatten import FlatState
 from tests.support import state_strategies
@@ -260,13 +260,13 @@ def test_what_cannot_be_saved_any_more_is_refused() -> None:
         flatten_unchecked(state, outline)
 
 
-def test_the_outermost_mapping_comes_back_as_a_dict() -> None:
+def test_the_outermost_mapping_comes_back_as_a_dict_or_an_ordered_one() -> None:
     content = {"t": torch.zeros(1)}
     outline = None
-    for state in (content, OrderedDict(content), MappingProxyType(content), content):
+    for state in (content, OrderedDict(content), MappingProxyType(content), OrderedDict(content), content):
         for _ in range(2):
             flat = flatten_unchecked(state, outline)
-            assert type(flat.skeleton) is DictNode
+            assert type(flat.skeleton) is (OrderedDictNode if type(state) is OrderedDict else DictNode)
             assert len(flat.leaves) == 1
             outline = flat.outline
 

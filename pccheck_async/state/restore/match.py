@@ -197,7 +197,7 @@ class _Matching:
         generators: bool,
         added: Collection[str],
     ) -> None:
-        assert isinstance(manifest.skeleton, DictNode)
+        assert isinstance(manifest.skeleton, MappingNode)
         self._state = state
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors

@@ -70,7 +70,10 @@ def flatten_unchecked(
         refuse_unstepped(state, "")
     flattener = _Flattener(tally, allow_pickle=allow_pickle)
     try:
-        root, outline = flattener.inside(state, "", 1, last, make=DictNode)
+        if type(state) is OrderedDict:
+            root, outline = flattener.ordered(state, "", 1, last)
+        else:
+            root, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
     return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, flattener.has_sharded)
@@ -338,6 +341,7 @@ def _check_alike(nodes: Sequence[Node], keys: Sequence[Any], path: str) -> None:
 def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> None:
     for name in vars(value):
         if name not in allowed:
+            where = path or "the state"
             raise UnsupportedStateError(
-                f"{path}: the attribute {name!r} on a {type(value).__qualname__} would be lost; store it under a key"
+                f"{where}: the attribute {name!r} on a {type(value).__qualname__} would be lost; store it under a key"
             )
