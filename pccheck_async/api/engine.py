@@ -163,8 +163,9 @@ class CheckpointEngine(EngineBase):
         """Return the context of one training step, which checkpoints after it when the policy (``interval``) says so.
 
         Inside a window of gradient accumulation the checkpoint is postponed to the window's end
-        (:mod:`pccheck_async.training.accumulation`). With attached optimizers the capture overlaps with the next step.
-        If the body raises, nothing is captured.
+        (:mod:`pccheck_async.training.accumulation`), by 64 contexts or ten minutes at most. With attached optimizers
+        the capture overlaps with the next step; a torn one is warned of, and not raised by a later call. If the body
+        raises, nothing is captured.
 
         Args:
             state: As for :meth:`checkpoint`.

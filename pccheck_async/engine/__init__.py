@@ -10,7 +10,7 @@ from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_fla
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
 from pccheck_async.engine.metrics import openmetrics, scalars
-from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
+from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
 from pccheck_async.engine.restore import HOLDS_PARTS, Lease, Private, Reading, refuse_parts
@@ -46,6 +46,7 @@ __all__ = [
     "check_flag",
     "decide",
     "hooks_of",
+    "hooks_of_all",
     "note_closing_failure_on",
     "openmetrics",
     "refuse_parts",

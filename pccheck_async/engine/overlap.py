@@ -25,7 +25,7 @@ from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.promise import Promise
@@ -33,7 +33,7 @@ from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions, no_functions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
 
-__all__ = ["Guard", "Overlapped", "StepHooks", "hooks_of", "unwrapped"]
+__all__ = ["Guard", "Overlapped", "StepHooks", "hooks_of", "hooks_of_all", "unwrapped"]
 
 
 Callback = Callable[[torch.optim.Optimizer], None]
@@ -160,9 +160,10 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
 
 @cache
 def hooks_of_all() -> StepHooks:
-    """Return those before every step of every optimizer."""
+    """Return those around every step of every optimizer."""
     hooks = StepHooks()
     register_optimizer_step_pre_hook(hooks.before_step)
+    register_optimizer_step_post_hook(hooks.after_step)
     return hooks
 
 

@@ -69,6 +69,8 @@ class PendingCheckpoint:
         captured_nbytes: Bytes captured so far.
         written_nbytes: Bytes written so far.
         failure_told: Whether the user has been told of its failure.
+        overlap_was_chosen: Whether ``engine.step`` made it, which captures eagerly what is torn repeatedly: that it is
+            torn is warned of, and not raised by the next call.
         compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
     """
 
@@ -89,6 +91,7 @@ class PendingCheckpoint:
         self._durable: Promise[CheckpointInfo] = Promise()
         self._target = self  # whose result is waited for
         self.failure_told = False
+        self.overlap_was_chosen = False
         self._waiters: set[_Waiter] = set()
 
     @classmethod

@@ -226,6 +226,12 @@ class Reading:
             write(logging.WARNING, "cleared_gradients", text, cleared, **fields)
         if restoration.missing or restoration.unexpected:
             _warn_of_parts(entry, restoration)
+        if entry.info.inside_window:
+            text = (
+                "step %d was saved inside a window of gradient accumulation, or the engine could not know better: "
+                "gradients that had been computed for the next step of an optimizer are lost"
+            )
+            write(logging.WARNING, "lost_gradients", text, entry.step, step=entry.step, counter=entry.counter)
         filled = sum(number for number, _ in restoration.counts.values())
         return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Final, TypeAlias
 
+WINDOW_KEY: Final = "pccheck.inside_window"
+"""True in the metadata of a checkpoint that could not wait for the end of a window of gradient accumulation."""
+
 Metadata = Mapping[str, str | int | float | bool | None]
 Which: TypeAlias = int | str | None
 """Which checkpoint: the newest of a step (int), the one that has a name (str), or the newest of all (None)."""
@@ -38,6 +41,11 @@ class CheckpointInfo:
     def created(self) -> datetime:
         """The capture time as an aware datetime in UTC."""
         return datetime.fromtimestamp(self.time, UTC)
+
+    @property
+    def inside_window(self) -> bool:
+        """Whether it was saved inside a window of gradient accumulation: the gradients computed so far are lost."""
+        return self.metadata.get(WINDOW_KEY) is True
 
 
 _FACTS: Final = tuple(fact.name for fact in fields(CheckpointInfo))

@@ -82,6 +82,8 @@ class _Scheduled:
 class GroupTraining(TrainingRun):
     """One rank's training run."""
 
+    most_postponed_seconds = math.inf  # the clocks of ranks differ, and all of them save after the same steps
+
     def __init__(self, core: GroupCore, policy: Policy, *, save_last: bool) -> None:
         super().__init__(core, _Scheduled(policy, core, self), save_last=save_last)
         self._group = core

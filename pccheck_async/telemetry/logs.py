@@ -24,6 +24,7 @@ summary             INFO     every ten minutes in which checkpoints ended: durab
 interval            INFO     the policy has decided: interval (steps)
 restored            INFO     a checkpoint was restored
 cleared_gradients   WARNING  a restore set gradients of what it restored to None: they were of an interrupted step
+lost_gradients      WARNING  the restored checkpoint was saved inside a window of gradient accumulation
 restored_in_part    WARNING  with ``strict=False``, a checkpoint that lacks paths, or has others
 fell_back           WARNING  a damaged checkpoint was passed over: error; step and counter are those of the damaged one
 preemption          WARNING  a signal asked the process to go, and what became of that
@@ -36,11 +37,11 @@ crowded_out         WARNING  ``keep_every`` keeps more than a record names
 last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
 unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
-no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 contexts; once
 stopped             WARNING  a Trainer trains nothing more: the training that was restored had been told to stop
+inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
-captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on
+captured_eagerly    WARNING  the next 100 checkpoints capture what keeps being torn before ``engine.step`` ends
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen

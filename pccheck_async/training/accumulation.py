@@ -7,6 +7,9 @@ steps of optimizers:
 - If optimizers are attached, at least one of them must make a step in the context.
 - No watched optimizer (attached, or found in the state) that made no step in the context may have unused gradients.
 
+A step of any optimizer counts for those whose parameters it changes: what is attached may be around one that makes the
+steps, and have a ``step`` of another name or none (sharpness-aware minimisation).
+
 A gradient counts as used if it is still what it was when the last context with a step on its parameter ended. Gradients
 computed after that step do not count: some training leaves gradients that nobody ever uses (an actor's loss leaves some
 in the critic). If such gradients reach an optimizer that makes no step, and no context ends without any for a while,
@@ -23,13 +26,13 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from pccheck_async.engine import Guard, StepHooks, hooks_of, unwrapped
+from pccheck_async.engine import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.state import no_functions
 from pccheck_async.telemetry import write
 
@@ -64,7 +67,6 @@ _version_of = attrgetter("_version")
 class _Watched:
     """What is known of one optimizer."""
 
-    hooks: StepHooks
     last: int  # number of the context of its last step
     patience: int = PATIENCE  # contexts until gradients that it does not use are ignored
     ignored: bool = False  # whether they are
@@ -73,32 +75,33 @@ class _Watched:
 class Accumulation:
     """Watches the attached optimizers, and those in the state, for the ends of windows.
 
-    Those in the state join the attached ones that ``guard`` knows: their steps would tear captures. ``lacks_step``
-    tells whether no attached optimizer made a step in the last context although there are some.
+    Those in the state join the attached ones that ``guard`` knows: their steps would tear captures.
     """
 
     def __init__(self, guard: Guard, store: str) -> None:
         self._guard = guard
         self._store = store
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._hooks: StepHooks | None = None
         self._context = 0
         self._unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unused_contexts, self._unused_first, self._unused_since = 0, 0, 0.0
         self._unseen: set[type] = set()
         self._steps = 0
-        self.lacks_step = False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch its steps from now on. Idempotent. Raises TypeError where it has no hooks."""
         if optimizer in self._watched:
             return
-        hooks = hooks_of(optimizer)
+        hooks_of(optimizer)
+        if self._hooks is None:
+            self._hooks = hooks_of_all()
+            self._hooks.add(after=self._after_step)
         if len(self._watched) == 1:
             for other in list(self._watched):
                 if all(_is_used(gradient) for gradient in _gradients(other, most=1)):
                     _note_used(other)  # so far that was noted of one gradient alone
-        hooks.add(before=self._before_step, after=self._after_step)
-        self._watched[optimizer] = _Watched(hooks, self._context - 1)
+        self._watched[optimizer] = _Watched(self._context - 1)
 
     def begin(self, state: Mapping[str, Any]) -> int:
         """Note the beginning of a step context, and return its number. Watches the optimizers in its state, too."""
@@ -113,28 +116,34 @@ class Accumulation:
                 self._say_unseen(found, error)
         return self._context
 
-    def end(self, step: int, context: int) -> bool:
-        """Note the end of a step context; return whether it is outside all windows."""
+    def end(self, step: int, context: int) -> str:
+        """Note the end of a step context; return why it may be inside a window, empty where it is outside all."""
         watched = list(self._watched.items())
-        self.lacks_step = self._guard.attached and bool(watched) and all(each.last < context for _, each in watched)
-        if self.lacks_step:
-            return False
+        if self._guard.attached and watched and all(each.last < context for _, each in watched):
+            return (
+                "no attached optimizer made a step in it: a window of gradient accumulation is open, or the step was "
+                "left out (by a gradient scaler), or made by code that no hook sees"
+            )
         for optimizer, each in watched:
             if each.last >= context and not each.ignored:
                 # Of one that is attached it is enough to know that it made a step.
                 _note_used(optimizer, most=1 if len(watched) == 1 and self._guard.attached else None)
         without = [optimizer for optimizer, each in watched if each.last < context and not each.ignored]
         waiting = [each for each in without if not all(map(_is_used, _gradients(each)))]
-        if waiting:
-            return self._lose_patience(waiting, step)
-        self._unused.clear()
-        self._unused_contexts = 0
-        return True
+        if waiting and not self._lose_patience(waiting, step):
+            names = ", ".join(sorted({type(each).__qualname__ for each in waiting}))
+            return (
+                f"there are gradients that no step of the {names} has used: a window of gradient accumulation is open, "
+                "or they are left over from another loss (that of a generator leaves some in the discriminator)"
+            )
+        if not waiting:
+            self._unused.clear()
+            self._unused_contexts = 0
+        return ""
 
     def mark(self) -> Mark:
         """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
-        groups = [group for optimizer in list(self._watched) for group in optimizer.param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = [*chain.from_iterable(map(_parameters, list(self._watched)))]
         return Mark(self._steps, parameters, _versions(parameters))
 
     def is_at(self, mark: Mark) -> bool:
@@ -143,9 +152,8 @@ class Accumulation:
 
     def close(self) -> None:
         """Let go of all optimizers."""
-        for each in list(self._watched.values()):
-            each.hooks.remove(self._before_step)
-            each.hooks.remove(self._after_step)
+        if self._hooks is not None:
+            self._hooks.remove(self._after_step)
         self._watched.clear()
 
     def _lose_patience(self, waiting: Collection[torch.optim.Optimizer], step: int) -> bool:
@@ -178,16 +186,19 @@ class Accumulation:
         write(logging.WARNING, "unused_gradients", text, count, names, advice, step=step, store=self._store)
         return all(self._watched[optimizer].ignored for optimizer in waiting)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        this = self._watched.get(optimizer)
-        if this is not None and this.ignored and (length := self._context - this.last) >= this.patience:
-            # One that was ignored for making no step merely has long windows.
-            this.ignored, this.patience = False, max(2 * length, PATIENCE + 1)
-
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if (this := self._watched.get(optimizer)) is not None:
-            this.last = self._context
+        this = self._watched.get(optimizer)
+        for each in self._with_parameters_of(optimizer) if this is None else [this]:
+            if each.ignored and (length := self._context - each.last) >= each.patience:
+                # One that was ignored for making no step merely has long windows.
+                each.ignored, each.patience = False, max(2 * length, PATIENCE + 1)
+            each.last = self._context
             self._steps += 1
+
+    def _with_parameters_of(self, other: torch.optim.Optimizer) -> list[_Watched]:
+        """Return what is known of the watched optimizers that have a parameter of another one."""
+        theirs = {*map(id, _parameters(other))}
+        return [each for own, each in list(self._watched.items()) if not theirs.isdisjoint(map(id, _parameters(own)))]
 
     def _say_unseen(self, optimizer: torch.optim.Optimizer, error: TypeError) -> None:
         if not self._guard.attached and type(optimizer) not in self._unseen:
@@ -217,11 +228,14 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
             return [*map(_version, tensors)]
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Iterator[torch.Tensor]:
     found = (
         gradient
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in _parameters(optimizer)
         if (parameter.is_leaf or parameter.retains_grad) and (gradient := parameter.grad) is not None
     )
     return islice(found, most)

@@ -28,7 +28,8 @@ from pccheck_async.engine import (
     run,
     unwrapped,
 )
-from pccheck_async.format import Metadata, check_metadata, new_step
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format import WINDOW_KEY, Metadata, check_metadata, new_step
 from pccheck_async.state import check_outermost, notify, state_dicts, stop_notifying, storage_address
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
@@ -36,8 +37,8 @@ from pccheck_async.training.preemption import Preemption
 
 __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
 
-_LONG_WINDOW = 256
-"""Steps in a row without a step of an attached optimizer after which a checkpoint that is due may wait in vain."""
+MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
+"""Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
 
 class TrainingStep:
@@ -48,6 +49,8 @@ class TrainingStep:
         metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the step context.
         pending: The checkpoint that was taken when the step context ended, or None.
         whole: Whether it ended outside windows of gradient accumulation: the state is that of a whole step.
+        inside_window: Whether it is saved although it is not whole, after its checkpoint waited too long for that.
+        why_not_whole: Why it may have ended inside a window; empty where it did not.
     """
 
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
@@ -57,6 +60,8 @@ class TrainingStep:
         self.metadata = check_metadata(metadata) if metadata else {}
         self.pending: PendingCheckpoint | None = None
         self.whole = False
+        self.inside_window = False
+        self.why_not_whole = ""
         self.began = time.monotonic()
         self.stall_then = 0.0
         self.in_flight = 0
@@ -64,13 +69,25 @@ class TrainingStep:
         self.counter = -1
         self.mark: Mark | None = None
 
+    @property
+    def stored_metadata(self) -> Metadata:
+        """What is saved as metadata: the user's, and the mark of a checkpoint that was saved inside a window."""
+        if not self.inside_window:
+            return self.metadata
+        marked = {**self.metadata, WINDOW_KEY: True}
+        try:
+            return check_metadata(marked)
+        except UnsupportedStateError:  # too large for both: a restore has to know
+            return {WINDOW_KEY: True}
+
 
 class TrainingRun(TrainingHooks):
     """Measures the training steps of one engine, asks the policy when to checkpoint, and saves the last step.
 
     A policy may say "now" inside a window of gradient accumulation, or after a step that a gradient scaler left out.
     Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and the
-    policy is told: what it measures, and its next answer, count from the step that is saved.
+    policy is told: what it measures, and its next answer, count from the step that is saved. Where windows end is a
+    guess, so after 64 contexts or ten minutes it is made all the same, without overlap, and marked in its metadata.
 
     With ``save_last``, leaving the engine's context saves the last finished step.
     """
@@ -85,10 +102,13 @@ class TrainingRun(TrainingHooks):
         self._reached: set[tuple[int, bool]] = set()  # storages and tensors, since it ended; to write there?
         self._reported_stall = 0.0
         self._due = False
-        self._waited = 0  # steps in a row that no attached optimizer made one in while it was due
+        self._postponed, self._postponed_since = 0, 0.0  # contexts in a row that ended in a window while it was due
+        self._told_postponed = False  # since a window last ended
         self._said: tuple[int | None, str] | None = None
         self._state_seen = False
         core.training = self
+
+    most_postponed_seconds = MOST_POSTPONED_SECONDS
 
     # -- what the engine asks
 
@@ -177,6 +197,7 @@ class TrainingRun(TrainingHooks):
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
         """Note the checkpoint that was taken after a step."""
         this.pending = pending
+        pending.overlap_was_chosen = True
         if pending.skipped and self.last_report is not None:
             self._policy.skipped(self.last_report)
 
@@ -185,7 +206,7 @@ class TrainingRun(TrainingHooks):
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
             if this.pending is None or this.pending.skipped:
-                this.pending, _ = core.start_checkpoint(this.state, this.step, this.metadata)
+                this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
             pending = this.pending
             yield core.wait_ended(last=True)
             core.stalls.note_call(pending, start)
@@ -220,17 +241,22 @@ class TrainingRun(TrainingHooks):
         self._reported_stall = stall
         self._due = self._policy.due(report) or self._due
         self._say()
-        this.whole = self._accumulation.end(this.step, this.window)
+        this.why_not_whole = self._accumulation.end(this.step, this.window)
+        this.whole = not this.why_not_whole
         if self._save_last:
             this.mark = self._accumulation.mark() if this.whole else None
             self._last_finished = this
-        if not self._due:
-            return False
-        if not this.whole:
+        if this.whole:
+            self._told_postponed = False
+        elif self._due or self.stopping:
+            this.inside_window = self._waited_too_long(this, now)
+        saves = this.whole or this.inside_window
+        if saves:
+            self._postponed = 0
+        elif self._due:
             self._policy.skipped(report)
-        self._look_for_steps(this)
-        self._due = not this.whole
-        return this.whole
+        saves, self._due = self._due and saves, self._due and not saves
+        return saves
 
     def _warn_of_state_dicts(self, this: TrainingStep) -> None:
         """Warn, and do not refuse: a dict that is made anew inside each step is saved as it should be, for ``load``."""
@@ -241,17 +267,23 @@ class TrainingRun(TrainingHooks):
         for where, owner in state_dicts(this.state):
             write(logging.WARNING, "state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
 
-    def _look_for_steps(self, this: TrainingStep) -> None:
-        if self._waited == _LONG_WINDOW:  # it was said
-            return
-        self._waited = self._waited + 1 if self._accumulation.lacks_step else 0
-        if self._waited == _LONG_WINDOW:
+    def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
+        """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""
+        if not self._postponed:
+            self._postponed_since = now
+        self._postponed += 1
+        if self._postponed < MOST_POSTPONED and now - self._postponed_since < self.most_postponed_seconds:
+            return False
+        if not self._told_postponed:
+            self._told_postponed = True
             text = (
-                "nothing is saved: a checkpoint is due, and in the last %d contexts of engine.step no attached "
-                "optimizer made a step; attach the one that trains, unless this window of gradient accumulation is "
-                "that long"
+                "step %d is saved although it may be inside a window of gradient accumulation, whose gradients are not "
+                "saved, after waiting %d contexts of engine.step for the end: %s; attach the optimizers that make the "
+                "steps, or let engine.step enclose whole windows (told once until a window ends)"
             )
-            write(logging.WARNING, "no_step", text, _LONG_WINDOW, step=this.step, store=self.core.path)
+            fields = {"step": this.step, "store": self.core.path}
+            write(logging.WARNING, "inside_window", text, this.step, self._postponed, this.why_not_whole, **fields)
+        return True
 
     def _say(self) -> None:
         decision = self._policy.decision()
@@ -306,7 +338,7 @@ class TrainingRun(TrainingHooks):
                 say) counts as a reader.
         """
         if not this.whole:
-            return "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
+            return f"{this.why_not_whole}; gradients are not saved; call engine.checkpoint, which does not wait"
         if this.mark is None or not self._accumulation.is_at(this.mark):
             return (
                 "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
@@ -352,12 +384,12 @@ class _Context:
         raise TypeError(instead)
 
     def _take(self) -> Any:
-        this, overlap = self._this, bool(self._training.core.guard.optimizers)
-        return self._checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
+        this, overlap = self._this, bool(self._training.core.guard.optimizers) and self._this.whole
+        return self._checkpoint(this.state, step=this.step, metadata=this.stored_metadata, overlap=overlap)
 
     def _is_last(self) -> bool:
         """Whether the process was asked to go, and may after this step."""
-        return self._training.stopping and self._this.whole
+        return self._training.stopping and (self._this.whole or self._this.inside_window)
 
 
 class StepContext(_Context):

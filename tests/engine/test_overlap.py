@@ -1151,6 +1151,36 @@ def test_a_failure_nobody_saw_is_raised_at_the_next_context(tmp_path: Path) -> N
         this.pending.result()
 
 
+def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That the engine's choice to overlap was wrong is warned of, and raised only where the checkpoint is awaited."""
+    model, io = nn.Linear(300, 300), Device()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pending, want = [], []
+    with SyncCheckpointEngine(tmp_path, io=io, interval=1, **SMALL) as engine:
+        engine.attach(optimizer)
+        for step in range(4):
+            with engine.step({"model": model}, step) as this:
+                with torch.no_grad():
+                    model.weight.add_(0.1)
+                io.medium.release()
+                model(torch.ones(1, 300)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.drain()
+                want.append(snapshot({"model": model}))
+                if step < 2:
+                    io.medium.hold("write")
+            pending.append(this.pending)
+        with pytest.raises(TornCaptureError):
+            pending[0].result()  # type: ignore[union-attr]
+        assert engine.statistics().failed == 2
+    assert equal(saved(tmp_path), want[3])
+    events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
+    assert sorted(events) == ["captured_eagerly", "failed", "failed"]
+
+
 @pytest.mark.slow
 def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

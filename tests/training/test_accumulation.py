@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints
-from pccheck_async.engine import hooks_of
+from pccheck_async.engine import hooks_of_all
 from pccheck_async.testing.probe import probe
 from pccheck_async.training import accumulation as windows_module
 from pccheck_async.training.accumulation import PATIENCE
@@ -216,8 +216,12 @@ def test_a_longer_window_is_waited_for_once_it_is_known(tmp_path: Path, caplog: 
     length = PATIENCE + 8
     with caplog.at_level(logging.WARNING, "pccheck_async"):
         found = saved(tmp_path, windows(a=length), 3 * length, names="a")
-    assert found == [*range(PATIENCE - 1, length), 2 * length - 1, 3 * length - 1]
-    assert [record.event for record in caplog.records] == ["unused_gradients"]  # type: ignore[attr-defined]
+    inside = [2 * length - 9, 3 * length - 9]  # after so many contexts a checkpoint waits no longer, known or not
+    assert found == sorted([*range(PATIENCE - 1, length), 2 * length - 1, 3 * length - 1, *inside])
+    assert [(record.event, record.step) for record in caplog.records] == [  # type: ignore[attr-defined]
+        ("unused_gradients", PATIENCE - 1),
+        *(("inside_window", step) for step in inside),
+    ]
 
 
 def test_what_was_not_trained_at_first_has_windows_later(tmp_path: Path) -> None:
@@ -269,7 +273,8 @@ def test_what_is_left_over_in_one_ends_no_windows_of_another(tmp_path: Path, att
         parts["c"].backward(step)
 
     found = saved(tmp_path, body, PATIENCE + 12, attach=attach, names="abc")
-    assert found == [step for step in range(PATIENCE - 1, PATIENCE + 12) if step % 3 == 2]
+    ends = [step for step in range(PATIENCE - 1, PATIENCE + 12) if step % 3 == 2]
+    assert found == [PATIENCE - 1, *ends]  # the first one waited as long as any does: it is inside a window
 
 
 @pytest.mark.parametrize("to_none", [False, True])
@@ -439,6 +444,63 @@ def test_the_optimizer_in_a_trainer_s_wrapper(
                 found.append(this.pending.result().step)
     assert found == [2, 5]
     assert not caplog.records
+
+
+class Sharp(torch.optim.Optimizer):
+    """Sharpness-aware minimisation: two steps of its own, and the one of an optimizer inside that nobody knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.01)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.clone()
+                parameter.add_(0.05 * parameter.grad)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(self.state[parameter]["before"])
+        self.base.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_the_step_of_an_optimizer_inside_is_that_of_the_one_around_it(tmp_path: Path, attach: bool) -> None:
+    """Every second context is the end of a window."""
+    model = nn.Linear(4, 4)
+    sharp = Sharp(model.parameters())
+    found = []
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        if attach:
+            engine.attach(sharp)
+        for step in range(6):
+            with engine.step({"model": model, "optimizer": sharp}, step) as this:
+                model(torch.ones(1, 4)).square().sum().backward()
+                if step % 2:
+                    sharp.first_step()
+                    model(torch.ones(1, 4)).square().sum().backward()
+                    sharp.second_step()
+            found.append(this.whole)
+            if this.pending is not None:
+                this.pending.result()
+    assert found == [False, True] * 3
+
+
+def test_the_step_of_an_optimizer_of_other_parameters_ends_no_window(tmp_path: Path) -> None:
+    part, other = Part(), Part()
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(part.optimizer)
+        with engine.step(state_of({"a": part}), 0) as this:
+            part.backward(0)
+            other.backward(0)
+            other.apply()
+        assert not this.whole
 
 
 def test_a_wrapper_with_hooks_of_its_own_is_what_is_attached(tmp_path: Path) -> None:
@@ -618,8 +680,7 @@ def test_closing_lets_go(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, interval=1) as engine:
         with engine.step({"optimizer": part.optimizer}, 0):
             pass
-        hooks = hooks_of(part.optimizer)
-        assert hooks.before
+        hooks = hooks_of_all()
         assert hooks.after
     assert not hooks.before
     assert not hooks.after

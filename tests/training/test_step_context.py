@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.engine import Decision, SaveReport, StepReport
+from pccheck_async.engine import Decision, Guard, SaveReport, StepReport
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.training import TrainingStep
+from pccheck_async.training import run as run_module
 from pccheck_async.training.policy import (
     EverySteps,
     PCcheckInterval,
@@ -127,19 +129,119 @@ def test_in_windows_an_interval_is_measured_as_it_is_without(window: int) -> Non
     assert settled(window) == pytest.approx(settled(1), rel=0.2)
 
 
-def test_a_line_says_once_that_no_attached_optimizer_makes_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, other = Model(window=1000), Model(window=1)
-    with SyncCheckpointEngine(tmp_path, interval=10) as engine, caplog.at_level(logging.WARNING, "pccheck_async"):
+def said(caplog: pytest.LogCaptureFixture, event: str) -> list[Any]:
+    return [record for record in caplog.records if record.event == event]  # type: ignore[attr-defined]
+
+
+def test_whatever_is_taken_for_a_window_a_run_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such a checkpoint is marked, and warned of when it is saved, once, and when it is restored."""
+    model = Model(window=1000)  # or its steps are made by code that no hook sees
+    with SyncCheckpointEngine(tmp_path, interval=10, keep_last=9) as engine:
         engine.attach(model.optimizer)
-        model.optimizer, other.optimizer = other.optimizer, model.optimizer  # the one that trains is not attached
-        for step in range(700):
-            with engine.step(model.state, step):
+        with held_captures() as overlapped:
+            saved = model.train(engine, 300)
+    assert saved == [9 + 63, 79 + 63, 149 + 63, 219 + 63]
+    assert overlapped == []
+    (line,) = said(caplog, "inside_window")
+    assert (line.levelname, line.step, line.store) == ("WARNING", 9 + 63, str(tmp_path))
+    assert "after waiting 64 contexts of engine.step" in line.getMessage()
+    assert "attach the optimizers that make the steps" in line.getMessage()
+    assert all(info.inside_window for info in list_checkpoints(tmp_path))
+    caplog.clear()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        restored = engine.restore(model.state)
+        assert restored is not None
+        assert restored.inside_window
+        (line,) = said(caplog, "lost_gradients")
+        assert (line.levelname, line.step) == ("WARNING", 9 + 63 + 210)
+        caplog.clear()
+        engine.checkpoint(model.state, step=300).result()
+        restored = engine.restore(model.state)
+        assert restored is not None
+        assert not restored.inside_window
+        assert not said(caplog, "lost_gradients")
+
+
+@contextmanager
+def held_captures() -> Iterator[list[int]]:
+    """Note the steps whose captures overlap with training."""
+    steps: list[int] = []
+    watch = Guard.watch
+
+    def noting(guard: Guard, pending: Any, lazy: Any) -> Any:
+        steps.append(pending.step)
+        return watch(guard, pending, lazy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guard, "watch", noting)
+        yield steps
+
+
+def test_a_checkpoint_waits_for_a_window_of_minutes_only_ten_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
+    model, found = Model(window=9), list[int]()
+    with SyncCheckpointEngine(tmp_path, interval=3) as engine:
+        engine.attach(model.optimizer)
+        for step in range(9):
+            with engine.step(model.state, step) as this:
+                now += 200.0
+                if step == 8:
+                    model.optimizer.step()
+            if this.pending is not None:
+                found.append(step)
+                assert (this.whole, this.inside_window) == (step == 8, step != 8)
+    assert found == [5, 8]
+
+
+def test_warned_of_once_until_a_window_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(window=200)
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(model.optimizer)
+        assert model.train(engine, 300) == [63, 127, 191, 199, 263]
+    assert [line.step for line in said(caplog, "inside_window")] == [63, 263]
+
+
+@pytest.mark.parametrize("nbytes", [480, 481, 500])
+def test_the_mark_is_there_whatever_else_is_in_the_metadata(tmp_path: Path, nbytes: int) -> None:
+    """Metadata that leave no room for it are dropped: they are a help, and what was lost has to be known."""
+    model = Model(window=100)
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(model.optimizer)
+        for step in range(64):
+            with engine.step(model.state, step, metadata={"text": "x" * nbytes}):
+                pass
+    (info,) = list_checkpoints(tmp_path)
+    assert info.inside_window
+    assert ("text" in info.metadata) is (nbytes == 480)
+
+
+@pytest.mark.parametrize("left", ["the step", "gradients"])
+def test_what_kept_the_last_step_from_being_saved_is_said_as_far_as_it_is_known(
+    tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scaler leaves steps out, and the loss of a generator leaves gradients in the discriminator."""
+    model, other = Model(1), Model(1)
+    with SyncCheckpointEngine(tmp_path, interval=100) as engine:
+        engine.attach(model.optimizer)
+        state = {"generator": model.state, "discriminator": other.state}
+        with engine.step(state, 0):
+            model.optimizer.step()
+            other.optimizer.step()
+        with engine.step(state, 1):
+            if left == "gradients":
+                other.state["model"](torch.ones(1, 4)).sum().backward()
                 model.optimizer.step()
-    (line,) = [record for record in caplog.records if record.event == "no_step"]  # type: ignore[attr-defined]
-    assert (line.levelname, line.step, line.store) == ("WARNING", 9 + 255, str(tmp_path))  # type: ignore[attr-defined]
-    assert "attach the one that trains" in line.getMessage()
+    (line,) = said(caplog, "last_not_saved")
+    known = {
+        "the step": "no attached optimizer made a step in it: a window of gradient accumulation is open, or the step "
+        "was left out (by a gradient scaler), or",
+        "gradients": "there are gradients that no step of the SGD has used: a window of gradient accumulation is open, "
+        "or they are left over from another loss",
+    }
+    assert known[left] in line.getMessage()
 
 
 @pytest.mark.parametrize(("every", "kept"), [(10, [39, 29, 19, 9]), (12, [39, 24, 14])])

@@ -58,19 +58,45 @@ def test_the_tensor_in_the_memory_of_another_is_found() -> None:
     assert versions.paths_of([torch.ones(4)]) == []
 
 
-def test_what_is_torn_twice_in_a_row_is_eager_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
-    torn, paths = TornLeaves(), ["a", "b", "c", "d", "e"]
+PATHS, SOURCES = ["a", "b", "c", "d", "e"], [0, 1, 2, 3, -1]
+
+
+def test_what_is_torn_in_two_captures_in_a_row_is_eager_then(caplog: pytest.LogCaptureFixture) -> None:
+    """In either of them: with ``check_captures``, a capture names only the first leaf that it finds changed."""
+    torn = TornLeaves()
     torn.note(["a", "b"], [])
-    assert torn.sources(paths, [0, 1, 2, 3, 4]) == []
+    assert torn.sources(PATHS, SOURCES) == []
     torn.note(["b", "c"], [])
-    assert torn.sources(paths, [0, 1, 2, 3, -1]) == [1]
+    assert torn.sources(PATHS, SOURCES) == [0, 1, 2]
+    (line,) = caplog.records
+    assert line.getMessage().startswith("code outside the steps of attached optimizers changes a, b, c while checkpoin")
+    assert "the next 100 checkpoints capture that before engine.step ends" in line.getMessage()
+
+
+def test_what_is_torn_twice_among_eight_is_eager_then(caplog: pytest.LogCaptureFixture) -> None:
+    torn = TornLeaves()
+    torn.note(["a", "b"], [])
     torn.note((), [])
-    torn.note(["a", "b", "c", "d", "e"], ["e"])
-    assert torn.sources(paths, [0, 1, 2, 3, -1]) == [0, 1, 2]
-    assert [record.getMessage()[:72] for record in caplog.records] == [
-        "code outside the steps of attached optimizers changes b while checkpoint",
-        "code outside the steps of attached optimizers changes a, c, e while chec",
+    torn.note(["b", "c", "e"], ["e"])
+    assert torn.sources(PATHS, SOURCES) == [1]
+    assert [record.getMessage()[:60] for record in caplog.records] == [
+        "code outside the steps of attached optimizers changes b, e w"
     ]
+
+
+def test_overlap_is_tried_again_after_a_hundred_captures(caplog: pytest.LogCaptureFixture) -> None:
+    """And one that is torn then is enough: that code is known."""
+    torn = TornLeaves()
+    for _ in range(2):
+        torn.note(["a"], [])
+    for _ in range(99):
+        torn.note((), [])
+        assert torn.sources(PATHS, SOURCES) == [0]
+    torn.note((), [])
+    assert torn.sources(PATHS, SOURCES) == []
+    torn.note(["a"], [])
+    assert torn.sources(PATHS, SOURCES) == [0]
+    assert len(caplog.records) == 2
 
 
 def test_what_is_torn_now_and_then_stays_lazy() -> None:

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -32,6 +33,8 @@ _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 _RECENT: Final = 8
 """Captures among which a leaf must be torn twice: evaluations, say, tear every second or third."""
+_EAGER: Final = 100
+"""Captures for which a leaf that was torn repeatedly is eager; then it is tried again."""
 _NAMED: Final = 3
 """Leaves that the warning names."""
 
@@ -128,38 +131,50 @@ def _copy(sources: Sources, number: int) -> npt.NDArray[np.uint8]:
 class TornLeaves:
     """Leaves that changed in the middle of recent captures. May be used from several threads.
 
-    A leaf that is torn once, by chance, stays lazy. One that is torn repeatedly is captured eagerly: a loop whose code
-    changes weights by hand (sharpness-aware minimisation) would never get a checkpoint otherwise.
+    A leaf that is torn once, by chance, stays lazy. Leaves that are torn in two captures in a row, and one that is torn
+    twice among eight, are captured eagerly: a loop whose code changes weights by hand (sharpness-aware minimisation)
+    would never get a checkpoint otherwise. That code may end, so after 100 captures overlap is tried again; a leaf that
+    is torn then is eager at once.
     """
 
     def __init__(self) -> None:
-        self._eager: frozenset[str] = frozenset()
-        self._recent: deque[frozenset[str]] = deque(maxlen=_RECENT)
+        # How many captures had ended when a leaf was made eager, by path; replaced and never changed.
+        self._eager_since: Mapping[str, int] = {}
+        self._ended = 0
+        self._recent: deque[frozenset[str]] = deque([frozenset()], maxlen=_RECENT)
 
     def note(self, torn: Collection[str], constants: Iterable[str]) -> None:
         """Remember the paths of the leaves that changed in the middle of a capture: none where it ended well.
 
         Those of ``constants`` were lazy only because they had not changed so far: once is enough for them.
         """
-        again = frozenset().union(constants, *self._recent).intersection(torn)
-        self._recent.append(frozenset(torn))
-        if more := again - self._eager:
-            self._eager |= more
+        self._ended += 1
+        now, last = frozenset(torn), self._recent[-1]
+        again = now.intersection(chain(constants, self._eager_since, *self._recent))
+        if now and last:
+            again = now | last
+        self._recent.append(now)
+        if more := again.difference(self._eager()):
+            self._eager_since = {**self._eager_since, **dict.fromkeys(more, self._ended)}
             names = ", ".join(sorted(more)[:_NAMED]) + (f" and {len(more) - _NAMED} more" if len(more) > _NAMED else "")
             text = (
                 "code outside the steps of attached optimizers changes %s while checkpoints are captured beside "
-                "training; from now on that is captured before engine.step ends, which takes longer: call "
-                "engine.wait_captured() before that code instead, and open the engine anew"
+                "training; the next %d checkpoints capture that before engine.step ends, which takes longer: call "
+                "engine.wait_captured() before that code instead"
             )
             with suppress(Exception):  # of a handler of the log: the checkpoint ends all the same
-                write(logging.WARNING, "captured_eagerly", text, names)
+                write(logging.WARNING, "captured_eagerly", text, names, _EAGER)
 
     def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
         """Return the sources of the leaves that have to be captured before the call returns.
 
         A leaf without a source has a negative number in ``source_of``.
         """
-        eager = self._eager
+        eager = self._eager()
         if not eager:
             return []
         return [source for path, source in zip(paths, source_of, strict=True) if source >= 0 and path in eager]
+
+    def _eager(self) -> set[str]:
+        """Return the paths of the leaves that are captured eagerly now."""
+        return {path for path, since in self._eager_since.items() if self._ended < since + _EAGER}
