@@ -196,12 +196,10 @@ class Connection:
 
     def rebuild(self, node: Node) -> Any:
         """Read all that is below ``node`` and return the value."""
-        return self.call(self._rebuild(node))
-
-    async def _rebuild(self, node: Node) -> Any:
         refuse_boxes(node)
         allocation = Allocation(self.manifest, sorted(arrays(node)))
-        await self.chunks.fill(Targets(allocation.targets()))
+        self.call(self.chunks.fill(Targets(allocation.targets())))
+        # On the caller's thread: what was pickled runs code.
         pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
         return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
 

@@ -16,7 +16,7 @@ from pccheck_async.format.manifest import Manifest
 from pccheck_async.group import PartReader, is_group_folder, list_group, warn_of_others
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, check_io
-from pccheck_async.state import allocate, select
+from pccheck_async.state import Restoration, allocate, select
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import StoreReader, pool_for, read_at_once, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
@@ -82,9 +82,11 @@ async def load(
         ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
     """
     async with EngineLoop("pccheck-read") as loop:
-        return await loop.run(
+        restoration = await loop.run(
             _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
         )
+    state: dict[str, Any] = restoration.finish()  # here: what was pickled runs code
+    return state
 
 
 def load_sync(
@@ -102,9 +104,11 @@ def load_sync(
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(
+        restoration = loop.call(
             _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
         )
+    state: dict[str, Any] = restoration.finish()  # here: what was pickled runs code
+    return state
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
@@ -145,12 +149,13 @@ async def _load(
     host_memory: int | Auto,
     io: IO,
     progress: ReadProgress | None,
-) -> dict[str, Any]:
+) -> Restoration:
+    """Read a checkpoint into new memory. The caller makes the state of it, on its own thread."""
     reader = await open_reader(path, io, host_memory, which=which, rank=rank)
     async with reader.opened as opened:
         pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
-        async def read(entry: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
+        async def read(entry: Entry, file: File, manifest: Manifest) -> Restoration:
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             if isinstance(reader, PartReader):
                 async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
@@ -164,7 +169,7 @@ async def _load(
                 loading = allocate(manifest, keys, device, allow_pickle=allow_pickle)
                 buffers = pool_for(manifest, pool)
                 await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
-            state: dict[str, Any] = loading.finish()
-            return state
+            loading.move()
+            return loading
 
         return await reader.read(path, which, read)

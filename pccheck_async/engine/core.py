@@ -113,7 +113,7 @@ class EngineCore:
             yield self._open()
             yield from self._join()
             self._began = time.time()
-            # Asks the user's policy, too, which may raise.
+            self.training.opened()
             infos = self.infos
             self._unrestored = [] if self.config.overwrite else infos
             checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
@@ -306,6 +306,7 @@ class EngineCore:
         plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
         skipped = None if last else self.in_flight.skip(step)
         if skipped is not None:
+            self.in_flight.tell_skipped(skipped, step)
             return skipped, start
         self._check_place(name, replace=replace)
         optimizers = self.guard.optimizers if overlap else None
@@ -346,6 +347,8 @@ class EngineCore:
         finally:
             if not taken:  # skipped after all, or the engine was closed meanwhile
                 capture.release()
+            if skipped is not None:
+                self.in_flight.tell_skipped(skipped, step)
         return pending, start
 
     def check_restored(self, step: int | None) -> None:

@@ -77,7 +77,10 @@ class InFlight:
         return pending
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
-        """Return what stands for a checkpoint that is skipped; None if there is a place for it or it may wait."""
+        """Return what stands for a checkpoint that is skipped; None if there is a place for it or it may wait.
+
+        The caller reports it (:meth:`tell_skipped`) once it holds no lock.
+        """
         if self._config.on_busy != "skip":
             return None
         with self.lock:
@@ -85,8 +88,11 @@ class InFlight:
                 return None
             newest = next(reversed(self._in_flight))
             self.counts.skipped += 1
-        self._reporter.tell(Skipped, step=step, counter=newest.counter, in_flight=self._config.max_in_flight)
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+
+    def tell_skipped(self, skipped: PendingCheckpoint, step: int | None) -> None:
+        """Report a checkpoint that :meth:`skip` skipped; without the lock, as handlers of the log are user code."""
+        self._reporter.tell(Skipped, step=step, counter=skipped.counter, in_flight=self._config.max_in_flight)
 
     def withdraw(self, pending: PendingCheckpoint) -> None:
         """End a checkpoint that its caller does not get to know, where the engine's loop never heard of it."""

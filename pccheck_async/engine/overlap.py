@@ -378,10 +378,13 @@ class Guard:
             self._detect(optimizer)
 
     def _detect(self, optimizer: torch.optim.Optimizer) -> None:
-        for capture in self._captures:
-            capture.detect(
+        if running := [capture for capture in self._captures if capture.running]:
+            # Listed before a capture is locked: a class of tensors may have code of its own for its attributes.
+            changing = [
                 parameter
                 for group in optimizer.param_groups
                 for parameter in group["params"]
                 if parameter.requires_grad or parameter.grad is not None  # frozen ones it leaves as they are
-            )
+            ]
+            for capture in running:
+                capture.detect(changing)

@@ -69,7 +69,11 @@ class Decision:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides after which steps to checkpoint. All methods are called on the training thread; none has a clock."""
+    """Decides after which steps to checkpoint. Methods have no clock.
+
+    All are called on the training thread, except that the first :meth:`decision` is asked for by the thread that opens
+    the engine; never under a lock of the engine.
+    """
 
     def due(self, report: StepReport) -> bool:
         """Tell whether to checkpoint now. Asked exactly once after every step."""
@@ -84,7 +88,7 @@ class Policy(Protocol):
         """Hear that a checkpoint ended, before the next question."""
 
     def decision(self) -> Decision:
-        """Return the present interval, and why."""
+        """Return the present interval, and why. Called at the opening, and after every :meth:`due`."""
 
 
 class TrainingHooks:
@@ -93,15 +97,16 @@ class TrainingHooks:
     last_report: StepReport | None = None
     """The last training step that went well: for the status file."""
 
-    @property
-    def decision(self) -> Decision:
-        """What the policy has decided: for statistics."""
-        return Decision(None, None, "no policy")
+    decision: Decision = Decision(None, None, "no policy")
+    """The policy's last decision: data for statistics, which any thread reads, under locks of the engine."""
 
     @property
     def patience(self) -> float | None:
         """Seconds until the process goes because a signal asked for it; None where none did."""
         return None
+
+    def opened(self) -> None:
+        """Called on the caller's thread when the engine is about to be open; an error ends the opening."""
 
     def before_checkpoint(self) -> bool:
         """Hear of a call of ``checkpoint()``; return whether it is the last one before the process goes.

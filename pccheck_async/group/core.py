@@ -177,9 +177,13 @@ class GroupCore(EngineCore):
                 state, step, metadata, name=name, replace=replace, overlap=overlap, last=last
             )
         except BaseException as error:
+            try:
+                why = repr(error)  # before the lock: it may be a user's code
+            except Exception:  # noqa: BLE001 - the other ranks wait for this counter all the same
+                why = type(error).__qualname__
             with self.in_flight.lock:
                 if self.state == "open" and self.in_flight.counter == counter:
-                    self._use_up_counter(step, repr(error))
+                    self._use_up_counter(step, why)
             raise
 
     def fail_checkpoint(self, step: int | None, why: str) -> None:

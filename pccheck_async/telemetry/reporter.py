@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeAlias
 
-from pccheck_async.telemetry.events import Closed, Durable, Event, Failed, Superseded, Waited
+from pccheck_async.telemetry.events import Admitted, Closed, Durable, Event, Failed, Superseded, Waited
 from pccheck_async.telemetry.logs import log, write
 
 __all__ = ["Hook", "Hooks", "ReadProgress", "Reporter", "reading_progress"]
@@ -65,6 +65,7 @@ class Hooks:
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()
         self.dropped = 0
+        self._logged_drops = False
 
     def add(self, hook: Hook) -> Callable[[], None]:
         """Call ``hook`` with every event from now on. Returns what ends that. Raises TypeError."""
@@ -83,8 +84,12 @@ class Hooks:
         """Whether there are any."""
         return bool(self._hooks)
 
-    def put(self, event: Event) -> None:
-        """Tell the hooks of an event, soon; dropped and counted where too many wait already."""
+    def put(self, event: Event, *, quiet: bool = False) -> None:
+        """Queue an event for the hooks; dropped and counted if too many wait already.
+
+        The first dropped one that is not ``quiet`` is logged. A caller with a lock is quiet: handlers of the log are
+        user code.
+        """
         if not self._hooks or self._closed:
             return
         if self._queue.qsize() < _MOST_EVENTS:
@@ -94,7 +99,8 @@ class Hooks:
             return
         with self._lock:
             self.dropped += 1
-            first = self.dropped == 1
+            first = not quiet and not self._logged_drops
+            self._logged_drops = self._logged_drops or first
         if first:
             with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
                 write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
@@ -166,7 +172,8 @@ class Reporter:
                     said["store"] = self._store
                     write(level, name, text, said, **said)
         if self.hooks:
-            self.hooks.put(kind(*arguments, **fields))
+            # A checkpoint is admitted under the engine's lock. Its end, which no lock covers, is dropped as well.
+            self.hooks.put(kind(*arguments, **fields), quiet=kind is Admitted)
 
     def closed(self, **ended: int) -> None:
         """Note the engine's end, and how many checkpoints were durable, superseded, failed and skipped."""

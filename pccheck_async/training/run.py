@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 
 from pccheck_async.engine import (
-    Decision,
     EngineCore,
     Handoff,
     PendingCheckpoint,
@@ -112,9 +111,8 @@ class TrainingRun(TrainingHooks):
 
     # -- what the engine asks
 
-    @property
-    def decision(self) -> Decision:
-        return self._policy.decision()
+    def opened(self) -> None:
+        self.decision = self._policy.decision()
 
     @property
     def patience(self) -> float | None:
@@ -286,7 +284,7 @@ class TrainingRun(TrainingHooks):
         return True
 
     def _say(self) -> None:
-        decision = self._policy.decision()
+        decision = self.decision = self._policy.decision()
         said = decision.interval, decision.reason  # the seconds follow every step that is measured
         if said != self._said:
             self._said = said

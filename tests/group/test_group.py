@@ -34,6 +34,7 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from tests.engine.test_user_code import Locks
 from tests.support.group_folders import spoil
 from tests.support.processes import forked
 from tests.support.ranks import run_ranks, wait_for
@@ -191,6 +192,41 @@ def test_a_checkpoint_that_fails_on_one_rank_fails_on_all_and_the_next_one_goes_
             return kinds + [str(info.step) for info in engine.checkpoints()]
 
     assert run_ranks(2, rank_main) == [[GroupError.__name__, "2"], [UnsupportedStateError.__name__, "2"]]
+
+
+class Unspeakable(Exception):  # noqa: N818
+    """An error of a user's that cannot even be shown; looks at locks where somebody tries."""
+
+    locks = Locks()
+
+    def __repr__(self) -> str:
+        self.locks.look()
+        raise self
+
+
+def test_a_call_whose_error_cannot_be_shown_fails_on_all_ranks_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    class Failing:
+        def state_dict(self) -> dict[str, Any]:
+            raise Unspeakable
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def rank_main(group: Group) -> list[str]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            Unspeakable.locks.engine = engine
+            if group.rank == 1:
+                with pytest.raises(Unspeakable):
+                    engine.checkpoint({"failing": Failing()}, step=1)
+                kinds = [str(Unspeakable.locks.under_lock)]
+            else:
+                kinds = list(failure(lambda: engine.checkpoint(state_of(0, 1), step=1).result()))
+            engine.checkpoint(state_of(group.rank, 2), step=2).result()
+            return kinds + [str(info.step) for info in engine.checkpoints()]
+
+    (kind, text, *steps), other = run_ranks(2, rank_main)
+    assert (kind, steps) == (GroupError.__name__, ["2"])
+    assert "Unspeakable" in text
+    assert other == ["0", "2"]
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:

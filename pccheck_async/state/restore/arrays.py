@@ -169,6 +169,13 @@ class Allocation:
         except (RuntimeError, ValueError, OverflowError) as error:
             raise CorruptStoreError(f"array {index} of the checkpoint cannot be made: {error}") from error
 
+    def move(self, place: Place) -> None:
+        """Copy what was read to a device, for :meth:`array` to find; a place that is a user's function is left out."""
+        if isinstance(place, torch.device):
+            for storage, memory in self._memories.items():
+                if isinstance(memory.flat, torch.Tensor):
+                    self._moved[storage, place] = memory.flat.to(place).untyped_storage()
+
     def _ndarray(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
         dtype = dtypes.numpy_dtype(entry.dtype)
         if entry.storage is None:

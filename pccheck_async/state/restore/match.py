@@ -89,6 +89,7 @@ class Restoration:
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
     trained: tuple[torch.Tensor, ...] = ()  # live tensors that are restored and may have gradients
+    move: Callable[[], None] = lambda: None  # copies to the device, which any thread may do before ``finish``
 
 
 def allocate(
@@ -126,7 +127,7 @@ def allocate(
         values = partial(rebuild, skeleton, lambda index: allocation.array(index, place))
         return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
 
-    return Restoration(Targets(allocation.targets()), finish)
+    return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
 
 
 def _tell_unpickled(where: Collection[str]) -> None:
