@@ -11,6 +11,7 @@ from typing import Any
 
 from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: says so if there is no Accelerate
 from pccheck_async.state import RNGState
+from pccheck_async.training.epochs import Course, Epoch, Place
 
 # isort: split
 
@@ -72,8 +73,9 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
 class TrackedLoader:
     """A loader that ``Accelerator.prepare`` returned, with a position that is saved.
 
-    Each ``for`` yields the rest of an epoch, the next one the next epoch. A position after the last batch yields
-    nothing first and ends its epoch, so what the loop does at the end of an epoch is done again.
+    Loop over :meth:`epochs`; a ``for`` over the loader itself is for loops that count steps (see
+    :class:`~pccheck_async.ResumableLoader`). A position after the last batch of an epoch yields nothing first, so what
+    the loop does at the end of an epoch is done again.
 
     In the middle of an epoch the loader is replayed: the generators go back to where they were when the epoch began,
     the loader draws its order and the seeds of its workers from them again, batches that the loop had are loaded and
@@ -101,45 +103,68 @@ class TrackedLoader:
             )
         self._loader: Any = loader
         self._rng = RNGState()
-        self.epoch = 0  # underway, from 0; it ends when an iterator is exhausted
-        self._delivered = 0
-        self._ended = False
-        self._start: dict[str, Any] | None = None  # of the generators, when the epoch began
+        self._course = Course()
+        self._end: int | None = None  # of the pass underway, once its last batch was delivered
+        self._start: dict[str, Any] | None = None  # the generators when that pass began
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway, from 0."""
+        return self._course.epoch
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Batches in a whole pass."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._ended:
-            yield from self._rest()
-        self.epoch, self._delivered, self._ended, self._start = self.epoch + 1, 0, False, None
+        return self._course.iterate(self._batches)
 
-    def _rest(self) -> Iterator[Any]:
-        saved = self._rng.state_dict() if self._delivered else None
-        if self._start is None:
-            self._start = {"rng": self._rng.state_dict(), "sampler": self._generator_state()}
-        elif saved is not None:
+    def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
+        """Yield the epochs that are left of so many (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
+        return self._course.epochs(
+            epochs, steps, self.__len__, lambda epoch: self._course.iterate(self._batches, epoch=epoch)
+        )
+
+    def _batches(self, place: Place, steps: int | None, counted: bool) -> Iterator[tuple[int, bool, Any]]:
+        position, saved = place.position, None
+        if position and position in (self._end, steps):
+            return
+        if position and self._start is not None:
+            saved = self._rng.state_dict()
             self._rng.load_state_dict(self._start["rng"])
             self._set_generator_state(self._start["sampler"])
-        self._loader.iteration, self._loader.skip_batches = self.epoch, self._delivered
-        for batch in self._loader:
-            if saved is not None:
-                self._rng.load_state_dict(saved)
-                saved = None
-            self._delivered += 1
-            self._ended = self._loader.end_of_dataloader
-            yield batch
+        elif counted:
+            self._start = {"rng": self._rng.state_dict(), "sampler": self._generator_state()}
+        self._loader.iteration, self._loader.skip_batches = place.number, position
+        try:
+            for batch in self._loader:
+                if saved is not None:
+                    self._rng.load_state_dict(saved)
+                    saved = None
+                position += 1
+                if position == steps:
+                    self._loader.end_of_dataloader = True  # accumulate() makes the step of a partial window
+                ended = self._loader.end_of_dataloader
+                if counted:
+                    self._end = position if ended else None
+                yield position, ended, batch
+                if position == steps:
+                    return
+        finally:
+            self._loader.end()  # which a loader of Accelerate that is left before its end forgets
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: epoch, batches that the loop got, and the generators when the epoch began."""
+        """Return the position: epoch, batches that the loop got, and the generators when the pass began."""
         sampler = self._loader.get_sampler()
+        epoch, number, position, done = self._course.save()
         return {
-            "epoch": self.epoch,
-            "delivered": self._delivered,
-            "ended": self._ended,
+            "epoch": number,  # as ResumableSampler does
+            "outer": epoch,
+            "done": done,
+            "delivered": position,
+            "ended": position > 0 and position == self._end,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
-            "start": self._start,
+            "start": self._start if position else None,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
@@ -149,8 +174,9 @@ class TrackedLoader:
             raise ValueError("use_seedable_sampler differs from that of the run that saved the checkpoint")
         if seed is not None:
             sampler.initial_seed = seed
-        self.epoch, self._delivered = state_dict["epoch"], state_dict["delivered"]
-        self._ended, self._start = state_dict["ended"], state_dict["start"]
+        number, position = state_dict["epoch"], state_dict["delivered"]
+        self._course.load(Place(state_dict.get("outer", number), number, position, state_dict.get("done", 0)))
+        self._start, self._end = state_dict["start"], position if state_dict["ended"] else None
 
     def _generator_state(self) -> Any:
         generator = getattr(self._loader, "synchronized_generator", None)

@@ -8,13 +8,14 @@ make its position wrong. So it is not passed through ``prepare``, but wrapped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from pccheck_async.integrations.versions import require
-from pccheck_async.training.data import ResumableLoader
+from pccheck_async.training.data import Epoch, ResumableLoader
 
 require("accelerate", "1.15")
 
@@ -55,7 +56,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0; it ends when an iterator is exhausted."""
+        """The epoch underway, from 0."""
         return self.loader.epoch
 
     @property
@@ -72,17 +73,29 @@ class AcceleratedLoader(DataLoaderStateMixin):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        return self._on_device(iter(self.loader))
+
+    def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
+        """Yield the epochs that are left of so many (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
+
+        def begin(epoch: Epoch[Any]) -> Iterator[Any]:
+            return self._on_device(iter(epoch))
+
+        for epoch in self.loader.epochs(epochs, steps=steps):
+            yield Epoch(epoch.number, len(epoch), partial(begin, epoch))
+
+    def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.begin()
         self.remainder = 0
         try:
-            for batch in self.loader:
+            for batch in batches:
                 self.end_of_dataloader = self.loader.at_end
                 yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
         finally:
             self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
+        """Let the next ``for`` be the first one of ``epoch`` (see :meth:`~pccheck_async.ResumableLoader.set_epoch`)."""
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
-__all__ = ["KeyedPermutation", "Order", "ResumableLoader", "ResumableSampler", "mix"]
+from pccheck_async.training.epochs import Course, Epoch, Place
+
+__all__ = ["Epoch", "KeyedPermutation", "Order", "ResumableLoader", "ResumableSampler", "mix"]
 
 T = TypeVar("T")
 Shuffle = bool | Literal["keyed"]
@@ -114,17 +116,16 @@ class _Shares(NamedTuple):
 class ResumableSampler(Sampler[list[int]]):
     """Batches of indices, every sample once per epoch, resumable at any batch; put it into the app state.
 
-    Iterating yields the rest of the current epoch; when that is exhausted, the next iteration is the next epoch. So
-    after a ``break`` the next ``for`` goes on where the last one stopped, as a resumed process does: neither sees a
-    sample twice. Once an epoch's last batch was delivered the next iteration is the next epoch, whether the one before
-    was exhausted or left (``islice(sampler, len(sampler))``). Only a position after the last batch that was loaded
-    yields nothing first and ends its epoch: the process that saved it may have died before what its loop does at the
-    end of an epoch. One iterator lives at a time, from its first ``next`` on, which is when it takes up the position:
-    the first ``next`` of another one, ``load_state_dict`` and ``set_epoch`` make its ``next`` raise RuntimeError,
-    because ending it would look like the end of the epoch.
+    ``for epoch in sampler.epochs(n)`` counts the epochs of a training. A ``for`` over the sampler itself is a new pass
+    over the data, unless the position was restored or set and no iterator has taken it yet: then it is the rest of that
+    pass, which is nothing if all of it was delivered. The position is taken when the iterator is made.
 
-    The order is a function of ``seed`` and epoch. Resuming skips to the position: no batch is replayed, no sample
-    looked at.
+    One iterator is alive at a time: another one, ``load_state_dict`` and ``set_epoch`` of another epoch make its
+    ``next`` raise RuntimeError, because ending it would look like the end of the data. An iterator that was only made
+    follows ``load_state_dict`` and ``set_epoch``.
+
+    The order is a function of ``seed`` and the number of the pass. Resuming skips to the position: no batch is
+    replayed, no sample looked at.
 
     With several ranks, step i takes the global samples from ``i * batch_size * world_size`` on, and each rank a slice
     of them; all ranks take the same number of steps and no sample is padded. The last, smaller step is shared out as
@@ -155,8 +156,8 @@ class ResumableSampler(Sampler[list[int]]):
     def __init__(
         self,
         data: int | Sized | Dataset[Any],
-        *,
         batch_size: int,
+        *,
         seed: int = 0,
         shuffle: Shuffle = True,
         drop_last: bool = False,
@@ -177,9 +178,7 @@ class ResumableSampler(Sampler[list[int]]):
         shares = self._divide(*(given or _distributed() or (0, 1)))  # whatever can be refused now is
         self._resolved = shares if given else None
         self._order = Order(self.size, self.seed, self.shuffle)
-        self._epoch = self._position = 0
-        self._delivered = False  # the last batch of this epoch, by this process
-        self._iterators = 0
+        self.course = Course()
 
     @property
     def rank(self) -> int:
@@ -193,18 +192,18 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0; it ends when an iterator is exhausted."""
-        return self._epoch
+        """The epoch underway, from 0: of :meth:`epochs` or :meth:`set_epoch`, else the number of the pass."""
+        return self.course.epoch
 
     @property
     def position(self) -> int:
-        """Samples of the epoch that were delivered, over all ranks."""
-        return self._position
+        """Samples of the pass that were delivered, over all ranks."""
+        return self.course.state.position
 
     @property
     def at_end(self) -> bool:
         """Whether the last batch of the epoch was delivered; true while the loop works on that batch."""
-        return self._position == self._shares().total
+        return self.course.complete or self.course.place.position == self._shares().total
 
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on every rank."""
@@ -215,18 +214,29 @@ class ResumableSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return self.deliver(self.rest)
 
+    def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[list[int]]]:
+        """Yield the epochs that are left of so many (see :meth:`ResumableLoader.epochs`)."""
+        return self.course.epochs(epochs, steps, self.__len__, lambda epoch: self.deliver(self.rest, epoch=epoch))
+
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
-        self._delivered = False  # whoever names an epoch gets no batch of another one
-        if epoch != self._epoch:
-            if epoch < 0:
-                raise ValueError(f"epoch is {epoch}; the first one is 0")
-            self._move(operator.index(epoch), 0)
+        """Let the next ``for`` be the first one of ``epoch``, counted by the caller (a trainer).
+
+        It starts at the epoch's beginning; if a position inside this epoch was restored and nothing was loaded
+        since, there. Each further ``for`` is another pass of the same epoch. Inside a loop over :meth:`epochs` the
+        number must be that of the epoch underway, and nothing changes.
+
+        Raises:
+            ValueError: ``epoch`` is negative.
+            RuntimeError: :meth:`epochs` counts, and is in another epoch.
+        """
+        self.course.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it is valid for: plain values, the same on every rank."""
         valid_for = {name: getattr(self, name) for name in (*_SAME, "batch_size", "world_size")}
-        return {"epoch": self._epoch, "position": self._position, **valid_for}
+        epoch, number, position, done = self.course.save()
+        # Where loops over epochs were not counted, every pass was an epoch: older versions go on with this pass.
+        return {"epoch": number, "position": position, "outer": epoch, "done": done, **valid_for}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Go to a saved position; the next iterator starts there.
@@ -237,7 +247,9 @@ class ResumableSampler(Sampler[list[int]]):
             ValueError: See :meth:`check_state_dict`. Nothing has changed.
         """
         self.check_state_dict(state_dict)
-        self._move(operator.index(state_dict["epoch"]), operator.index(state_dict["position"]))
+        number = state_dict["epoch"]
+        numbers = (state_dict.get("outer", number), number, state_dict["position"], state_dict.get("done", 0))
+        self.course.load(Place(*map(operator.index, numbers)))
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
@@ -248,6 +260,7 @@ class ResumableSampler(Sampler[list[int]]):
         numbers = ("epoch", "position", "batch_size", "world_size")
         try:
             epoch, position, batch_size, world_size = (operator.index(state_dict[name]) for name in numbers)
+            counts = [operator.index(state_dict.get(name, 0)) for name in ("outer", "done")]
             known = {name: state_dict[name] for name in _SAME}
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not the state of a ResumableSampler or ResumableLoader: {error!r}") from error
@@ -265,7 +278,9 @@ class ResumableSampler(Sampler[list[int]]):
                 "without the position, which begins an epoch anew"
             )
         total = shares.total
-        if epoch < 0 or not (position == total or (0 <= position < total and position % shares.step == 0)):
+        if min(epoch, *counts) < 0 or not (
+            position == total or (0 <= position < total and position % shares.step == 0)
+        ):
             raise ValueError(f"epoch {epoch}, position {position} is not the start of a step of {shares.step} samples")
         if 0 < total - position < shares.world_size:
             raise ValueError(
@@ -273,34 +288,34 @@ class ResumableSampler(Sampler[list[int]]):
                 f"resume on {world_size} ranks, or from another checkpoint"
             )
 
-    def rest(self) -> Iterator[list[int]]:
-        """Yield what this rank still has to get of the epoch, without moving on (for loaders that fetch ahead)."""
-        shares, epoch, position = self._shares(), self._epoch, self._position
-        while position < shares.total:
+    def rest(self, place: Place, end: int) -> Iterator[list[int]]:
+        """Yield what this rank gets of a pass from a place up to position ``end``, without moving on."""
+        shares, position = self._shares(), place.position
+        while position < end:
             stop = shares.stop(position)
             share, extra = divmod(stop - position, shares.world_size)
             start = position + shares.rank * share + min(shares.rank, extra)
-            yield self._order.indices(epoch, start, start + share + (shares.rank < extra))
+            yield self._order.indices(place.number, start, start + share + (shares.rank < extra))
             position = stop
 
-    def deliver(self, batches: Callable[[], Iterable[T]]) -> Iterator[T]:
-        """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler)."""
-        # All of it happens at the first next: an iterator that only was made follows set_epoch and load_state_dict.
-        if self._delivered:
-            self._move(self._epoch + 1, 0)
-        self._iterators += 1
-        iterator = self._iterators
-        for batch in batches():
-            shares = self._shares()
-            self._position = shares.stop(self._position)
-            self._delivered = self._position == shares.total
-            yield batch
-            if iterator != self._iterators:
-                raise RuntimeError(
-                    "this iterator has ended: another one was started since, or load_state_dict or set_epoch moved the "
-                    "position; start a new for loop"
-                )
-        self._move(self._epoch + 1, 0)
+    def deliver(
+        self, batches: Callable[[Place, int], Iterable[T]], *, epoch: int | None = None, on: bool = False
+    ) -> Iterator[T]:
+        """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler).
+
+        See :meth:`Course.iterate` for ``epoch`` and ``on``.
+        """
+
+        def passing(place: Place, steps: int | None, _: bool) -> Iterator[tuple[int, bool, T]]:
+            shares, position = self._shares(), place.position
+            end = shares.total if steps is None else min(shares.total, steps * shares.step)
+            if shares.total - end < shares.world_size:  # too few samples for a step of their own
+                end = shares.total
+            for batch in batches(place, end) if position < end else ():
+                position = self._shares().stop(position)
+                yield position, position >= end, batch
+
+        return self.course.iterate(passing, epoch=epoch, on=on)
 
     def _shares(self) -> _Shares:
         """Return how the ranks share the samples, decided at the first call. Raises RuntimeError if that changed."""
@@ -324,10 +339,6 @@ class ResumableSampler(Sampler[list[int]]):
                 f"drop_last={self.drop_last}; use more data, fewer ranks or smaller batches"
             )
         return _Shares(rank, world_size, step, total)
-
-    def _move(self, epoch: int, position: int) -> None:
-        self._epoch, self._position, self._delivered = epoch, position, False
-        self._iterators += 1
 
 
 def _size(data: int | Sized | Dataset[Any]) -> int:
@@ -359,9 +370,11 @@ def _distributed() -> tuple[int, int] | None:
 class ResumableLoader:
     """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
 
-    Each ``for`` yields the rest of an epoch, the next one the next epoch; :meth:`forever` crosses epochs. Order, ranks,
-    ``break`` and what happens to a live iterator: see :class:`ResumableSampler`. A batch counts from the moment the
-    loop gets it, so save after the step that used it. Unlike a ``DataLoader`` it shuffles unless it is told not to, and
+    Loop over :meth:`epochs`, or, for training that counts steps, over :meth:`forever` or the loader itself, whose every
+    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) where a loop over the
+    loader itself resumes wrongly, as after a ``break``. Order, ranks and what happens to a live iterator: see
+    :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save after the step that used it.
+    Unlike a ``DataLoader`` it shuffles unless it is told not to, and
     the order comes from ``seed``, not from ``torch.manual_seed``.
 
     Random augmentations come out the same after a resume, whatever ``num_workers`` is: Python's, numpy's and torch's
@@ -392,8 +405,8 @@ class ResumableLoader:
     def __init__(
         self,
         dataset: Dataset[Any] | Sequence[Any],
-        *,
         batch_size: int = 1,
+        *,
         seed: int = 0,
         shuffle: Shuffle = True,
         drop_last: bool = False,
@@ -429,9 +442,10 @@ class ResumableLoader:
             dataset = _Seeded(dataset, self.sampler.seed, collate)
             dataloader_kwargs["collate_fn"] = _as_it_is
             dataloader_kwargs["worker_init_fn"] = partial(_introduce, dataloader_kwargs.get("worker_init_fn"))
+        self._feed = _Feed(self.sampler, seed_samples)
         self._loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], dataset),  # a list will do
-            batch_sampler=_Feed(self.sampler, seed_samples),
+            batch_sampler=self._feed,
             num_workers=num_workers,
             generator=self._generator,
             **dataloader_kwargs,
@@ -439,7 +453,7 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0; it ends when an iterator is exhausted."""
+        """The epoch underway, from 0: of :meth:`epochs` or :meth:`set_epoch`, else the number of the pass."""
         return self.sampler.epoch
 
     @property
@@ -459,13 +473,32 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         return self.sampler.deliver(self._batches)
 
+    def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
+        """Yield the epochs that are left of so many, each to iterate over: ``for batch in epoch``.
+
+        A restored loader starts in the epoch that was underway, with its remaining batches; all of them delivered
+        means an empty one, because what the loop does at its end may still be to do. A ``for`` over the loader itself
+        in an epoch that had its batches (``update_bn``, the accuracy on the training data) is a whole pass that leaves
+        the position alone. A loop that is left by ``break`` goes on at the same position when it is called again.
+
+        Args:
+            epochs: Of the whole training.
+            steps: Batches of each epoch, if less than the data gives; the next epoch shuffles anew.
+
+        Raises:
+            ValueError: ``epochs`` is negative or ``steps`` below 1.
+        """
+        return self.sampler.course.epochs(
+            epochs, steps, self.__len__, lambda epoch: self.sampler.deliver(self._batches, epoch=epoch)
+        )
+
     def forever(self) -> Iterator[Any]:
-        """Yield batches from the position on, epoch after epoch: for training that counts steps."""
+        """Yield batches from the position on, pass after pass: for training that counts steps."""
         while True:
-            yield from self
+            yield from self.sampler.deliver(self._batches, on=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
+        """Let the next ``for`` be the first one of ``epoch`` (see :meth:`ResumableSampler.set_epoch`)."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -480,21 +513,26 @@ class ResumableLoader:
         """Raise ValueError for a position that is not to go to (see :meth:`ResumableSampler.check_state_dict`)."""
         self.sampler.check_state_dict(state_dict)
 
-    def _batches(self) -> Iterator[Any]:
-        self._generator.manual_seed(mix("workers", self.sampler.seed, self.sampler.epoch))
+    def _batches(self, place: Place, end: int) -> Iterator[Any]:
+        self._feed.place, self._feed.end = place, end
+        self._generator.manual_seed(mix("workers", self.sampler.seed, place.number))
         return iter(self._loader)
 
 
 class _Feed:
     """What the DataLoader draws from. It may run ahead: the position moves when a batch is delivered."""
 
-    def __init__(self, sampler: ResumableSampler, with_epoch: bool) -> None:
-        self._sampler, self._with_epoch = sampler, with_epoch
+    place: Place
+    end: int
+
+    def __init__(self, sampler: ResumableSampler, with_pass: bool) -> None:
+        self._sampler, self._with_pass = sampler, with_pass
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._sampler.epoch
-        # Persistent workers outlive the epoch that they were started in, so the epoch travels with the indices.
-        return ((epoch, indices) if self._with_epoch else indices for indices in self._sampler.rest())
+        number = self.place.number
+        batches = self._sampler.rest(self.place, self.end)
+        # Persistent workers outlive the pass that they were started in, so its number travels with the indices.
+        return ((number, indices) if self._with_pass else indices for indices in batches)
 
 
 class _Seeded(Dataset[Any]):

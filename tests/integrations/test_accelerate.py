@@ -60,8 +60,8 @@ def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal)
         engine.attach(optimizer)
         restored = engine.restore(state)
         step = restored.step + 1 if restored else 0
-        for epoch in range(loader.epoch, EPOCHS):
-            for (batch,) in loader:
+        for epoch in loader.epochs(EPOCHS):
+            for (batch,) in epoch:
                 with engine.step(state, step), accelerator.accumulate(model):
                     loss = model(batch).square().mean()
                     accelerator.backward(loss)

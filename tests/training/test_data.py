@@ -193,12 +193,17 @@ def test_ranks_draw_from_one_order(shuffle: Any) -> None:
     assert (alone[0] == list(range(8))) == (shuffle is False)
 
 
-def test_a_break_is_not_a_restart() -> None:
-    sampler = ResumableSampler(10, batch_size=3, shuffle=False)
-    assert next(iter(sampler)) == [0, 1, 2]
+def test_a_for_loop_begins_a_new_pass_unless_a_position_was_restored() -> None:
+    sampler, other = ResumableSampler(10, 3), ResumableSampler(10, 3)
+    passes = [list(other) for _ in range(2)]
+    assert next(iter(sampler)) == passes[0][0]
+    state = sampler.state_dict()
     assert (sampler.epoch, sampler.position) == (0, 3)
-    assert list(sampler) == [[3, 4, 5], [6, 7, 8], [9]]
-    assert (sampler.epoch, sampler.position, len(sampler)) == (1, 0, 4)
+    assert list(sampler) == passes[1]
+    assert (sampler.epoch, sampler.position, len(sampler)) == (2, 0, 4)
+    sampler.load_state_dict(state)
+    assert list(sampler) == passes[0][1:]
+    assert list(sampler) == passes[1]
 
 
 def test_an_epoch_ends_when_its_loop_does() -> None:
@@ -209,9 +214,9 @@ def test_an_epoch_ends_when_its_loop_does() -> None:
             state = sampler.state_dict()
     resumed = ResumableSampler(6, batch_size=3)
     resumed.load_state_dict(state)
-    assert resumed.epoch == 0
+    assert resumed.state_dict()["epoch"] == 0
     assert list(resumed) == []
-    assert resumed.epoch == 1
+    assert resumed.state_dict()["epoch"] == 1
     assert list(resumed) == list(sampler)
 
 
@@ -237,21 +242,68 @@ def test_an_epoch_whose_batches_were_all_taken_is_over(take: Any) -> None:
         assert [_lists(take(each)) for _ in range(3)] == expected[:3]
         state = each.state_dict()
         assert (state["epoch"], state["position"]) == (2, 10)  # what the loop does at its end may still be to do
-        each.set_epoch(2)
-        assert _lists(each) == []
         assert _lists(take(each)) == expected[3]
 
 
-def test_set_epoch_starts_another_epoch_but_not_the_one_underway() -> None:
-    sampler, other = ResumableSampler(10, batch_size=3), ResumableSampler(10, batch_size=3)
+def test_set_epoch_begins_an_epoch_unless_a_position_in_it_was_restored() -> None:
+    sampler, other = ResumableSampler(10, 3), ResumableSampler(10, 3)
+    passes = [list(other) for _ in range(4)]
     next(iter(sampler))
+    state = sampler.state_dict()
     sampler.set_epoch(0)
-    assert sampler.position == 3
+    assert sampler.position == 3  # whoever is in the middle of it goes on
+    assert list(sampler) == passes[0]
     sampler.set_epoch(1)
-    list(other)
-    assert list(sampler) == list(other)
+    assert list(sampler) == passes[1]
+    sampler.set_epoch(1)
+    assert list(islice(sampler, 2)) == passes[1][:2]
+    sampler.load_state_dict(state)
+    early = iter(sampler)  # Lightning makes its iterator before it names the epoch
+    sampler.set_epoch(0)
+    assert list(early) == passes[0][1:]
+    sampler.load_state_dict(state)
+    sampler.set_epoch(3)
+    assert list(sampler) == passes[3]
     with pytest.raises(ValueError, match="epoch is -1"):
         sampler.set_epoch(-1)
+
+
+def test_a_loader_that_is_cycled_in_an_epoch_of_a_trainer_has_passes_of_its_own() -> None:
+    """Lightning's CombinedLoader: ``set_epoch`` once per epoch of the trainer, any number of passes in it."""
+
+    def epoch(sampler: ResumableSampler, number: int, count: int) -> Iterator[list[int]]:
+        sampler.set_epoch(number)
+        batches = iter(sampler)
+        sampler.set_epoch(number)  # Lightning's first iterator is made before it names the epoch
+        for _ in range(count):
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(sampler)
+                batch = next(batches)
+            yield batch
+
+    whole = ResumableSampler(10, 3)
+    expected = [list(epoch(whole, number, 11)) for number in range(3)]
+    assert expected[0][4:8] != expected[0][:4] != expected[1][:4]
+    for killed in range(1, 12):
+        first, second = ResumableSampler(10, 3), ResumableSampler(10, 3)
+        list(epoch(first, 0, 11))
+        got = list(epoch(first, 1, killed))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert got + list(epoch(second, 1, 11 - killed)) == expected[1]
+        assert list(epoch(second, 2, 11)) == expected[2]
+
+
+def test_states_of_older_versions_have_one_number_for_epoch_and_pass() -> None:
+    old = {"epoch": 2, "position": 6, "size": 10, "seed": 0, "shuffle": True, "drop_last": False, "batch_size": 3,
+           "world_size": 1}  # fmt: skip
+    expected = [list(each) for each in ResumableSampler(10, 3).epochs(5)]
+    sampler = ResumableSampler(10, 3)
+    sampler.load_state_dict(old)
+    assert {name: sampler.state_dict()[name] for name in old} == old
+    assert [(each.number, list(each)) for each in sampler.epochs(5)] == [
+        (2, expected[2][2:]), (3, expected[3]), (4, expected[4]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["load", "set_epoch", "another"])
@@ -265,10 +317,10 @@ def test_a_position_that_moved_ends_the_iterator_loudly(how: str) -> None:
     elif how == "set_epoch":
         sampler.set_epoch(3)
     else:
-        assert next(iter(sampler)) == [3, 4, 5]
+        assert next(iter(sampler)) == [0, 1, 2]
     with pytest.raises(RuntimeError, match="start a new for loop"):
         next(batches)
-    assert next(iter(sampler)) == ([6, 7, 8] if how == "another" else [0, 1, 2])
+    assert next(iter(sampler)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("how", ["load", "set_epoch", "another", "the epoch ends"])
@@ -276,16 +328,15 @@ def test_an_iterator_that_was_not_started_follows(how: str) -> None:
     sampler = ResumableSampler(10, batch_size=3, shuffle=False)
     batches = iter(sampler)
     if how == "load":
-        sampler.load_state_dict(sampler.state_dict() | {"epoch": 2, "position": 6})
+        sampler.load_state_dict(sampler.state_dict() | {"epoch": 2, "outer": 2, "position": 6})
     elif how == "set_epoch":
         sampler.set_epoch(2)
     elif how == "another":
         assert next(iter(sampler)) == [0, 1, 2]
     else:
         list(sampler)
-    expected = {"load": [[6, 7, 8], [9]], "another": [[3, 4, 5], [6, 7, 8], [9]]}
-    assert list(batches) == expected.get(how, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]])
-    assert sampler.epoch == {"another": 1, "the epoch ends": 2}.get(how, 3)
+    assert list(batches) == ([[6, 7, 8], [9]] if how == "load" else [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]])
+    assert sampler.state_dict()["epoch"] == {"load": 3, "set_epoch": 2, "another": 3, "the epoch ends": 3}[how]
 
 
 def test_the_last_batch_is_known_while_it_is_used() -> None:
@@ -401,7 +452,11 @@ def test_the_sampler_drives_a_plain_dataloader() -> None:
     sampler = ResumableSampler(dataset, batch_size=3, seed=2)
     loader = DataLoader(dataset, batch_sampler=sampler)
     first = values(islice(loader, 2))
-    assert first + values(iter(loader)) == list(ResumableSampler(20, batch_size=3, seed=2))
+    resumed = ResumableSampler(dataset, batch_size=3, seed=2)
+    resumed.load_state_dict(sampler.state_dict())
+    rest = [values(iter(DataLoader(dataset, batch_sampler=resumed))) for _ in resumed.epochs(2)]
+    other = ResumableSampler(20, batch_size=3, seed=2)
+    assert [first + rest[0], rest[1]] == [list(other), list(other)]
     assert len(loader) == 7
 
 

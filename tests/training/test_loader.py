@@ -59,7 +59,7 @@ def test_the_position_is_what_was_delivered_not_what_was_fetched(persistent: boo
 def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
     loader = ResumableLoader(Augmented(), batch_size=4, num_workers=workers)
     before = generators()
-    values(islice(loader, 3))
+    values(islice(loader, 1))
     values(loader)
     assert generators() == before
 
@@ -77,6 +77,7 @@ def test_a_failing_sample_leaves_the_generators_and_the_position_alone() -> None
     with pytest.raises(OSError, match="the disk is away"):
         values(loader)
     assert generators() == before
+    loader.load_state_dict(loader.state_dict())
     assert values(loader) == [[3, 4, 5], [6, 7, 8]]
 
 
@@ -158,9 +159,10 @@ def test_without_seeding_samples_draw_from_the_global_generators() -> None:
     """Then RNGState makes the augmentations of a loader without workers resume."""
     loader = ResumableLoader(Augmented(), batch_size=4, seed_samples=False)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    values(islice(loader, 2))
+    batches = iter(loader)
+    values(islice(batches, 2))
     state, drawn = loader.state_dict(), RNGState().state_dict()
-    expected = values(loader)
+    expected = values(batches)
     resumed = ResumableLoader(Augmented(), batch_size=4, seed_samples=False)
     resumed.load_state_dict(state)
     assert values(islice(resumed, 4)) != expected
@@ -226,7 +228,7 @@ def test_loading_a_position_ends_a_live_iterator_loudly() -> None:
         next(batches)
     loader.set_epoch(4)
     assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert loader.epoch == 5
+    assert loader.epoch == 4
 
 
 @pytest.mark.parametrize(
@@ -310,8 +312,8 @@ def test_a_loop_over_the_epochs_of_the_loader_ends_alike_wherever_it_was_killed(
         with SyncCheckpointEngine(folder, interval=1) as engine:
             restored = engine.restore(state)
             first = step = restored.step + 1 if restored else 0
-            for _ in range(loader.epoch, 3):
-                for batch in loader:
+            for epoch in loader.epochs(3):
+                for batch in epoch:
                     with engine.step(state, step):
                         got["batches"] += [batch.tolist()]
                     if step == kill_after:

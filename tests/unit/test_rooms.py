@@ -41,7 +41,7 @@ OPEN = {
     "medium.windows", "shelf.format",
     "state.paths", "state.restore.tree",
     "telemetry.events",
-    "training.data", "training.policy",
+    "training.data", "training.epochs", "training.policy",
     "transfer.copying", "transfer.operations", "transfer.operations.python",
     "transfer.plan",
 }  # fmt: skip

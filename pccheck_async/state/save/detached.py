@@ -55,7 +55,7 @@ def _owner(value: Mapping[Any, Any]) -> str:
     if value.keys() == _GENERATORS:  # users write such dicts themselves, too
         python = value["python"]
         return "RNGState" if isinstance(python, Mapping) and python.keys() == _PYTHON else ""
-    if value.keys() == _POSITION:
+    if value.keys() >= _POSITION:
         return "ResumableLoader or its sampler"
     if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
         return "" if all(isinstance(item, torch.Tensor) for item in value.values()) else "module"

@@ -1,0 +1,334 @@
+"""Passes over the data and the epochs of a training loop: where a loader is, and what its next ``for`` begins with."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+__all__ = ["Course", "Epoch", "Place"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Place(NamedTuple):
+    """A place in the data, as it is saved.
+
+    Attributes:
+        epoch: Epoch of the training loop, from 0. It may consist of several passes over the data.
+        number: Of the pass over the data, from 0; order and random samples depend on it.
+        position: What was delivered of the pass, in the loader's unit.
+        done: Passes of this epoch that ended before this one.
+    """
+
+    epoch: int
+    number: int
+    position: int = 0
+    done: int = 0
+
+
+class Batches(Protocol[T_co]):
+    """Loads one pass: yields, with each batch, the position after it and whether the pass has no more."""
+
+    def __call__(self, place: Place, steps: int | None, counted: bool, /) -> Iterable[tuple[int, bool, T_co]]:
+        """Begin at ``place.position`` and end ``steps`` batches after the start of the pass (None: at its end).
+
+        ``counted``: this is the pass whose place is saved.
+        """
+        ...
+
+
+class Epoch(Generic[T]):
+    """One epoch of a training loop, from ``loader.epochs(n)``: iterate over it for its batches.
+
+    Each ``for`` over it is a pass over the data. After a restore, passes that had ended yield nothing, and the one
+    that was underway yields its remaining batches.
+
+    Attributes:
+        number: From 0; also ``int(epoch)`` and ``str(epoch)``.
+    """
+
+    def __init__(self, number: int, steps: int, begin: Callable[[], Iterator[T]]) -> None:
+        self.number, self._steps, self._begin = number, steps, begin
+
+    def __iter__(self) -> Iterator[T]:
+        return self._begin()
+
+    def __len__(self) -> int:
+        """Batches of a whole pass of the epoch, on this rank."""
+        return self._steps
+
+    def __index__(self) -> int:
+        return self.number
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return str(self.number)
+
+    def __repr__(self) -> str:
+        return f"<epoch {self.number}, {self._steps} batches>"
+
+
+class Course:
+    """The passes over the data of one loader in this process, and the place where they are.
+
+    A ``for`` begins a new pass, unless a place is pending: that of the start, of a restore, of ``set_epoch``. What
+    counts epochs is decided by the first use: :meth:`epochs`, or :meth:`set_epoch`; else every pass is an epoch.
+    """
+
+    def __init__(self) -> None:
+        self._counter: Literal["passes", "set_epoch", "epochs"] = "passes"
+        self._steps: int | None = None  # that each pass of epochs() is cut to
+        self._loop = self._loops = 0  # which call of epochs() is underway, 0 for none; how many there were
+        self._moved = False  # by load(), while a call of epochs() is underway
+        self._asides = 0  # iterators underway that leave the place alone
+        self._asked = self._started = False  # for the epoch; with a pass
+        self._taken = False  # a batch, by a loop over the loader itself
+        self._warned: set[str] = set()
+        self._iterator = 0
+        self._move(Place(0, 0))
+        self._origin = self.place  # where epochs() begins, whatever a loop over the loader itself took since
+        self._restored: Place | None = None  # until another pass has begun
+
+    def _move(self, place: Place) -> None:
+        """Let the next iterator begin at ``place``; one that is underway ends with RuntimeError."""
+        self.place = place
+        self._pending: Place | None = place
+        self._untouched = True  # no iterator has begun to load from here
+        self._used = False
+        self._skip = place.done
+        self._iterator += 1
+        self._restored = None
+        self._fresh_pass()
+
+    def _fresh_pass(self) -> None:
+        self._delivered = 0  # batches of the pass, by this process
+        self.complete = self._ended = self._live = False
+
+    @property
+    def _worked(self) -> bool:
+        """Whether the epoch had a pass, or most of one: one batch may have been taken to look at."""
+        return self.place.done > 0 or self._ended or self._delivered > 1
+
+    @property
+    def state(self) -> Place:
+        """What a resumed process has to begin with."""
+        if self._loop and not self._live and (self._ended or self._delivered > 1):
+            return self._next_epoch()
+        return self.place
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway. A loop that asks before its first pass counts epochs by it."""
+        self._asked = self._asked or not self._started
+        return self.state.epoch
+
+    def save(self) -> Place:
+        """Return :attr:`state`; warns inside a pass that it does not count."""
+        if self._asides:
+            self._warn(
+                "aside",
+                "saved inside a second pass over the loader in one epoch: its position is not saved, and it begins "
+                "anew after a restore; iterate over the epoch of epochs() to train in it",
+            )
+        return self.state
+
+    def load(self, place: Place) -> None:
+        """Go to a saved place."""
+        self._move(place)
+        self._origin = self._restored = place
+        self._started = self._asked = self._taken = False
+        self._moved = self._loop > 0
+        if not self._loop:
+            self._counter = "passes"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iterator begin epoch ``epoch``, or go on in it at a restored place that was not used yet."""
+        epoch = operator.index(epoch)
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; the first one is 0")
+        if self._loop:
+            if epoch != self.place.epoch:
+                raise RuntimeError(
+                    f"set_epoch({epoch}) in epoch {self.place.epoch} of epochs(), which counts by itself"
+                )
+            return
+        self._counter, self._asked = "set_epoch", False
+        if epoch != self.place.epoch:
+            self._move(Place(epoch, epoch))
+            self._origin = self.place
+        else:
+            self._pending = self.place if self._untouched else Place(epoch, epoch)
+
+    def epochs(
+        self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[T]]
+    ) -> Iterator[Epoch[T]]:
+        """Yield the epochs that are left; ``begin`` makes an iterator over a pass of the epoch of that number."""
+        epochs, steps = operator.index(epochs), None if steps is None else operator.index(steps)
+        if epochs < 0 or (steps is not None and steps < 1):
+            raise ValueError(f"epochs is {epochs} and steps {steps}; they are at least 0 and 1")
+        return self._epochs(epochs, steps, length, begin)
+
+    def _epochs(
+        self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[T]]
+    ) -> Iterator[Epoch[T]]:
+        self._loops += 1
+        self._loop = loop = self._loops
+        if self._taken and self._origin.position:
+            self._warn(
+                "before",
+                "a for loop over the loader took batches between the restore and epochs(), which goes on at the "
+                "restored position all the same; look at the data before the restore",
+            )
+        self._counter, self._steps, self._moved = "epochs", steps, False
+        self._move(self._origin)
+        self._restored = self._origin
+        try:
+            while self.place.epoch < epochs:
+                number = self.place.epoch
+                yield Epoch(number, min(length(), steps or length()), partial(begin, number))
+                if loop != self._loop:
+                    raise RuntimeError("another call of epochs() has begun since: one loop over epochs at a time")
+                if self._moved:
+                    self._moved = False  # a restore inside the loop: that epoch comes next
+                else:
+                    self._move(self._next_epoch())
+                    self._origin = self.place
+        finally:
+            if loop == self._loop:
+                self._loop, self._steps, self._taken = 0, None, False
+                self._move(self._next_epoch() if self._ended else self.place)
+                self._origin = self.place
+
+    def _next_epoch(self) -> Place:
+        used = self._used or self.place.position > 0
+        return Place(self.place.epoch + 1, self.place.number + used)
+
+    def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[T]:
+        """Return the iterator of one ``for``; what it begins with is decided now, not at its first ``next``.
+
+        Args:
+            batches: Loads a pass.
+            epoch: Of :meth:`epochs`, whose pass this is; None: of a loop over the loader itself.
+            on: Go on at the place, instead of with a new pass.
+        """
+        self._check(epoch)
+        if self._counter == "epochs":
+            if on and not self._loop:
+                self._counter = "passes"
+            elif epoch is None and (self._live or self._worked or not self._loop):
+                return self._aside(batches)
+            elif self._skip:
+                self._skip -= 1
+                return iter(())
+        elif self._counter == "passes" and self._asked and not on:
+            self._warn(
+                "asked",
+                "a for loop over the loader itself counts passes, not epochs: range(loader.epoch, n) resumes wrongly "
+                "with a second pass or with epochs that are cut; use `for epoch in loader.epochs(n): for batch in "
+                "epoch:` (a loop that counts steps needs neither)",
+            )
+        if on and self._pending is None:
+            self._pending = self.place
+        self._begin()
+        return self._deliver(batches, epoch, self._iterator)
+
+    def _check(self, epoch: int | None) -> None:
+        if epoch is not None and not (self._loop and epoch == self.place.epoch):
+            raise RuntimeError(f"epoch {epoch} is over: iterate over the one that epochs() gave last")
+
+    def _begin(self) -> None:
+        """Take the pending place, give a restored one back, or begin a new pass."""
+        place = self._pending
+        if place is None and self._restored is not None:
+            place = self._given_back(self._restored)
+        if place is None:
+            place, self._restored = self._next_pass(), None
+        self._pending, self.place = None, place
+        self._started = self._used = True
+        self._iterator += 1
+        self._fresh_pass()
+
+    def _given_back(self, restored: Place) -> Place | None:
+        """Return the restored place again if the iterator that took it was given up after one batch."""
+        bare = self._counter != "epochs"
+        if self._ended or self._delivered > 1 or not (bare or restored.position):
+            return None
+        if self._delivered == 1:
+            self._warn(
+                "look",
+                "the iterator that went on at the restored position was given up after one batch: this one starts at "
+                "that position again; look at the data before the restore",
+            )
+        elif bare and restored.position:
+            self._warn(
+                "unused",
+                "the iterator that took the restored position was given up before its first batch: this one begins "
+                "a new pass; use epochs(n) for several loaders at once",
+            )
+        return restored if self._delivered == 1 or not bare else None
+
+    def _next_pass(self) -> Place:
+        epoch, number, _, done = self.place
+        if self._counter == "epochs":
+            return Place(epoch, number + 1, done=done + self._worked)
+        if self._counter == "set_epoch":
+            return Place(epoch, number + 1)
+        if self._delivered > 1 and not self.complete:
+            self._warn(
+                "cut",
+                "the for loop before this one left a pass over the data before its end, and this one begins a new "
+                "pass: killed in a pass that will be left, the resumed run takes all the rest of it. For epochs of "
+                "so many steps use `for epoch in loader.epochs(n, steps=...)`; a loop that counts steps and breaks off "
+                "keeps one iterator, forever()",
+            )
+        return Place(epoch + 1, number + 1)
+
+    def _deliver(self, batches: Batches[T], epoch: int | None, mine: int) -> Iterator[T]:
+        self._check(epoch)
+        if self._pending is not None or mine != self._iterator:
+            # An iterator that only was made follows restores and set_epoch, and begins anew after another one.
+            self._begin()
+            mine = self._iterator
+        self._untouched, self._live = False, True
+        try:
+            for position, complete, batch in batches(self.place, self._steps, True):
+                self.place, self.complete = self.place._replace(position=position), complete
+                self._delivered += 1
+                self._taken = self._taken or epoch is None
+                yield batch
+                if mine != self._iterator:
+                    raise RuntimeError(
+                        "this iterator has ended: another one was started since, or load_state_dict or set_epoch moved "
+                        "the position; start a new for loop"
+                    )
+            self._ended = True
+            self._restored = None
+            if self._counter == "passes":
+                self._move(Place(self.place.epoch + 1, self.place.number + 1))
+        finally:
+            if mine == self._iterator:
+                self._live = False
+
+    def _aside(self, batches: Batches[T]) -> Iterator[T]:
+        """Yield a whole pass that leaves the place alone: batch statistics, accuracy on the training data."""
+        self._asides += 1
+        try:
+            for _, _, batch in batches(self.place._replace(position=0), None, False):
+                yield batch
+        finally:
+            self._asides -= 1
+
+    def interrupt(self) -> None:
+        """End the iterator that is underway, at its next ``next``, with RuntimeError."""
+        self._iterator += 1
+
+    def _warn(self, which: str, text: str) -> None:
+        if which not in self._warned:
+            self._warned.add(which)
+            warnings.warn(text, UserWarning, stacklevel=6)
