@@ -49,7 +49,13 @@ def rank_of_store(path: Path) -> str:
 def incomplete_as_json(listing: GroupListing) -> list[dict[str, Any]]:
     """Return checkpoints that lack parts."""
     return [
-        {"step": one.step, "counter": one.key.counter, "missing_ranks": list(one.ranks), "was_complete": one.committed}
+        {
+            "step": one.step,
+            "counter": one.key.counter,
+            "missing_ranks": list(one.ranks),
+            "missing_count": one.missing,
+            "was_complete": one.committed,
+        }
         for one in listing.incomplete
     ]
 
@@ -62,15 +68,13 @@ def group_as_json(listing: GroupListing) -> dict[str, Any]:
 
 def describe_incomplete(listing: GroupListing) -> Iterator[str]:
     """Say of each checkpoint that is not complete which ranks lack their parts, and what becomes of it."""
-    from pccheck_async.group import ranks
-
     for one in listing.incomplete:
         fate = "it is being saved, or was when the ranks ended"
         if one.committed:
             fate = "it was complete once"
         elif one.proven:
             fate += ": the next run of the group drops it"
-        yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {ranks(one.ranks)}; {fate}."
+        yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {one.lacking}; {fate}."
 
 
 # -- which rank has which box

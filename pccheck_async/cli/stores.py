@@ -498,7 +498,7 @@ def _set_pin(path: Path, step: int, pinned: bool, fate: str) -> Report:
 
 @reporting
 def recover(
-    path: StoreFolder,
+    path: AnyFolder,
     write: Annotated[
         bool, typer.Option("--write", help="Write a new commit record, and store.json where it is lost.")
     ] = False,
@@ -544,7 +544,7 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
             facts = (*_columns(one.info), captured_at(one.info)) if one.info else [""] * 4
             rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
         yield rows
-    yield f"store.json is {recovery.identity}, the commit records are {recovery.record}."
+    yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
     steps = _steps(recovery.named)
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""

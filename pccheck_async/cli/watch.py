@@ -33,7 +33,7 @@ from pccheck_async.cli.output import (
     terminal,
 )
 from pccheck_async.cli.ranks import describe_slowest, slowest, stage_table, stage_times
-from pccheck_async.format.record import GROUP_NAME
+from pccheck_async.format.record import IDENTITY_NAME
 
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import Committed, InFlight, Published, Status
@@ -208,7 +208,7 @@ def watch(
     cannot be read; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed
     before, or has not saved yet).
     """
-    watching = GroupWatch(path) if (path / GROUP_NAME).is_file() else Watch(path)
+    watching = GroupWatch(path) if _is_group(path) else Watch(path)
     if once:
         view = watching.look()
         if json:
@@ -227,6 +227,14 @@ def watch(
                 live.update(panel(watching.look(), live.console.width), refresh=True)
                 time.sleep(interval)
     return 0
+
+
+def _is_group(path: Path) -> bool:
+    if (path / IDENTITY_NAME).exists():
+        return False  # a store, which needs no torch
+    from pccheck_async.group import is_group_folder
+
+    return is_group_folder(path)
 
 
 def _show_changes(watching: Watch | GroupWatch, interval: float, *, json: bool) -> int:

@@ -68,6 +68,8 @@ COMMIT_NBYTES = 4 * REGION_NBYTES
 MOST_ENTRIES = 64
 MOST_SLOT = 999_999_999
 """The largest number of a slot: its file name has at most nine digits."""
+MOST_RANKS = 1_000_000_000
+"""In a world: the name of a rank's folder has at most nine digits."""
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 NAME_KEY = "pccheck.name"
@@ -79,6 +81,7 @@ _TIMES = (-62_135_596_800, 253_402_300_799)
 _PLAIN = (str, int, float, bool, NoneType)
 _generation = attrgetter("generation")
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
+_DOMAIN = re.compile(r"[0-9a-f]{32}")
 
 
 class NewerFormatError(CorruptStoreError):
@@ -97,6 +100,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     def id_bytes(self) -> bytes:
         """The store id as the 16 bytes in every record."""
         return bytes.fromhex(self.store_id)
+
+
+class Domain(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``group.json``: the id of a filesystem, the same for all ranks that see this file."""
+
+    format: int
+    domain: str
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -164,6 +174,7 @@ _decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
 }
 _metadata_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | None])
 _identity_decoder = msgspec.json.Decoder(Identity)
+_domain_decoder = msgspec.json.Decoder(Domain)
 
 
 def align(nbytes: int, block_bytes: int) -> int:
@@ -212,6 +223,25 @@ def decode_identity(data: bytes) -> Identity:
     if id_nbytes != 16 or not MIN_BLOCK <= block <= REGION_NBYTES or block & (block - 1):
         raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: id of {id_nbytes} bytes, blocks of {block} bytes")
     return identity
+
+
+def encode_domain(domain: str) -> bytes:
+    """Return the bytes of ``group.json``."""
+    return msgspec.json.encode(Domain(format=GROUP_VERSION, domain=domain)) + b"\n"
+
+
+def decode_domain(data: bytes) -> str:
+    """Return the id in ``group.json``. Raises CorruptStoreError; NewerFormatError if only newer versions read it."""
+    try:
+        found = _domain_decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptStoreError(f"{GROUP_NAME} is damaged: {error}") from None
+    if found.format != GROUP_VERSION:
+        kind = NewerFormatError if found.format > GROUP_VERSION else CorruptStoreError
+        raise kind(f"{GROUP_NAME} says format {found.format}; this version reads format {GROUP_VERSION}")
+    if _DOMAIN.fullmatch(found.domain) is None:
+        raise CorruptStoreError(f"{GROUP_NAME} is damaged: its id is no number of 32 hexadecimal digits")
+    return found.domain
 
 
 def name_in(metadata: Metadata) -> str | None:
@@ -374,5 +404,19 @@ def _sane(record: Record) -> bool:
     return (
         len({one.slot for one in entries}) == len(entries) <= MOST_ENTRIES
         and record.generation <= _LARGEST
-        and (record.parts is None or len(record.parts.memberships) == len(entries))
+        and (record.parts is None or _sane_parts(record.parts, len(entries)))
+    )
+
+
+def _sane_parts(parts: Parts, entries: int) -> bool:
+    """Return whether a rank may have written this: numbers in their ranges, and every rank one of its world."""
+    runs = [one.run for one in parts.memberships]
+    if (applied := parts.applied) is not None:
+        runs += [applied.run, *(key.run for key in applied.pinned)]
+        if not 0 <= applied.decisions <= _LARGEST or any(not 0 <= key.counter <= _LARGEST for key in applied.pinned):
+            return False
+    return (
+        len(parts.memberships) == entries
+        and all(0 <= one.rank < one.world <= MOST_RANKS for one in parts.memberships)
+        and all(0 <= run.number <= _LARGEST and min(run.nonce, run.members) >= 0 for run in runs)
     )

@@ -10,13 +10,21 @@ from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
 from pccheck_async.group.differing import first_few, warn_of_others
 from pccheck_async.group.elsewhere import FolderLease
-from pccheck_async.group.folder import domain_of, parts_of, rank_folders, rank_name, seen_stores
+from pccheck_async.group.folder import (
+    domain_of,
+    is_group_folder,
+    parts_of,
+    rank_folders,
+    rank_name,
+    seen_stores,
+    stored_domain,
+)
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
-from pccheck_async.group.reading import GroupListing, PartReader, is_group_folder, list_group, ranks
+from pccheck_async.group.reading import GroupListing, PartReader, list_group
 from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.store import GroupStore
@@ -28,6 +36,6 @@ __all__ = [
     "GroupStore", "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member",
     "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View",
     "decode_decision", "decode_message", "domain_of", "encode", "first_few", "is_group_folder", "list_group",
-    "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "ranks", "reach", "seen_stores",
+    "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "reach", "seen_stores", "stored_domain",
     "view_of", "warn_of_others",
 ]  # fmt: skip

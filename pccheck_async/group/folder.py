@@ -16,31 +16,33 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
-from pccheck_async.errors import CorruptStoreError, StoreError
-from pccheck_async.format import Identity, Membership, Parts, Record
-from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, IDENTITY_NAME
+from pccheck_async.errors import CorruptStoreError, ReadError, StoreError, read_error
+from pccheck_async.format import Identity, Membership, NewerFormatError, Parts, Record
+from pccheck_async.format.record import (
+    GROUP_NAME,
+    GROUP_VERSION,
+    IDENTITY_NAME,
+    decode_domain,
+    decode_identity,
+    encode_domain,
+)
 from pccheck_async.group.parts import Applied, Part, SeenStore
-from pccheck_async.medium.folder import Folder
+from pccheck_async.medium.folder import Folder, sync
 from pccheck_async.store import read_at_once
 
 __all__ = [
     "domain_of",
+    "is_group_folder",
     "parts_of",
     "rank_folders",
     "rank_name",
     "record_of",
     "remove_store",
     "seen_stores",
+    "stored_domain",
 ]
 
 _RANK_NAME = re.compile(r"rank-(\d{5,9})")
-
-
-class _Domain(msgspec.Struct, frozen=True, kw_only=True):
-    format: int
-    domain: str
 
 
 def rank_name(rank: int) -> str:
@@ -49,13 +51,37 @@ def rank_name(rank: int) -> str:
 
 
 def rank_folders(folder: Path) -> dict[int, Path]:
-    """Return the folders of ranks in a group's folder, by rank."""
+    """Return the folders of ranks in a group's folder, by rank. Raises ReadError."""
     found: dict[int, Path] = {}
-    with suppress(FileNotFoundError):
+    try:
         for child in folder.iterdir():
             if (match := _RANK_NAME.fullmatch(child.name)) and rank_name(int(match[1])) == child.name:
                 found[int(match[1])] = child
+    except OSError as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise read_error(error, folder) from error
     return dict(sorted(found.items()))
+
+
+def is_group_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds the stores of a group's ranks, also if its ``group.json`` is damaged or lost."""
+    folder = Path(path)
+    if os.path.lexists(folder / GROUP_NAME):
+        return True
+    if os.path.lexists(folder / IDENTITY_NAME):
+        return False
+    try:
+        return any(map(_is_store_of_rank, rank_folders(folder).values()))
+    except ReadError:
+        return False
+
+
+def _is_store_of_rank(folder: Path) -> bool:
+    """Whether a folder is called like that of a rank because it is one: anybody may call a store so."""
+    try:
+        return decode_identity(Folder(folder).read_small(IDENTITY_NAME)).format == GROUP_VERSION
+    except (OSError, CorruptStoreError):
+        return False
 
 
 def domain_of(folder: Path) -> str:
@@ -66,29 +92,39 @@ def domain_of(folder: Path) -> str:
     Raises:
         StoreError: The folder is the store of one process.
         CorruptStoreError: The file is damaged.
+        ReadError: The device failed.
     """
     Folder(folder).create()
     if (folder / IDENTITY_NAME).exists():
         raise StoreError(f"{folder} holds the checkpoints of one process: give the group another folder")
-    path = folder / GROUP_NAME
-    if not path.exists():
+    domain = stored_domain(folder)
+    while domain is None:
         new = folder / f".{GROUP_NAME}.{secrets.token_hex(8)}"
         with new.open("xb") as file:
-            file.write(msgspec.json.encode(_Domain(format=GROUP_VERSION, domain=secrets.token_hex(16))) + b"\n")
+            file.write(encode_domain(secrets.token_hex(16)))
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileExistsError):  # another rank was faster: all take its id
-            path.hardlink_to(new)
+            (folder / GROUP_NAME).hardlink_to(new)
         new.unlink()
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
+        domain = stored_domain(folder)
+    return domain
+
+
+def stored_domain(folder: Path) -> str | None:
+    """Return the id in a folder's ``group.json``, None without one. Raises CorruptStoreError, ReadError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Domain).domain
-    except msgspec.MsgspecError as error:
-        raise CorruptStoreError(f"{path} is damaged: {error}") from None
+        return decode_domain(Folder(folder).read_small(GROUP_NAME))
+    except FileNotFoundError:
+        return None
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{folder}: {error}") from None
+    except CorruptStoreError as error:
+        why = f"{folder}: {error}; the checkpoints are not affected: `pccheck recover --write {folder}` writes it anew"
+        raise CorruptStoreError(why) from None
+    except OSError as error:
+        raise read_error(error, folder / GROUP_NAME) from error
 
 
 def seen_stores(folder: Path) -> Iterator[SeenStore]:

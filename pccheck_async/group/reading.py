@@ -16,7 +16,6 @@ from msgspec import structs
 from pccheck_async.errors import DamagedError, IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Record, Which, describe_which
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import rank_name, seen_stores
 from pccheck_async.group.merged import MergedPayload
@@ -28,12 +27,7 @@ from pccheck_async.store import LOCK_SECONDS, StoreReader, VerifiedChunks, read_
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
-__all__ = ["GroupListing", "PartReader", "is_group_folder", "list_group"]
-
-
-def is_group_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds the stores of a group's ranks."""
-    return os.path.isfile(os.path.join(path, GROUP_NAME))
+__all__ = ["GroupListing", "PartReader", "list_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +76,11 @@ class GroupListing:
         lacking = [one for one in self.incomplete if which in (None, one.step)]
         if not lacking:
             return NoCheckpointError(f"{self.folder} holds no checkpoint{describe_which(which)}")
-        what = "; ".join(f"step {one.step} lacks the parts of {ranks(one.ranks)}" for one in lacking)
+        what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
         return IncompleteCheckpointError(
             f"{self.folder} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
             f"from its own folder, such as {self.folder / rank_name(min(self.stores))}"
         )
-
-
-def ranks(numbers: tuple[int, ...], most: int = 8) -> str:
-    """Return ranks in words."""
-    few = ", ".join(map(str, numbers[:most]))
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {few}{more}"
 
 
 def list_group(path: str | os.PathLike[str]) -> GroupListing:

@@ -148,11 +148,9 @@ class GroupRun:
         newest = view.complete[0].key.counter if view.complete else -1
         for one in view.incomplete:
             if one.committed and one.key.counter > newest and self.member.rank == 0:
-                ranks, hosts = ", ".join(map(str, one.ranks)), ", ".join(one.hosts) or "no host of this run"
-                text = (
-                    "the checkpoint of step %d lacks the parts of ranks %s (they run on %s): an older one is restored"
-                )
-                write(logging.WARNING, "incomplete", text, one.step, ranks, hosts, store=os.fspath(self._folder))
+                hosts = ", ".join(one.hosts) or "no host of this run"
+                text = "the checkpoint of step %d lacks the parts of %s (they run on %s): an older one is restored"
+                write(logging.WARNING, "incomplete", text, one.step, one.lacking, hosts, store=os.fspath(self._folder))
 
     def _note_lost(self, why: str) -> None:
         if not self._opened.done():

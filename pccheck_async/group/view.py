@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from math import prod
 
 import msgspec
@@ -28,6 +28,9 @@ __all__ = ["Complete", "Incomplete", "View", "kept_at_start", "view_of"]
 _MOST_COMBINATIONS = 4096
 """Of stores that may have been the members of a run, before it is left unproven: where ranks swapped nodes often, each
 domain has folders of many ranks."""
+_MOST_NAMED = 1000
+"""Ranks that lack their part of one checkpoint."""
+_MOST_SAID = 8
 
 
 class Complete(msgspec.Struct, frozen=True, array_like=True):
@@ -56,9 +59,18 @@ class Incomplete(msgspec.Struct, frozen=True, array_like=True):
     proven: bool
     """It can never have been complete."""
     ranks: tuple[int, ...]
-    """Those whose parts are not in sight."""
+    """Those whose parts are not in sight; of very many the lowest."""
     hosts: tuple[str, ...]
     """Where these ranks run now, and lack them."""
+    missing: int = 0
+    """How many parts are not in sight."""
+
+    @property
+    def lacking(self) -> str:
+        """Those ranks in words."""
+        few = ", ".join(map(str, self.ranks[:_MOST_SAID]))
+        more = f" and {self.missing - _MOST_SAID} more" if self.missing > _MOST_SAID else ""
+        return f"rank{'s' if self.missing > 1 else ''} {few}{more}"
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
@@ -92,17 +104,20 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
     proofs = _Proofs(seen)
     for key in sorted(by_key, reverse=True):
         found = by_key[key]
-        missing = missing_ranks([part for _, part in found])
+        there, world = ranks_there([part for _, part in found])
         first = min(found, key=lambda one: one[1].rank)[1]
-        if not missing:
+        if len(there) == world:
             places = {part.rank: store.domain for store, part in found}
             entry = replace(first.entry, pinned=key in pinned)
             complete.append(Complete(first.run, first.world, entry, tuple(places[rank] for rank in range(first.world))))
         else:
             committed = any(part.committed for _, part in found)
-            lacking = tuple(sorted({hosts[rank] for rank in missing if rank < len(hosts)}))
+            lacking = tuple(sorted({hosts[rank] for rank in range(min(world, len(hosts))) if rank not in there}))
             proven = is_provably_incomplete(proofs, [part for _, part in found])
-            incomplete.append(Incomplete(key, first.entry.step, committed, proven, tuple(missing), lacking))
+            # What a record says is not believed so far as to make a list of it: the world may be any number.
+            named = tuple(islice((rank for rank in range(world) if rank not in there), _MOST_NAMED))
+            missing = world - len(there)
+            incomplete.append(Incomplete(key, first.entry.step, committed, proven, named, lacking, missing))
     newest = complete[0].key.counter if complete else -1
     unproven = tuple(one.key for one in incomplete if not one.proven and one.key.counter > newest)
     return View(
@@ -125,11 +140,12 @@ def parts_by_key(stores: Iterable[SeenStore]) -> dict[Key, list[tuple[SeenStore,
     return by_key
 
 
-def missing_ranks(parts: Sequence[Part]) -> list[int]:
-    """Return the ranks whose part is not among those of one checkpoint, all of them where steps or worlds differ."""
+def ranks_there(parts: Sequence[Part]) -> tuple[set[int], int]:
+    """Return the ranks whose part is among those of one checkpoint, none if steps or worlds differ; and the world."""
     worlds = {part.world for part in parts}
-    there = {part.rank for part in parts} if len({part.entry.step for part in parts}) == len(worlds) == 1 else set()
-    return [rank for rank in range(max(worlds)) if rank not in there]
+    agree = len({part.entry.step for part in parts}) == len(worlds) == 1
+    world = max(worlds)
+    return {part.rank for part in parts if 0 <= part.rank < world} if agree else set(), world
 
 
 def is_provably_incomplete(proofs: _Proofs, parts: Sequence[Part]) -> bool:
@@ -153,8 +169,11 @@ class _Proofs:
         """Whether stores in sight have the digest that the run's members have; False where too many would be tried."""
         if run not in self._known:
             members = self._members[run]
+            if world > len(members.keys() | self._hashes.keys()):
+                self._known[run] = False  # and the world may be any number
+                return False
             # A store that has a part of the run was its member; of the others, any folder of the rank may have been.
-            choices = [[members[r]] if r in members else list(self._hashes[r].values()) for r in range(world)]
+            choices = [[members[r]] if r in members else list(self._hashes.get(r, {}).values()) for r in range(world)]
             self._known[run] = 0 < prod(map(len, choices)) <= _MOST_COMBINATIONS and any(
                 sum(chosen) % MOST_HASH == run.members for chosen in product(*choices)
             )

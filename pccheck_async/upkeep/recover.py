@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Literal
 
 from msgspec import structs
@@ -27,9 +28,11 @@ from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_NAME,
     GROUP_VERSION,
     IDENTITY_NAME,
     MIN_BLOCK,
+    encode_domain,
     encode_identity,
     encode_record,
     largest_block,
@@ -39,6 +42,7 @@ from pccheck_async.format.record import (
     slot_name,
     slot_number,
 )
+from pccheck_async.group import is_group_folder, list_group, stored_domain
 from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
@@ -58,12 +62,13 @@ class Recovery:
     """What was found, and done.
 
     Attributes:
-        identity: State of ``store.json``.
+        identity: State of ``store.json``, or of a group's folder of ``group.json``.
         record: State of the commit records: ``valid`` where any of the four copies is.
         found: What each slot holds; empty where the slots were not searched, because a record is valid.
         named: What the record names, or would name, newest first.
         written: Names of the files that were written.
         kept: Names that the files which they replace have now.
+        identity_name: The file that ``identity`` is the state of.
     """
 
     identity: FileState
@@ -72,6 +77,7 @@ class Recovery:
     named: tuple[CheckpointInfo, ...]
     written: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    identity_name: str = IDENTITY_NAME
 
     @property
     def needed(self) -> bool:
@@ -99,8 +105,11 @@ def recover_store(
     flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). What
     was pinned is known only where a record is valid.
 
+    Of a group's folder it reads the records of all ranks, and makes a ``group.json`` that is lost or damaged anew; a
+    rank's store is recovered by its own folder.
+
     Args:
-        path: Folder of the store.
+        path: Folder of the store, or of a group.
         write: Write a new commit record, and ``store.json`` where it is not valid. The files that they replace stay
             under other names. Else nothing is written.
         search: Search the slots also where a record is valid, and write one that names what was found.
@@ -170,9 +179,38 @@ def recover_store(
 
     async def recover() -> Recovery:
         async with await open_folder(path, io) as opened:
+            if isinstance(io, str) and is_group_folder(path):
+                return await _recover_group(opened.medium, Path(path), write, search or slots is not None)
             return await examine(opened)
 
     return run(recover())
+
+
+async def _recover_group(medium: Medium, folder: Path, write: bool, search: bool) -> Recovery:
+    """Examine ``group.json`` and the records of all ranks; with ``write`` make the former anew if it is not valid."""
+    if search:
+        raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
+    state: FileState = "valid"
+    try:
+        state = "missing" if stored_domain(folder) is None else "valid"
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{error}: nothing was written; recover it with the version that made it") from None
+    except CorruptStoreError:
+        state = "damaged"
+    except ReadError as error:
+        if is_exhausted(error) or is_forbidden(error):
+            raise
+        state = "damaged"
+    listing = list_group(folder)
+    named = tuple(listing.info(one) for one in listing.complete)
+    recovery = Recovery(state, "valid", (), named, identity_name=GROUP_NAME)
+    if not write:
+        return recovery
+    _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)
+    # Which number it is does not matter: ranks that open this folder together only compare what they read.
+    files = {GROUP_NAME: encode_domain(secrets.token_hex(16))}
+    kept = await _replace_files(medium, await medium.names(), files)
+    return replace(recovery, written=(GROUP_NAME,), kept=kept)
 
 
 def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -> None:

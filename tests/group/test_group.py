@@ -356,13 +356,13 @@ def test_what_was_complete_and_lacks_a_part_is_told(tmp_path: Path, caplog: pyte
     def rank_main(group: Group) -> tuple[str, str, bool]:
         with caplog.at_level("WARNING", "pccheck_async"), SyncCheckpointEngine(tmp_path, group=group) as engine:
             kind, text = failure(lambda: engine.restore(state_of(group.rank, -1)))
-            return kind, text, "lacks the parts of ranks 1" in caplog.text
+            return kind, text, "lacks the parts of rank 1 " in caplog.text
 
     first, second = run_ranks(2, rank_main)
     assert first[:2] == second[:2]
     assert first[0] == "IncompleteCheckpointError"
     assert "step 1" in first[1]
-    assert "ranks 1" in first[1]
+    assert "rank 1" in first[1]
     assert first[2]
 
 

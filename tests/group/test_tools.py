@@ -493,7 +493,8 @@ def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) ->
         (2, 2, False),
         (1, 2, True),
     ]
-    assert found["incomplete"] == [{"step": 4, "counter": 3, "missing_ranks": [1], "was_complete": True}]
+    lacking = {"step": 4, "counter": 3, "missing_ranks": [1], "missing_count": 1, "was_complete": True}
+    assert found["incomplete"] == [lacking]
     shutil.rmtree(folder / "rank-00000")
     said = pccheck("ls", folder, status=3)
     assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said
@@ -536,7 +537,7 @@ def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
 def test_what_changes_a_store_is_refused(folder: Path) -> None:
     for command in (("rm", folder, 1), ("pin", folder, 2), ("unpin", folder, 1)):
         assert "which only its ranks can change together" in pccheck(*command, status=1)
-    assert "there are stores in it: rank-00000, rank-00001" in pccheck("recover", folder, status=3)
+    assert "Nothing is missing" in pccheck("recover", folder)
     assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")
 
 

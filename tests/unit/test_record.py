@@ -81,7 +81,7 @@ def test_the_largest_record_of_a_rank_fits_its_region() -> None:
     run = Run(1 << 40, (1 << 64) - 1, (1 << 64) - 1)
     entries = tuple(entry(1 << 40 | n, slot=n, metadata={"m": "x" * 508}) for n in reversed(range(MOST_ENTRIES)))
     pinned = tuple(Key(each.counter, run) for each in entries)
-    parts = Parts(Applied(run, 1 << 60, pinned), (Membership(run, 1 << 20, 1 << 20, True),) * MOST_ENTRIES)
+    parts = Parts(Applied(run, 1 << 60, pinned), (Membership(run, (1 << 20) - 1, 1 << 20, True),) * MOST_ENTRIES)
     record = Record(1 << 60, entries, (), parts)
     assert layout.decode_record(layout.encode_record(record, STORE, BLOCK), STORE) == record
 
