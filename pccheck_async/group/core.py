@@ -38,10 +38,10 @@ from pccheck_async.group.differing import first_few
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
-from pccheck_async.group.reading import ranks
 from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
+from pccheck_async.group.view import ranks_in_words
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import Owners, broadcast_buffers, merge_parts, paths
 from pccheck_async.store import Store, UnreadableError
@@ -71,7 +71,8 @@ class _OtherWorld(NamedTuple):
             return not (path in allowed or f"{path}.".startswith(below) or any(match(path) for match in matchers))
 
         if found := (yield parts.differing(among, (self.group.rank, self.group.world_size))):
-            unseen = f" (those of {ranks(tuple(parts.elsewhere))} are not seen here)" if parts.elsewhere else ""
+            named = ranks_in_words(tuple(parts.elsewhere), len(parts.elsewhere))
+            unseen = f" (those of {named} are not seen here)" if parts.elsewhere else ""
             raise StateMismatchError(
                 f"this checkpoint is of another number of ranks, which had different tensors{unseen} under one name: "
                 f'{first_few(found)}; restore(state, private="modulo") gives rank r those of rank r modulo the old '

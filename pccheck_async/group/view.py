@@ -23,7 +23,7 @@ from pccheck_async.format import Entry
 from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash
 from pccheck_async.store import Retention
 
-__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "view_of"]
+__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "ranks_in_words", "view_of"]
 
 _MOST_COMBINATIONS = 4096
 """Of stores that may have been the members of a run, before it is left unproven: where ranks swapped nodes often, each
@@ -68,9 +68,7 @@ class Incomplete(msgspec.Struct, frozen=True, array_like=True):
     @property
     def lacking(self) -> str:
         """Those ranks in words."""
-        few = ", ".join(map(str, self.ranks[:_MOST_SAID]))
-        more = f" and {self.missing - _MOST_SAID} more" if self.missing > _MOST_SAID else ""
-        return f"rank{'s' if self.missing > 1 else ''} {few}{more}"
+        return ranks_in_words(self.ranks, self.missing)
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +84,13 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     """The number of this run."""
     error: str | None = None
     """Why nothing may be built on this."""
+
+
+def ranks_in_words(ranks: Sequence[int], count: int) -> str:
+    """Return the first of ``count`` ranks, for a message."""
+    few = ", ".join(map(str, ranks[:_MOST_SAID]))
+    more = f" and {count - _MOST_SAID} more" if count > _MOST_SAID else ""
+    return f"rank{'s' if count > 1 else ''} {few}{more}"
 
 
 def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:

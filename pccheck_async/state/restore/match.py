@@ -125,7 +125,8 @@ def allocate(
     def finish() -> Any:
         _tell_unpickled(pickled.values())
         values = partial(rebuild, skeleton, lambda index: allocation.array(index, place))
-        return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
+        with apart():  # this may be the caller's thread
+            return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
 
     return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
 
