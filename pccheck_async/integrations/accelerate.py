@@ -156,11 +156,11 @@ class TrackedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, batches that the loop got, and the generators when the pass began."""
         sampler = self._loader.get_sampler()
-        epoch, number, position, done = self._course.save()
+        epoch, number, position, earlier = self._course.save()
         return {
             "epoch": number,  # as ResumableSampler does
             "outer": epoch,
-            "done": done,
+            "earlier": [*earlier],
             "delivered": position,
             "ended": position > 0 and position == self._end,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
@@ -175,7 +175,8 @@ class TrackedLoader:
         if seed is not None:
             sampler.initial_seed = seed
         number, position = state_dict["epoch"], state_dict["delivered"]
-        self._course.load(Place(state_dict.get("outer", number), number, position, state_dict.get("done", 0)))
+        earlier = tuple(state_dict.get("earlier", ()))
+        self._course.load(Place(state_dict.get("outer", number), number, position, earlier))
         self._start, self._end = state_dict["start"], position if state_dict["ended"] else None
 
     def _generator_state(self) -> Any:

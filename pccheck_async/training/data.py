@@ -234,9 +234,9 @@ class ResumableSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it is valid for: plain values, the same on every rank."""
         valid_for = {name: getattr(self, name) for name in (*_SAME, "batch_size", "world_size")}
-        epoch, number, position, done = self.course.save()
+        epoch, number, position, earlier = self.course.save()
         # Where loops over epochs were not counted, every pass was an epoch: older versions go on with this pass.
-        return {"epoch": number, "position": position, "outer": epoch, "done": done, **valid_for}
+        return {"epoch": number, "position": position, "outer": epoch, "earlier": [*earlier], **valid_for}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Go to a saved position; the next iterator starts there.
@@ -248,8 +248,8 @@ class ResumableSampler(Sampler[list[int]]):
         """
         self.check_state_dict(state_dict)
         number = state_dict["epoch"]
-        numbers = (state_dict.get("outer", number), number, state_dict["position"], state_dict.get("done", 0))
-        self.course.load(Place(*map(operator.index, numbers)))
+        epoch, number, position = map(operator.index, (state_dict.get("outer", number), number, state_dict["position"]))
+        self.course.load(Place(epoch, number, position, tuple(map(bool, state_dict.get("earlier", ())))))
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
@@ -260,7 +260,7 @@ class ResumableSampler(Sampler[list[int]]):
         numbers = ("epoch", "position", "batch_size", "world_size")
         try:
             epoch, position, batch_size, world_size = (operator.index(state_dict[name]) for name in numbers)
-            counts = [operator.index(state_dict.get(name, 0)) for name in ("outer", "done")]
+            outer, _ = operator.index(state_dict.get("outer", 0)), [*state_dict.get("earlier", ())]
             known = {name: state_dict[name] for name in _SAME}
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not the state of a ResumableSampler or ResumableLoader: {error!r}") from error
@@ -278,9 +278,7 @@ class ResumableSampler(Sampler[list[int]]):
                 "without the position, which begins an epoch anew"
             )
         total = shares.total
-        if min(epoch, *counts) < 0 or not (
-            position == total or (0 <= position < total and position % shares.step == 0)
-        ):
+        if min(epoch, outer) < 0 or not (position == total or (0 <= position < total and position % shares.step == 0)):
             raise ValueError(f"epoch {epoch}, position {position} is not the start of a step of {shares.step} samples")
         if 0 < total - position < shares.world_size:
             raise ValueError(

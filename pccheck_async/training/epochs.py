@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 __all__ = ["Course", "Epoch", "Place"]
 
@@ -21,13 +22,13 @@ class Place(NamedTuple):
         epoch: Epoch of the training loop, from 0. It may consist of several passes over the data.
         number: Of the pass over the data, from 0; order and random samples depend on it.
         position: What was delivered of the pass, in the loader's unit.
-        done: Passes of this epoch that ended before this one.
+        earlier: For each pass of this epoch before this one, whether it was more than a look at its first batch.
     """
 
     epoch: int
     number: int
     position: int = 0
-    done: int = 0
+    earlier: tuple[bool, ...] = ()
 
 
 class Batches(Protocol[T_co]):
@@ -81,6 +82,8 @@ class Course:
     counts epochs is decided by the first use: :meth:`epochs`, or :meth:`set_epoch`; else every pass is an epoch.
     """
 
+    _ended_last: ClassVar[Course | None] = None  # whose pass ended, with no batch of an epoch of any loader since
+
     def __init__(self) -> None:
         self._counter: Literal["passes", "set_epoch", "epochs"] = "passes"
         self._steps: int | None = None  # that each pass of epochs() is cut to
@@ -101,7 +104,7 @@ class Course:
         self._pending: Place | None = place
         self._untouched = True  # no iterator has begun to load from here
         self._used = False
-        self._skip = place.done
+        self._earlier = [*place.earlier]  # those that this process has not come to
         self._iterator += 1
         self._restored = None
         self._fresh_pass()
@@ -109,18 +112,32 @@ class Course:
     def _fresh_pass(self) -> None:
         self._delivered = 0  # batches of the pass, by this process
         self.complete = self._ended = self._live = False
+        self._left_alone: bool | None = None  # not because another loader's pass ended; None: not left yet
 
     @property
     def _worked(self) -> bool:
         """Whether the epoch had a pass, or most of one: one batch may have been taken to look at."""
-        return self.place.done > 0 or self._ended or self._delivered > 1
+        return any(self.place.earlier) or self._ended or self._delivered > 1
 
     @property
     def state(self) -> Place:
         """What a resumed process has to begin with."""
-        if self._loop and not self._live and (self._ended or self._delivered > 1):
-            return self._next_epoch()
-        return self.place
+        left = self._delivered > 1 and not self._live and not self._ended
+        return self._next_epoch() if self._loop and (left or self._is_over) else self.place
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the loop over the epoch has ended, and not by ``break``.
+
+        Where one is over several loaders, it ends with one of them (``zip``) or goes on without it (``zip_longest``).
+        """
+        if self._ended:
+            return Course._ended_last is not None
+        return self._used and not self._live and not self._alone
+
+    @property
+    def _alone(self) -> bool:
+        return Course._ended_last in (None, self) if self._left_alone is None else self._left_alone
 
     @property
     def epoch(self) -> int:
@@ -197,12 +214,18 @@ class Course:
                 if self._moved:
                     self._moved = False  # a restore inside the loop: that epoch comes next
                 else:
+                    if self._alone and self._delivered > 1 and not (self.complete or self._ended):
+                        self._warn(
+                            "left",
+                            "an epoch of epochs() was left before its end: killed in such an epoch, a run resumes in "
+                            "the middle of it, and counts anew how far it goes; use epochs(n, steps=...)",
+                        )
                     self._move(self._next_epoch())
                     self._origin = self.place
         finally:
             if loop == self._loop:
                 self._loop, self._steps, self._taken = 0, None, False
-                self._move(self._next_epoch() if self._ended else self.place)
+                self._move(self._next_epoch() if self._is_over else self.place)
                 self._origin = self.place
 
     def _next_epoch(self) -> Place:
@@ -222,10 +245,10 @@ class Course:
             if on and not self._loop:
                 self._counter = "passes"
             elif epoch is None and (self._live or self._worked or not self._loop):
-                return self._aside(batches)
-            elif self._skip:
-                self._skip -= 1
-                return iter(())
+                return self._aside(batches, self.place.number)
+            elif self._earlier:
+                number = self.place.number - len(self._earlier)
+                return iter(()) if self._earlier.pop(0) else self._aside(batches, number)
         elif self._counter == "passes" and self._asked and not on:
             self._warn(
                 "asked",
@@ -250,6 +273,8 @@ class Course:
         if place is None:
             place, self._restored = self._next_pass(), None
         self._pending, self.place = None, place
+        if self._loop:
+            Course._ended_last = None
         self._started = self._used = True
         self._iterator += 1
         self._fresh_pass()
@@ -274,9 +299,9 @@ class Course:
         return restored if self._delivered == 1 or not bare else None
 
     def _next_pass(self) -> Place:
-        epoch, number, _, done = self.place
+        epoch, number, _, earlier = self.place
         if self._counter == "epochs":
-            return Place(epoch, number + 1, done=done + self._worked)
+            return Place(epoch, number + 1, earlier=(*earlier, self._ended or self._delivered > 1))
         if self._counter == "set_epoch":
             return Place(epoch, number + 1)
         if self._delivered > 1 and not self.complete:
@@ -301,25 +326,27 @@ class Course:
                 self.place, self.complete = self.place._replace(position=position), complete
                 self._delivered += 1
                 self._taken = self._taken or epoch is None
+                if self._loop:
+                    Course._ended_last = None
                 yield batch
                 if mine != self._iterator:
                     raise RuntimeError(
                         "this iterator has ended: another one was started since, or load_state_dict or set_epoch moved "
                         "the position; start a new for loop"
                     )
-            self._ended = True
-            self._restored = None
+            self._ended, self._restored = True, None
+            Course._ended_last = self
             if self._counter == "passes":
                 self._move(Place(self.place.epoch + 1, self.place.number + 1))
         finally:
             if mine == self._iterator:
-                self._live = False
+                self._left_alone, self._live = self._alone, False
 
-    def _aside(self, batches: Batches[T]) -> Iterator[T]:
+    def _aside(self, batches: Batches[T], number: int) -> Iterator[T]:
         """Yield a whole pass that leaves the place alone: batch statistics, accuracy on the training data."""
         self._asides += 1
         try:
-            for _, _, batch in batches(self.place._replace(position=0), None, False):
+            for _, _, batch in batches(Place(self.place.epoch, number), None, False):
                 yield batch
         finally:
             self._asides -= 1
@@ -331,4 +358,7 @@ class Course:
     def _warn(self, which: str, text: str) -> None:
         if which not in self._warned:
             self._warned.add(which)
-            warnings.warn(text, UserWarning, stacklevel=6)
+            frame, level = sys._getframe(), 1
+            while frame.f_back is not None and frame.f_globals["__name__"].startswith("pccheck_async."):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(text, UserWarning, stacklevel=level)

@@ -91,9 +91,13 @@ def accelerator() -> Iterator[Any]:
     accelerate = pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    def forget() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    forget()  # a Trainer that stopped inside an epoch leaves its loader there
     yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget()
 
 
 def accelerated(accelerator: Any, **arguments: Any) -> Any:

@@ -1,0 +1,491 @@
+"""Training loops as people write them, over three loaders, uninterrupted and killed: steps, and the samples in them.
+
+A row of :data:`HABITS` is one loop, written once. A step is saved when it ends; a run that is killed then makes new
+objects and restores what was saved. DataLoader has no position: its loop saves the number of the epoch and begins that
+one anew. That of StatefulDataLoader saves the number, too, and continues in the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice, zip_longest
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pccheck_async import ResumableLoader
+from tests.support.datasets import Numbers
+
+EPOCHS = 3
+LONG, SHORT = 6, 4  # batches of three samples
+KILLED = (2, 4, 9)
+MOMENTS: tuple[tuple[int, ...], ...] = ((), *((moment,) for moment in KILLED))
+
+
+class KilledError(Exception):
+    pass
+
+
+class Life:
+    """One process: loaders, made anew and restored, and the steps that it made."""
+
+    def __init__(self, kind: str, saved: dict[str, Any], kill: int | None, **arguments: Any) -> None:
+        self.kind, self.saved, self.kill, self.arguments = kind, saved, kill, arguments
+        self.loaders: list[Any] = []
+        self.epoch = 0
+
+    def loader(self, batches: int = LONG) -> Any:
+        data: Any = Numbers(3 * batches)
+        number = len(self.loaders)
+        if self.kind == "ResumableLoader":
+            loader: Any = ResumableLoader(data, 3, seed=number, **self.arguments)
+        elif self.kind == "StatefulDataLoader":
+            stateful = pytest.importorskip("torchdata.stateful_dataloader")
+            loader = stateful.StatefulDataLoader(data, 3, shuffle=True, **self.arguments)
+        else:
+            loader = DataLoader(data, 3, shuffle=True, **self.arguments)
+        self.loaders.append(loader)
+        return loader
+
+    def restore(self) -> None:
+        self.epoch = self.saved.get("epoch", 0)
+        for loader, state in zip(self.loaders, self.saved.get("loaders", ()), strict=False):
+            if hasattr(loader, "load_state_dict"):
+                loader.load_state_dict(state)
+
+    def epochs(self, loader: Any, steps: int | None = None) -> Iterator[Any]:
+        """Yield the epochs that are left, as the documentation of the loader has it."""
+        if self.kind == "ResumableLoader":
+            yield from loader.epochs(EPOCHS, steps=steps)
+        else:
+            for epoch in range(self.epoch, EPOCHS):
+                self.epoch = epoch
+                yield _Cut(loader, steps)
+
+    def step(self, *batches: torch.Tensor) -> None:
+        steps = self.saved.setdefault("steps", [])
+        steps.append([batch.tolist() for batch in batches])
+        self.save()
+
+    def save(self) -> None:
+        states = [loader.state_dict() if hasattr(loader, "state_dict") else {} for loader in self.loaders]
+        saves = self.saved.get("saves", 0) + 1
+        self.saved |= {"epoch": self.epoch, "loaders": _copy(states), "saves": saves}
+        if saves == self.kill:
+            raise KilledError
+
+
+class _Cut:
+    def __init__(self, loader: Any, steps: int | None) -> None:
+        self._loader, self._steps = loader, steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._loader, self._steps)
+
+    def __len__(self) -> int:
+        return min(len(self._loader), self._steps or len(self._loader))
+
+
+def _copy(states: list[Any]) -> list[Any]:
+    return [state if "_snapshot" in state or "_index_sampler_state" in state else json.loads(json.dumps(state))
+            for state in states]  # fmt: skip
+
+
+Habit = Callable[[Life], None]
+
+
+def whole(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        for batch in epoch:
+            life.step(batch)
+
+
+def counted_by_steps(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    while len(life.saved.get("steps", ())) < LONG * EPOCHS:
+        for batch in loader:
+            life.step(batch)
+            if len(life.saved["steps"]) == LONG * EPOCHS:
+                break
+
+
+def cycled(life: Life) -> None:
+    def cycle(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    loader = life.loader()
+    life.restore()
+    for batch in islice(cycle(loader), LONG * EPOCHS - len(life.saved.get("steps", ()))):
+        life.step(batch)
+
+
+def zipped(first: int, second: int) -> Habit:
+    def habit(life: Life) -> None:
+        loaders = life.loader(first), life.loader(second)
+        life.restore()
+        for epoch, other in _together(life, *loaders):
+            for batches in zip(epoch, other, strict=False):
+                life.step(*batches)
+
+    return habit
+
+
+def zipped_longest(life: Life) -> None:
+    loaders = life.loader(SHORT), life.loader(LONG)
+    life.restore()
+    for epoch, other in _together(life, *loaders):
+        for batches in zip_longest(epoch, other, fillvalue=torch.tensor([])):
+            life.step(*batches)
+
+
+def _together(life: Life, one: Any, other: Any) -> Iterable[tuple[Any, Any]]:
+    if life.kind == "ResumableLoader":
+        return zip(life.epochs(one), life.epochs(other), strict=True)
+    return ((epoch, other) for epoch in life.epochs(one))
+
+
+def zipped_with_a_bare_loader(life: Life) -> None:
+    one, other = life.loader(SHORT), life.loader(LONG)
+    life.restore()
+    for epoch in life.epochs(one):
+        for batches in zip(epoch, other, strict=False):
+            life.step(*batches)
+
+
+def two_passes(over: str) -> Habit:
+    def habit(life: Life) -> None:
+        loader = life.loader()
+        life.restore()
+        for epoch in life.epochs(loader):
+            for batch in epoch:
+                life.step(batch)
+            assert len([*(loader if over == "loader" else epoch)]) == len(loader)
+
+    return habit
+
+
+def trained_twice(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        for _ in range(2):
+            for batch in epoch:
+                life.step(batch)
+
+
+def cut_by_itself(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader, steps=4):
+        assert len(epoch) == min(4, len(loader))
+        for batch in epoch:
+            life.step(batch)
+
+
+def enumerated(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader, steps=4):
+        for _, batch in enumerate(epoch):
+            life.step(batch)
+
+
+def looked_at(when: str) -> Habit:
+    def habit(life: Life) -> None:
+        loader = life.loader()
+        if when == "before the restore":
+            assert len(next(iter(loader))) == 3
+        life.restore()
+        if when == "after the restore":
+            next(iter(loader), None)  # a pass that was delivered has nothing to look at
+        for epoch in life.epochs(loader):
+            if when == "in each epoch":
+                assert len(next(iter(epoch))) == 3
+            for batch in epoch:
+                life.step(batch)
+
+    return habit
+
+
+def measured_first(life: Life) -> None:
+    """A pass for the mean of the data, before the restore."""
+    loader = life.loader()
+    assert sum(len(batch) for batch in loader) == 3 * LONG
+    life.restore()
+    for epoch in life.epochs(loader):
+        for batch in epoch:
+            life.step(batch)
+
+
+def nested(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        for batch in epoch:
+            assert sum(len(other) for other in loader) == 3 * LONG
+            life.step(batch)
+
+
+def over_the_loader_in_epochs(life: Life) -> None:
+    """The batches of an epoch taken from the loader itself, by mistake: they are counted all the same."""
+    loader = life.loader()
+    life.restore()
+    for _ in life.epochs(loader):
+        for batch in loader:
+            life.step(batch)
+
+
+def one_ahead(life: Life) -> None:
+    """Fetches a batch ahead of the step, as Accelerate's loaders do."""
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        batches = iter(epoch)
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            life.step(batch)
+            batch = following
+
+
+def saved_after_each_epoch(life: Life) -> None:
+    """What the end of an epoch does is not done again after a checkpoint that has it."""
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        for batch in epoch:
+            life.step(batch)
+        life.saved.setdefault("ends", []).append(life.epoch if life.kind != "ResumableLoader" else epoch.number)
+        life.epoch += 1
+        life.save()
+        life.epoch -= 1
+
+
+def zipped_and_saved_after_each_epoch(life: Life) -> None:
+    loaders = life.loader(LONG), life.loader(SHORT)
+    life.restore()
+    for epoch, other in _together(life, *loaders):
+        for batches in zip(epoch, other, strict=False):
+            life.step(*batches)
+        life.save()
+
+
+def stopped_and_called_again(life: Life) -> None:
+    """Leaves both loops after the fifth, tenth and fifteenth step and goes on with the same objects."""
+    loader = life.loader()
+    life.restore()
+    for stop in (5, 10, 15, None):
+        for epoch in life.epochs(loader):
+            for batch in epoch:
+                life.step(batch)
+                if len(life.saved["steps"]) == stop:
+                    break
+            if len(life.saved["steps"]) == stop:
+                break
+        life.save()
+
+
+def by_number(cut: int | None = None, passes: int = 1) -> Habit:
+    """The loop of earlier versions, which has wrong steps where an epoch is cut or has a second pass."""
+
+    def habit(life: Life) -> None:
+        loader = life.loader()
+        life.restore()
+        for _ in range(loader.epoch, EPOCHS):
+            for number, batch in enumerate(loader, 1):
+                life.step(batch)
+                if number == cut:
+                    break
+            for _ in range(passes - 1):
+                assert len(list(loader)) == LONG
+
+    return habit
+
+
+def zipped_by_number(life: Life) -> None:
+    loaders = life.loader(LONG), life.loader(SHORT)
+    life.restore()
+    for _ in range(loaders[1].epoch, EPOCHS):
+        for batches in zip(*loaders, strict=False):
+            life.step(*batches)
+
+
+def cut_by_break(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        for number, batch in enumerate(epoch, 1):
+            life.step(batch)
+            if number == 4:
+                break
+
+
+def cut_by_islice(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        for batch in islice(epoch, 4):
+            life.step(batch)
+
+
+Numbers4 = tuple[int, int, int, int]
+HABITS: dict[str, tuple[Habit, Numbers4, Numbers4]] = {
+    # steps of DataLoader and of StatefulDataLoader: uninterrupted, killed after step 2, 4 and 9
+    "whole epochs": (whole, (18, 20, 22, 21), (18, 18, 18, 18)),
+    "counted by steps": (counted_by_steps, (18, 18, 18, 18), (18, 18, 18, 18)),
+    "cycled": (cycled, (18, 18, 18, 18), (18, 18, 18, 18)),
+    "zip(short, long)": (zipped(SHORT, LONG), (12, 14, 16, 13), (12, 12, 12, 12)),
+    "zip(long, short)": (zipped(LONG, SHORT), (12, 14, 16, 13), (12, 12, 12, 12)),
+    "zip_longest(short, long)": (zipped_longest, (18, 20, 22, 21), (18, 18, 18, 18)),
+    "second pass over the loader": (two_passes("loader"), (18, 20, 22, 21), (18, 18, 18, 18)),
+    "second pass over the epoch": (two_passes("epoch"), (18, 20, 22, 21), (18, 18, 18, 18)),
+    "trained twice per epoch": (trained_twice, (36, 38, 40, 45), (36, 36, 36, 42)),
+    "cut by itself": (cut_by_itself, (12, 14, 16, 13), (12, 14, 14, 13)),
+    "cut, enumerated": (enumerated, (12, 14, 16, 13), (12, 14, 14, 13)),
+    "looked at before the restore": (looked_at("before the restore"), (18, 20, 22, 21), (18, 18, 18, 18)),
+    "looked at after the restore": (looked_at("after the restore"), (18, 20, 22, 21), (18, 20, 22, 21)),
+    "looked at in each epoch": (looked_at("in each epoch"), (18, 20, 22, 21), (18, 20, 22, 21)),
+    "measured first": (measured_first, (18, 20, 22, 21), (18, 18, 18, 18)),
+    "nested": (nested, (18, 20, 22, 21), (18, 20, 22, 21)),
+    "over the loader in epochs": (over_the_loader_in_epochs, (18, 20, 22, 21), (18, 18, 18, 18)),
+    "saved after each epoch": (saved_after_each_epoch, (18, 20, 22, 20), (18, 18, 18, 18)),
+}
+"""Loops that are right with ResumableLoader wherever they are killed."""
+OURS: dict[str, Habit] = {
+    "zip, saved after each epoch": zipped_and_saved_after_each_epoch,
+    "stopped and called again": stopped_and_called_again,
+}
+"""Further ones, which the others have no words for."""
+WARNED: dict[str, Habit] = {
+    "range(loader.epoch, n)": by_number(),
+    "range(loader.epoch, n), break": by_number(cut=4),
+    "range(loader.epoch, n), second pass": by_number(passes=2),
+    "range(loader.epoch, n), zip": zipped_by_number,
+    "zip(epoch, loader)": zipped_with_a_bare_loader,
+    "break": cut_by_break,
+    "islice": cut_by_islice,
+}
+"""Loops that are right or warn."""
+
+
+def run(habit: Habit, kind: str, kills: Iterable[int] = (), **arguments: Any) -> dict[str, Any]:
+    """Return what was saved last, of a run that was killed at each of these saves, counted from the first one on."""
+    saved: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for kill in kills:
+        with suppress(KilledError):
+            habit(Life(kind, saved, kill, **arguments))
+            return saved
+    habit(Life(kind, saved, None, **arguments))
+    return saved
+
+
+@pytest.fixture(autouse=True)
+def _looks() -> Iterator[None]:
+    """Looking at a batch after a restore warns; what the others warn of is looked at by the tests."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the iterator that went on at the restored position was given up")
+        warnings.filterwarnings("ignore", "a for loop over the loader took batches between")
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        yield
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_steps_of_three_loaders(name: str) -> None:
+    habit, *others = HABITS[name]
+    kinds = zip(("DataLoader", "StatefulDataLoader", "ResumableLoader"), (*others, (others[0][0],) * 4), strict=True)
+    for kind, expected in kinds:
+        assert tuple(len(run(habit, kind, kills)["steps"]) for kills in MOMENTS) == expected, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*HABITS, *OURS])
+def test_killed_anywhere_the_same_batches_come(name: str) -> None:
+    habit: Habit = OURS[name] if name in OURS else HABITS[name][0]
+    whole = run(habit, "ResumableLoader")
+    for kill in range(1, whole["saves"]):
+        found = run(habit, "ResumableLoader", [kill])
+        assert (found["steps"], found.get("ends")) == (whole["steps"], whole.get("ends")), kill
+    for every in range(1, 6):
+        found = run(habit, "ResumableLoader", range(every, whole["saves"], every))
+        assert (found["steps"], found.get("ends")) == (whole["steps"], whole.get("ends")), every
+    seen = [tuple(batch) for step in whole["steps"] for batch in step[:1]]
+    assert len({*seen}) > len(seen) / 2  # each pass has another order
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_ranks_get_the_same_batches(rank: int) -> None:
+    for name in ("whole epochs", "zip(long, short)", "second pass over the loader", "cut by itself"):
+        whole = run(HABITS[name][0], "ResumableLoader", rank=rank, world_size=2)
+        for kill in range(1, whole["saves"]):
+            assert run(HABITS[name][0], "ResumableLoader", [kill], rank=rank, world_size=2)["steps"] == whole["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [True, False])
+def test_killed_with_workers_the_same_batches_come(persistent: bool) -> None:
+    arguments: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent, "prefetch_factor": 3}
+    for name in ("zip(long, short)", "second pass over the loader", "cut by itself", "looked at in each epoch"):
+        whole = run(HABITS[name][0], "ResumableLoader")
+        for kill in KILLED:
+            assert run(HABITS[name][0], "ResumableLoader", [kill], **arguments)["steps"] == whole["steps"], (name, kill)
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_resumes_wrongly_warns(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whole = run(WARNED[name], "ResumableLoader")
+    assert caught
+    assert {warning.category for warning in caught} == {UserWarning}
+    assert {warning.filename for warning in caught} == {__file__}
+    assert all("epochs(n" in str(warning.message) for warning in caught)
+    assert len(whole["steps"]) in (12, 18)
+
+
+def test_a_batch_that_was_fetched_ahead_counts_as_delivered() -> None:
+    assert [len(run(one_ahead, "ResumableLoader", kills)["steps"]) for kills in MOMENTS] == [18, 17, 17, 17]
+
+
+def test_a_restore_inside_the_loop_begins_the_epoch_that_was_restored() -> None:
+    loader = ResumableLoader(Numbers(18), 3)
+    expected = [[batch.tolist() for batch in epoch] for epoch in ResumableLoader(Numbers(18), 3).epochs(3)]
+    got: list[Any] = []
+    saved: dict[str, Any] = {}
+    for epoch in loader.epochs(3):
+        got.append((epoch.number, []))
+        for number, batch in enumerate(epoch):
+            got[-1][1].append(batch.tolist())
+            if number == 2 and not saved:
+                saved = loader.state_dict()
+            if len(got) == 2 and number == 3:
+                loader.load_state_dict(saved)
+                break
+    assert got == [(0, expected[0]), (1, expected[1][:4]), (0, expected[0][3:]), (1, expected[1]), (2, expected[2])]
+
+
+def main() -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    for name, habit in [*((name, row[0]) for name, row in HABITS.items()), *OURS.items(), ("one ahead", one_ahead)]:
+        for kind in (
+            ("DataLoader", "StatefulDataLoader", "ResumableLoader") if name not in OURS else ("ResumableLoader",)
+        ):
+            columns = []
+            for kills in MOMENTS:
+                steps = run(habit, kind, kills)["steps"]
+                columns.append(f"{len(steps)} ({sum(len(batch) for step in steps for batch in step)})")
+            print(f"{name:30} {kind:20}", *(f"{each:10}" for each in columns))
+
+
+if __name__ == "__main__":
+    main()
