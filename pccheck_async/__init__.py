@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         InvalidTuningError,
         NoCheckpointError,
         ReadError,
+        ReplicasDifferError,
         StateMismatchError,
         StoreError,
         StoreFailedError,
@@ -104,13 +105,13 @@ __all__ = [
     "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "FlatShard", "Group",
     "GroupError", "Imported", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
     "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval", "PendingCheckpoint", "Point", "Policy",
-    "RNGState", "ReadError", "Recovery", "Removal", "Restored", "ResumableLoader", "ResumableSampler", "Shelf",
-    "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError", "StoreFailedError", "StoreFullError",
-    "StoreLockedError", "StoredState", "StoredTensor", "SyncCheckpointEngine", "TornCaptureError", "TrainingStep",
-    "TunedSettings", "Tuning", "UnsupportedStateError", "Verification", "WriteError", "YoungDaly",
-    "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint", "import_checkpoint",
-    "list_checkpoints", "load", "load_sync", "open_checkpoint", "pin_checkpoint", "read_tuning", "recover_store",
-    "remove_checkpoints", "verify_checkpoints",
+    "RNGState", "ReadError", "Recovery", "Removal", "ReplicasDifferError", "Restored", "ResumableLoader",
+    "ResumableSampler", "Shelf", "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError",
+    "StoreFailedError", "StoreFullError", "StoreLockedError", "StoredState", "StoredTensor", "SyncCheckpointEngine",
+    "TornCaptureError", "TrainingStep", "TunedSettings", "Tuning", "UnsupportedStateError", "Verification",
+    "WriteError", "YoungDaly", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint",
+    "import_checkpoint", "list_checkpoints", "load", "load_sync", "open_checkpoint", "pin_checkpoint", "read_tuning",
+    "recover_store", "remove_checkpoints", "verify_checkpoints",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -151,6 +151,14 @@ class GroupError(CheckpointError):
     """Ranks of a group disagree, or one of them is gone: what waits for them fails; nothing is dropped."""
 
 
+class ReplicasDifferError(GroupError):
+    """Ranks have different ones of what they are believed to have alike, and this checkpoint is aborted.
+
+    In the next one each rank saves its own. Only who waits for this one gets the error; a run goes on, with a
+    warning in the log.
+    """
+
+
 class IncompleteCheckpointError(NoCheckpointError, GroupError):
     """Parts of a checkpoint that may be complete are out of reach: names the ranks and hosts that lack them."""
 

@@ -106,6 +106,8 @@ class CheckpointEngine(EngineBase):
         replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
             ``["model.*"]``: saved once on each filesystem, too. Parameters of ``DistributedDataParallel`` and the state
             of their optimizers are known to be. All other plain values are each rank's own.
+        trusted_replicas: Globs over the paths of such tensors that are not compared. Of the others each save compares a
+            sample; where ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
 
     Raises:
         ValueError: a setting is out of range.

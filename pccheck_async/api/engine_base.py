@@ -66,6 +66,7 @@ class EngineBase:
         exit_timeout: float = 60.0,
         group: ProcessGroup | Group | None = None,
         replicated: Sequence[str] = (),
+        trusted_replicas: Sequence[str] = (),
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -89,6 +90,7 @@ class EngineBase:
             lock_timeout=lock_timeout,
             exit_timeout=exit_timeout,
             replicated=replicated,
+            trusted_replicas=trusted_replicas,
         )
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)

@@ -36,6 +36,7 @@ from pccheck_async.state import (
     Outline,
     Owners,
     PackedSource,
+    Sample,
     Sources,
     Splitter,
     cached_layout,
@@ -170,6 +171,7 @@ class Captures:
         *,
         check_bytes: bool = False,
         inline: InlineCaptures | None = None,
+        number: int = 0,
     ) -> Capture:
         """Read a state on the caller's thread: call every ``state_dict()``, copy plain values, and split the leaves.
 
@@ -179,7 +181,7 @@ class Captures:
 
         Steps of ``optimizers`` wait for the capture, so what only they change is lazy; ``check_bytes`` keeps a copy of
         that, to compare it with what is captured. Without optimizers nothing is lazy, and ``inline`` captures what is
-        small.
+        small. ``number`` is that of the checkpoint.
 
         Raises UnsupportedStateError, naming the path of what cannot be saved; or called where tensors are traced.
         """
@@ -205,8 +207,12 @@ class Captures:
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
             marks = backend.mark_queued_work(sources.devices)
-            sums = tally.sums if flat.has_sharded and tally is not None else None
-            return Capture(flat.skeleton, layout, backend, marks, lazy, captured, sums)
+            capture = Capture(flat.skeleton, layout, backend, marks, lazy, captured)
+            if tally is not None:
+                capture.differing = tally.differing
+                if flat.has_sharded:
+                    capture.sums, capture.sample = tally.sums, Sample(tally.replicas, number)
+            return capture
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise UnsupportedStateError where a state cannot be saved."""
@@ -226,7 +232,9 @@ class Capture:
 
     Attributes:
         skeleton: The tree with every plain value in it.
-        sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None where none does.
+        sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None where none does,
+        sample: and of those that others are believed to have alike;
+        differing: and who of them are not.
         layout: Where the tensors' bytes lie; holds their storages alive.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
@@ -237,6 +245,9 @@ class Capture:
 
     plan: Plan
     copied: asyncio.Event
+    sums: Mapping[str, int] | None = None
+    sample: Sample | None = None
+    differing: frozenset[int] = frozenset()
     _stopped = False
     _copying = 0
 
@@ -248,10 +259,8 @@ class Capture:
         marks: Any,
         lazy: LazyPart | None = None,
         inline: InlineCapture | None = None,
-        sums: Mapping[str, int] | None = None,
     ) -> None:
         self.skeleton = skeleton
-        self.sums = sums
         self.layout = layout
         self.lazy = lazy
         self.inline = inline

@@ -46,6 +46,7 @@ class EngineConfig:
     overwrite: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
     replicated: Sequence[str] = ()
+    trusted_replicas: Sequence[str] = ()
     on_error: Literal["raise", "warn"] = "raise"
     lock_timeout: float = 5.0
     exit_timeout: float = 60.0
@@ -71,8 +72,10 @@ class EngineConfig:
         check_flag("check_captures", self.check_captures)
         check_flag("allow_pickle", self.allow_pickle)
         check_flag("overwrite", self.overwrite)
-        if isinstance(self.replicated, str) or not all(isinstance(glob, str) for glob in self.replicated):
-            raise ValueError(f"replicated is a list of globs over paths, not {self.replicated!r}")
+        for name in ("replicated", "trusted_replicas"):
+            globs = getattr(self, name)
+            if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
+                raise ValueError(f"{name} is a list of globs over paths, not {globs!r}")
 
     @property
     def retention(self) -> Retention:

@@ -311,7 +311,14 @@ class EngineCore:
         self._check_place(name, replace=replace)
         optimizers = self.guard.optimizers if overlap else None
         check, inline = self.config.check_captures, assembly.inline_captures
-        capture = self.captures.start(state, assembly.backend, optimizers, check_bytes=check, inline=inline)
+        capture = self.captures.start(
+            state,
+            assembly.backend,
+            optimizers,
+            check_bytes=check,
+            inline=inline,
+            number=self.in_flight.counter + 1,
+        )
         self.stalls.state_seconds += time.perf_counter() - start
         pending: PendingCheckpoint | None = None
         taken = False

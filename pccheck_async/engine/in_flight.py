@@ -12,7 +12,7 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
 from pccheck_async.engine.statistics import Spread
-from pccheck_async.errors import CheckpointError, TornCaptureError
+from pccheck_async.errors import CheckpointError, ReplicasDifferError, TornCaptureError
 from pccheck_async.telemetry import Reporter
 from pccheck_async.telemetry.events import Admitted, Durable, Failed, Skipped, Superseded
 
@@ -147,7 +147,9 @@ class InFlight:
             failed = [
                 (pending, error)
                 for pending, error in self._failed
-                if not pending.failure_told and not (pending.overlap_was_chosen and isinstance(error, TornCaptureError))
+                if not pending.failure_told
+                and not (pending.overlap_was_chosen and isinstance(error, TornCaptureError))
+                and not isinstance(error, ReplicasDifferError)  # the next one holds what this one could not
             ]
             # Whoever waits for one will be told, or be cancelled before that: then it is for the next call.
             self._failed = [each for each in failed if each[0].awaited]

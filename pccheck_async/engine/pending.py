@@ -236,6 +236,11 @@ class PendingCheckpoint:
         return self._eager_captured.over
 
     @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None where it did not, or has not ended. It is not told by this."""
+        return self._durable.error
+
+    @property
     def failed(self) -> bool:
         """Whether it ended without becoming durable or superseded."""
         return self._durable.error is not None

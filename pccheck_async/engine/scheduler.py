@@ -95,7 +95,8 @@ class Scheduler:
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending = job.pending
-        self.store.request(pending.counter, pending.step, job.metadata, job.capture.sums or {})
+        capture = job.capture
+        self.store.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
         job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
         self._jobs[pending] = job
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
@@ -259,7 +260,7 @@ class Scheduler:
             start = time.perf_counter()
             try:
                 check = None if overlapped is None else overlapped.check
-                committed = await self.store.commit(slot, entry, rest, written, check)
+                committed = await self.store.commit(slot, entry, rest, written, check, capture.sample)
             finally:
                 self.clock.note("commit", start, time.perf_counter())
             return (entry.info, False) if committed else (self.store.newest.info, True)

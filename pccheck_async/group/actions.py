@@ -111,7 +111,7 @@ class Resolve(Action, frozen=True):
     """A checkpoint has ended, for those who wait for it."""
 
     counter: int
-    outcome: Literal["durable", "superseded", "failed"]
+    outcome: Literal["durable", "superseded", "failed", "differs"]
     why: str = ""
     rank: int = -1
     """The one that failed."""

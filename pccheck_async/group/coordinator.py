@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -20,6 +20,8 @@ from pccheck_async.group.messages import (
     Change,
     ChangeRequest,
     Commit,
+    Compare,
+    Digests,
     Failed,
     Found,
     Goodbye,
@@ -55,6 +57,15 @@ _UNEVEN = (
 )
 
 
+_DIFFERS = (
+    "ranks have different tensors that DistributedDataParallel or replicated= says they have alike, such as {}; in the "
+    "next checkpoint each rank saves its own. Local SGD makes them differ, and GPUs of several kinds may; else ranks "
+    "have drifted apart. trusted_replicas= leaves out what is not to be compared"
+)
+_MIXED = "some ranks captured it before they knew that replicas differ, others after that"
+_MOST_NAMED = 20
+
+
 @dataclass(slots=True, eq=False)
 class _Ballot:
     """What rank 0 knows of a checkpoint that is not decided."""
@@ -68,6 +79,11 @@ class _Ballot:
     prepared: set[int] = field(default_factory=set)
     sums: Counter[str] = field(default_factory=Counter)
     names: set[str | None] = field(default_factory=set)
+    replicas: dict[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+    """By rank."""
+    differing: set[tuple[int, ...]] = field(default_factory=set)
+    digests: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    """By rank, once replicas were found to differ."""
 
 
 class Coordinator:
@@ -142,6 +158,8 @@ class Coordinator:
                 return self._start() if self._may_start() else []
             case ChangeRequest():
                 return self._receive_change(message)
+            case Digests():
+                return self._receive_digests(message)
             case Goodbye():
                 self._left[message.rank] = message
                 return self._abort_what_lacks_ranks() if self.broken is None else []
@@ -225,14 +243,50 @@ class Coordinator:
         ballot.entry = message.entry or ballot.entry
         ballot.sums.update(message.sums)
         ballot.names.add(message.name)
-        if self._is_complete(ballot):
-            if len(ballot.names) > 1:
-                why = f"the ranks call it differently: {', '.join(sorted(map(repr, ballot.names)))}"
-                return [self._abort(message.counter, why, -1)]
-            if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
-                return [self._abort(message.counter, _UNEVEN.format(", ".join(names)), -1)]
-            return self._commit(message.counter, ballot)
-        return self._abort_what_lacks_ranks()
+        ballot.replicas[message.rank] = message.replicas
+        ballot.differing.add(message.differing)
+        return self._conclude(message.counter, ballot) if self._is_complete(ballot) else self._abort_what_lacks_ranks()
+
+    def _conclude(self, counter: int, ballot: _Ballot) -> list[AnyDecision]:
+        """Decide about a checkpoint that all ranks prepared."""
+        if len(ballot.names) > 1:
+            why = f"the ranks call it differently: {', '.join(sorted(map(repr, ballot.names)))}"
+            return [self._abort(counter, why, -1)]
+        if self._is_mixed(ballot):
+            return [self._abort(counter, _MIXED, -1, differs=True)]
+        if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
+            return [self._abort(counter, _UNEVEN.format(", ".join(names)), -1)]
+        if differing := self._differing(ballot):
+            return [Compare(counter, differing)]
+        return self._commit(counter, ballot)
+
+    def _is_mixed(self, ballot: _Ballot) -> bool:
+        """Whether some ranks saved as their own what others left to one of them: they captured it in between."""
+        return len(ballot.differing) > 1
+
+    def _differing(self, ballot: _Ballot) -> tuple[int, ...]:
+        """Return hashes of the ranks whose replicas differ, as far as they sampled the same part of them."""
+        digests: dict[tuple[int, int], set[int]] = {}
+        for replicas in ballot.replicas.values():
+            for ranks, (part, digest) in replicas.items():
+                digests.setdefault((ranks, part), set()).add(digest)
+        return tuple(sorted({ranks for (ranks, _), values in digests.items() if len(values) > 1}))
+
+    def _receive_digests(self, message: Digests) -> list[AnyDecision]:
+        """Name what differs once all ranks said what they have."""
+        ballot = self._ballots.get(message.counter)
+        if ballot is None:
+            return []
+        ballot.digests[message.rank] = message.by_path
+        if len(ballot.digests) < self.world:
+            return []
+        by_path: dict[str, set[int]] = {}
+        for digests in ballot.digests.values():
+            for path, digest in digests.items():
+                by_path.setdefault(path, set()).add(digest)
+        names = sorted(path for path, values in by_path.items() if len(values) > 1)
+        few = f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}"
+        return [self._abort(message.counter, _DIFFERS.format(few), -1, differs=True)]
 
     def _is_complete(self, ballot: _Ballot) -> bool:
         return len(ballot.prepared) == self.world
@@ -256,10 +310,10 @@ class Coordinator:
             return self._break(message.why, message.rank)
         return [] if message.counter in self.settled else [self._abort(message.counter, message.why, message.rank)]
 
-    def _abort(self, counter: int, why: str, rank: int) -> AnyDecision:
+    def _abort(self, counter: int, why: str, rank: int, *, differs: bool = False) -> AnyDecision:
         self.settled.add(counter)
         self._ballots.pop(counter, None)
-        return Abort(counter, why, rank)
+        return Abort(counter, why, rank, differs)
 
     def _abort_what_lacks_ranks(self) -> list[AnyDecision]:
         """Abort what a rank that left takes no part in."""

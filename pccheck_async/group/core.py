@@ -146,7 +146,10 @@ class GroupCore(EngineCore):
             await run.join(self._address)
             self.in_flight.counter = run.member.counter
             group = self.group
-            self.captures.owners = Owners(group.rank, run.member.homes, group.world_ranks(), self.config.replicated)
+            self.captures.owners = Owners(
+                group.rank, run.member.homes, group.world_ranks(), self.config.replicated, self.config.trusted_replicas,
+                lambda: run.member.differing,
+            )  # fmt: skip
 
         yield join()
 

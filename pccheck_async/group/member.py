@@ -25,7 +25,7 @@ the tests replace one after the other by a wrong one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -58,7 +58,9 @@ from pccheck_async.group.messages import (
     Change,
     ChangeRequest,
     Commit,
+    Compare,
     Confirm,
+    Digests,
     Failed,
     Found,
     Goodbye,
@@ -86,7 +88,7 @@ from pccheck_async.group.view import View
 
 __all__ = ["Member", "apply_decisions", "is_undecided"]
 
-_Outcome = Literal["durable", "superseded", "failed"]
+_Outcome = Literal["durable", "superseded", "failed", "differs"]
 
 
 class _Phase(Enum):
@@ -110,10 +112,16 @@ class _Job:
     step: int
     sums: dict[str, int]
     name: str | None = None
+    differing: tuple[int, ...] = ()
+    replicas: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """Of the paths that ``replicas`` were made of."""
     phase: _Phase = _Phase.WAITING
     entry: Entry | None = None
     decided: int | None = None
-    """How many decisions were learnt with the one about it."""
+    """How many decisions were learnt with the one about it,"""
+    differs: bool = False
+    """and whether that was that replicas of it differ."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +169,8 @@ class Member:
         """The keep-list, each with whether it is pinned."""
         self.unproven: frozenset[Key] = frozenset()
         self.settled = Settled()
+        self.differing: frozenset[int] = frozenset()
+        """Hashes of ranks whose replicas differ: whoever captures a state from now on saves its own."""
         self._joining = False
         self._orphans: tuple[SeenStore, ...] = ()
         self._jobs: dict[int, _Job] = {}
@@ -205,11 +215,15 @@ class Member:
         return not self._jobs and self._writing is None and not self._unanswered
 
     def request(
-        self, step: int, metadata: Metadata | None = None, sums: Mapping[str, int] | None = None
+        self,
+        step: int,
+        metadata: Metadata | None = None,
+        sums: Mapping[str, int] | None = None,
+        differing: Collection[int] = (),
     ) -> list[Action]:
         """Request a checkpoint: :attr:`counter` is then its number, whatever becomes of it.
 
-        ``sums`` are those of :class:`Ok`.
+        ``sums`` and ``differing`` are those of :class:`Ok`.
         """
         self.counter += 1
         counter = self.counter
@@ -217,7 +231,7 @@ class Member:
             return [Resolve(counter, "failed", self.stopped.why, self.stopped.rank)]
         if (early := self._early.pop(counter, None)) is not None:
             return [early]
-        self._jobs[counter] = _Job(step, dict(sums or {}), name_in(metadata or {}))
+        self._jobs[counter] = _Job(step, dict(sums or {}), name_in(metadata or {}), tuple(sorted(differing)))
         actions = self._join()
         if self.rank == 0:
             actions.append(Post(Admitted(self.rank, counter, step, metadata or {})))
@@ -225,11 +239,18 @@ class Member:
             return actions + self.failed(counter, self._latched)
         return actions + self._advance()
 
-    def written(self, counter: int, entry: Entry) -> list[Action]:
-        """Note that all of a checkpoint is durable in its slot."""
+    def written(
+        self,
+        counter: int,
+        entry: Entry,
+        replicas: Mapping[int, tuple[int, int]] | None = None,
+        digests: Mapping[str, int] | None = None,
+    ) -> list[Action]:
+        """Note that all of a checkpoint is durable in its slot. The last two are those of Ok and :class:`Digests`."""
         job = self._jobs.get(counter)
         if job is not None and job.phase is _Phase.WRITING:  # else it was cancelled meanwhile, and `released` comes
             job.phase, job.entry = _Phase.WRITTEN, entry
+            job.replicas, job.digests = replicas or {}, digests or {}
         return self._advance()
 
     def failed(self, counter: int, why: str) -> list[Action]:
@@ -337,7 +358,8 @@ class Member:
             return []
         assert self.run is not None
         entry = job.entry if self.rank == 0 else None
-        return [Post(Ok(self.rank, self.run, counter, job.step, entry, job.sums, job.name))]
+        claims = job.sums, job.name, job.replicas, job.differing
+        return [Post(Ok(self.rank, self.run, counter, job.step, entry, *claims))]
 
     def _advance(self) -> list[Action]:
         """Admit what may be, and write the record that is due."""
@@ -388,8 +410,11 @@ class Member:
         return Applied(run, self.learned, tuple(key for key, pinned in self.keep.items() if pinned))
 
     def _apply_is_due(self) -> bool:
-        """Whether an apply does not wait for the next prepare."""
-        return self._draining or any(job.phase is _Phase.WAITING for job in self._jobs.values())
+        """Whether an apply does not wait for the next prepare.
+
+        What differs is not to be found by a restart: until then all records name it.
+        """
+        return self._draining or any(job.phase is _Phase.WAITING or job.differs for job in self._jobs.values())
 
     def _resolve_changes(self, indices: Collection[int], why: str | None = None) -> list[Action]:
         actions: list[Action] = [ResolveChange(index, why) for index in indices]
@@ -423,8 +448,13 @@ class Member:
                 return self._advance()
             case Commit():
                 return self._learn_commit(decision)
+            case Compare():
+                self.differing |= {*decision.differing}
+                job = self._jobs.get(decision.counter)
+                return [Post(Digests(self.rank, decision.counter, job.digests if job is not None else {}))]
             case Abort():
-                return [*self._settle(decision.counter, "failed", decision.why, decision.rank), *self._advance()]
+                outcome: _Outcome = "differs" if decision.differs else "failed"
+                return [*self._settle(decision.counter, outcome, decision.why, decision.rank), *self._advance()]
             case Change():
                 return self._learn_change(decision)
 
@@ -453,7 +483,7 @@ class Member:
         if job is None:
             self._early[counter] = resolve
             return []
-        job.decided = self.learned
+        job.decided, job.differs = self.learned, outcome == "differs"
         if job.phase in (_Phase.WAITING, _Phase.FAILED):
             del self._jobs[counter]
         elif job.phase in _LEASED:

@@ -16,13 +16,13 @@ from pccheck_async.group.view import View
 
 __all__ = [
     "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Change",
-    "ChangeRequest", "Commit", "Confirm", "Decision", "Failed", "Found", "Goodbye", "Hello", "Joined", "Kept",
-    "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose", "Reason",
-    "Refused", "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted", "Withdraw",
+    "ChangeRequest", "Commit", "Compare", "Confirm", "Decision", "Digests", "Failed", "Found", "Goodbye", "Hello",
+    "Joined", "Kept", "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose",
+    "Reason", "Refused", "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted", "Withdraw",
     "decode_decision", "decode_message", "encode",
 ]  # fmt: skip
 
-VERSION = 3
+VERSION = 4
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -124,6 +124,10 @@ class Ok(Message, frozen=True):
     several ranks have is saved by none or by several of them, or one of them lacks it."""
     name: str | None = None
     """What this rank calls it."""
+    replicas: Mapping[int, tuple[int, int]] = {}
+    """By hashes of ranks that are believed to have tensors alike: which part of these is compared, and its digest."""
+    differing: tuple[int, ...] = ()
+    """Hashes of ranks that were known to differ when the state was captured: each of them saved its own."""
 
 
 class Failed(Message, frozen=True):
@@ -144,12 +148,30 @@ class Commit(Decision, frozen=True):
     """Older ones in flight that retention would not keep beside it."""
 
 
+class Compare(Decision, frozen=True):
+    """Digests of a prepared checkpoint differ: say which, and from the next one on save your own."""
+
+    counter: int
+    differing: tuple[int, ...]
+    """Hashes of the ranks that differ."""
+
+
+class Digests(Message, frozen=True):
+    """An answer to that."""
+
+    counter: int
+    by_path: Mapping[str, int]
+
+
 class Abort(Decision, frozen=True):
-    """A rank's part of a checkpoint failed."""
+    """A checkpoint is not committed."""
 
     counter: int
     why: str
     rank: int
+    """The one whose part failed; -1: none did."""
+    differs: bool = False
+    """Replicas of it differ; the next one holds what each rank has."""
 
 
 class Wanted(NamedTuple):
@@ -298,11 +320,11 @@ class NotRestored(Decision, frozen=True):
 
 
 AnyMessage = (
-    Hello | Found | Joined | Admitted | Ok | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
+    Hello | Found | Joined | Admitted | Ok | Digests | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
     | RestoreRequest | Matched | Verified
 )  # fmt: skip
 AnyDecision = (
-    Roster | Opened | Refused | Start | Commit | Abort | Change | Broken | Next | Propose | Confirm | Withdraw
+    Roster | Opened | Refused | Start | Commit | Compare | Abort | Change | Broken | Next | Propose | Confirm | Withdraw
     | Candidate | Verify | Restored | NotRestored
 )  # fmt: skip
 

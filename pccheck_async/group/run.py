@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from pccheck_async.engine import EngineConfig, Lease
-from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError
+from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError, ReplicasDifferError
 from pccheck_async.format import Applied, Entry, Key, Metadata, Which
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group.actions import (
@@ -75,6 +75,7 @@ class GroupRun:
         call: Calls a blocking function on a thread, also when the interpreter exits and loops have none any more.
 
     Attributes:
+        call: The same.
         server: On rank 0: the control plane.
     """
 
@@ -94,7 +95,7 @@ class GroupRun:
         self._config = config
         self._store = store
         self._cancel = cancel
-        self._call = call
+        self.call = call
         self._loop = asyncio.get_running_loop()
         self._write_parts = write_parts
         self.member = Member(
@@ -244,18 +245,20 @@ class GroupRun:
                 path = self._folder / rank_name(source)
                 self._start(send_part(self._client.another(), self._prefix(rank), path, key))
 
-    def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
+    def request(
+        self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
+    ) -> None:
         """Request a checkpoint, in the order of counters."""
         self._admissions[counter] = self._loop.create_future()
         self._outcomes[counter] = self._loop.create_future()
         self._prepared[counter] = self._loop.create_future()
-        actions = self.member.request(step, dict(metadata), sums)
+        actions = self.member.request(step, dict(metadata), sums, differing)
         assert self.member.counter == counter, (self.member.counter, counter)
         self._do(actions)
 
     def request_failed(self, counter: int, step: int, why: str) -> None:
         """Request a checkpoint that failed already, so that ranks keep counting alike."""
-        self.request(counter, step, {}, {})
+        self.request(counter, step, {}, {}, ())
         self._do(self.member.failed(counter, why))
         del self._admissions[counter], self._outcomes[counter], self._prepared[counter]
 
@@ -266,9 +269,12 @@ class GroupRun:
         if outcome.done() and (error := _error(outcome.result())) is not None:
             raise error
 
-    async def decided(self, entry: Entry) -> bool:
-        """Note that all of a checkpoint is durable in its slot; wait for what becomes of it, False: superseded."""
-        self._do(self.member.written(entry.counter, entry))
+    async def decided(self, entry: Entry, replicas: Mapping[int, tuple[int, int]], digests: Mapping[str, int]) -> bool:
+        """Note that all of a checkpoint is durable in its slot; wait for what becomes of it, False: superseded.
+
+        The last two arguments are those of :class:`Ok` and :class:`Digests`.
+        """
+        self._do(self.member.written(entry.counter, entry, replicas, digests))
         outcome = await asyncio.shield(self._outcomes[entry.counter])
         if (error := _error(outcome)) is not None:
             raise error
@@ -392,10 +398,10 @@ class GroupRun:
         if self._naming is not None:
             self._naming.cancel()
         client, server, self._client = self._client, self.server, None
-        await uninterrupted(self._call(client.close))
+        await uninterrupted(self.call(client.close))
         if server is not None:
             wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
-            if (remaining := await uninterrupted(self._call(server.close, wait))) and wait:
+            if (remaining := await uninterrupted(self.call(server.close, wait))) and wait:
                 text = "rank 0 of the group of %s goes although ranks %s have not left"
                 write(logging.WARNING, "group_left", text, self._folder, ", ".join(map(str, remaining)))
 
@@ -518,6 +524,7 @@ def _settings(folder: Path, config: EngineConfig) -> str:
         "keep_last": config.keep_last,
         "keep_every": config.keep_every,
         "replicated": [*config.replicated],
+        "trusted_replicas": [*config.trusted_replicas],
         "keep_best": None if best is None else (best.metric, best.count, best.mode),
     }
     return msgspec.json.encode(settings).decode()
@@ -545,7 +552,8 @@ def _set(future: asyncio.Future[Any] | None, result: object) -> None:
 
 
 def _error(resolved: Resolve) -> GroupError | None:
-    if resolved.outcome != "failed":
+    if resolved.outcome not in ("failed", "differs"):
         return None
     who = f"rank {resolved.rank}: " if resolved.rank >= 0 else ""
-    return GroupError(f"the checkpoint {resolved.counter} of the group failed: {who}{resolved.why}")
+    kind = GroupError if resolved.outcome == "failed" else ReplicasDifferError
+    return kind(f"the checkpoint {resolved.counter} of the group failed: {who}{resolved.why}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from pccheck_async.group.folder import record_of
 from pccheck_async.group.parts import Part
 from pccheck_async.group.run import GroupRun
 from pccheck_async.medium import Piece
+from pccheck_async.state import Sample
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.transfer import uninterrupted
 
@@ -43,8 +44,10 @@ class GroupStore(Store):
     def newest(self) -> Entry:
         return self._run.complete()[0]
 
-    def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
-        self._run.request(counter, step, metadata, sums)
+    def request(
+        self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
+    ) -> None:
+        self._run.request(counter, step, metadata, sums, differing)
 
     async def admit(self, counter: int) -> None:
         await self._run.admitted(counter)
@@ -56,11 +59,13 @@ class GroupStore(Store):
         rest: Sequence[Piece] = (),
         written: Callable[[], None] = lambda: None,
         check: Callable[[], None] | None = None,
+        sample: Sample | None = None,
     ) -> bool:
         """Prepare a checkpoint, and wait for what the group decides; False where it is superseded.
 
         The arguments and errors are those of :meth:`Store.commit`. Besides it raises GroupError: another rank's part
-        failed, or rank 0 is gone.
+        failed, or rank 0 is gone; ReplicasDifferError: ranks have different ones of what they are believed to have
+        alike.
 
         Durability: on True all ranks' parts survive power loss.
         """
@@ -69,12 +74,13 @@ class GroupStore(Store):
             written()
             if check is not None:
                 check()
+            digests = ({}, {}) if sample is None else await self._run.call(sample.digest)
             await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
         except BaseException:
             await self.release(lease, entry.manifest_offset)
             raise
         try:
-            return await self._run.decided(entry)
+            return await self._run.decided(entry, *digests)
         finally:
             if self._run.is_cancelled(entry.counter):  # else a record names it, or is about to
                 await self.release(lease, entry.manifest_offset)

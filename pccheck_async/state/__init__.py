@@ -31,6 +31,7 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling, state_dicts
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
+from pccheck_async.state.save.replicas import Sample
 from pccheck_async.state.save.split import LazyPart, Splitter
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
@@ -59,6 +60,7 @@ __all__ = [
     "RNGState",
     "Resharding",
     "Restoration",
+    "Sample",
     "ShardBox",
     "ShardedLeaf",
     "Sources",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from pccheck_async.errors import StoreFailedError
 from pccheck_async.format import Entry, Metadata, Record, Which, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import File, Medium, Part, Piece
+from pccheck_async.state import Sample
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
 from pccheck_async.store.reading import DroppedMeanwhileError
 from pccheck_async.store.retention import Committed, Retention
@@ -173,8 +174,10 @@ class Store:
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
 
-    def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
-        """Hear of a checkpoint, in the order of counters; ``sums`` are those of :class:`Tally`.
+    def request(
+        self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
+    ) -> None:
+        """Called for each checkpoint, in the order of counters; the last two arguments are those of :class:`Tally`.
 
         Nothing to do for one process; ``GroupStore`` overrides it.
         """
@@ -205,6 +208,7 @@ class Store:
         rest: Sequence[Piece] = (),
         written: Callable[[], None] = lambda: None,
         check: Callable[[], None] | None = None,
+        sample: Sample | None = None,
     ) -> bool:
         """Commit a checkpoint; False where it is superseded (I6).
 
@@ -217,6 +221,7 @@ class Store:
             check: Called then, and before the record is written: what it raises ends the checkpoint, and nothing is
                 committed. Without it a small checkpoint is written in one chain with its record where no other commit
                 is under way.
+            sample: Of what other ranks are believed to have alike; ``GroupStore`` compares it.
 
         Durability: on True the checkpoint survives power loss. At each step below stands what a crash there leaves, or
             what it would leave without the step.

@@ -27,7 +27,7 @@ from pccheck_async.engine import (
     run,
     unwrapped,
 )
-from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.errors import ReplicasDifferError, UnsupportedStateError
 from pccheck_async.format import WINDOW_KEY, Metadata, check_metadata, new_step
 from pccheck_async.state import check_outermost, notify, state_dicts, stop_notifying, storage_address
 from pccheck_async.telemetry import Span, write
@@ -205,8 +205,11 @@ class TrainingRun(TrainingHooks):
         try:
             if this.pending is None or this.pending.skipped:
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
-            pending = this.pending
             yield core.wait_ended(last=True)
+            if isinstance(this.pending.error, ReplicasDifferError):  # which only a checkpoint finds out
+                this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
+                yield core.wait_ended(last=True)
+            pending = this.pending
             core.stalls.note_call(pending, start)
             info = pending.result(0)
         except TimeoutError:
@@ -317,10 +320,11 @@ class TrainingRun(TrainingHooks):
             if not newest.failed:
                 return
         if not (why := self._what_changed(last, well=well)):
-            core.start_checkpoint(
-                last.state, last.step, last.metadata, last=True
-            )  # closing waits for it, and tells its failure
-            return
+            pending, _ = core.start_checkpoint(last.state, last.step, last.metadata, last=True)
+            yield core.wait_ended(last=True)
+            if isinstance(pending.error, ReplicasDifferError):
+                core.start_checkpoint(last.state, last.step, last.metadata, last=True)
+            return  # closing waits for it, and tells its failure
         yield core.wait_ended(last=True)  # closing would wait, too: which one is the newest is known then
         there = "nothing is saved" if core.newest_step is None else f"newest saved: step {core.newest_step}"
         text = "the last step, %d, is not saved on leaving (%s): %s"

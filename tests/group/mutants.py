@@ -170,6 +170,12 @@ MUTANTS = [
            Scenario("diverging", ("ss",), steps=(7, 8), diverges=True, power=False)),
     Mutant("a failure fails the handle of its own rank", "G8", ((Member, "_settle", superseded_for_others),),
            Scenario("failing", ("ss",), fails=1, power=False)),
+    # replicas
+    Mutant("digests of replicas are not compared", "G11", ((Coordinator, "_differing", lambda self, ballot: ()),),
+           Scenario("differing", ("s",), differs=True, power=False)),
+    Mutant("a checkpoint has parts of before and after replicas differed", "G11",
+           ((Coordinator, "_is_mixed", lambda self, ballot: False),),
+           Scenario("differing", ("sss",), differs=True, power=False)),
     # pins
     Mutant("pin() returns when the decision is learnt", "PIN", (PIN_LEARNT,), Scenario("pin", ("sp", "s"), pins=1),
            seed=17),

@@ -32,7 +32,20 @@ from pccheck_async.group.actions import (
     Unopened,
     WriteRecord,
 )
-from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, Change, Commit, Found, Hello, Ok, Start
+from pccheck_async.group.messages import (
+    VERSION,
+    Abort,
+    AnyDecision,
+    AnyMessage,
+    Change,
+    Commit,
+    Compare,
+    Found,
+    Hello,
+    Ok,
+    Refused,
+    Start,
+)
 from pccheck_async.group.restore import Restore
 from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.store import Retention
@@ -403,6 +416,67 @@ def test_what_does_not_make_whole_tensors_is_aborted(sums: tuple[int | None, int
         (outcome,) = (one for one in group.done[1] if isinstance(one, Resolve))
         assert outcome.outcome == "failed"
         assert "those under model: " in outcome.why
+
+
+def test_replicas_that_differ_are_named_and_saved_by_each_rank_from_then_on() -> None:
+    group = Group()
+
+    def save(step: int, *weights: int) -> None:
+        for rank, member in enumerate(group.members):
+            group.carry_out(rank, member.request(step, differing=member.differing))
+        group.deliver()
+        for rank, (member, weight) in enumerate(zip(group.members, weights, strict=True)):
+            sample = ({}, {}) if member.differing else ({5: (step % 16, weight)}, {"bias": 1, "weight": weight})
+            written = Entry(member.counter, step, 0.0, 1, 0, 0, 0, 0, False, {})
+            group.carry_out(rank, member.written(member.counter, written, *sample))
+        for rank in range(2):
+            group.flush(rank)
+
+    save(1, 3, 3)
+    save(2, 3, 4)
+    assert [type(one) for one in group.decisions()[-3:]] == [Commit, Compare, Abort]
+    for rank in range(2):
+        outcome = group.last(rank, Resolve)
+        assert (outcome.counter, outcome.outcome) == (1, "differs")
+        assert "such as weight; in the next checkpoint each rank saves its own" in outcome.why
+        # No record names it longer than it takes to write one.
+        assert [part.entry.step for part in group.last(rank, WriteRecord).parts] == [1]
+        group.flush(rank)
+    save(3, 3, 4)
+    assert [one.counter for one in group.decisions() if isinstance(one, Commit)] == [0, 2]
+
+
+def test_samples_of_other_parts_are_not_compared() -> None:
+    coordinator, group = Coordinator(2, Retention(), 1), Group()
+    group.save_all(1)
+    start = next(one for one in group.decisions() if isinstance(one, Start))
+    coordinator.run = start.run
+    for rank, part in ((0, 3), (1, 4)):
+        entry = Entry(0, 1, 0.0, 1, 0, 0, 0, 0, False, {}) if rank == 0 else None
+        decided = coordinator.receive(Ok(rank, start.run, 0, 1, entry, replicas={5: (part, rank)}))
+    assert [type(one) for one in decided] == [Commit]
+
+
+def test_captures_of_before_and_after_are_not_mixed() -> None:
+    group = Group()
+    group.save_all(1)
+    for rank, member in enumerate(group.members):
+        group.carry_out(rank, member.request(2, differing=(5,) * rank))
+    group.deliver()
+    for rank in range(2):
+        group.write(rank, 1, 2)
+        group.flush(rank)
+    outcome = group.last(0, Resolve)
+    assert outcome.outcome == "differs"
+    assert "before they knew" in outcome.why
+
+
+def test_ranks_of_two_versions_are_refused() -> None:
+    coordinator = Coordinator(2, Retention(), 1)
+    coordinator.receive(Hello(0, VERSION, 2, "d", "h", ""))
+    (refused,) = coordinator.receive(Hello(1, VERSION - 1, 2, "d", "h", ""))
+    assert isinstance(refused, Refused)
+    assert f"different version: ranks 0: {VERSION}; ranks 1: {VERSION - 1}" in refused.why
 
 
 @pytest.mark.parametrize(

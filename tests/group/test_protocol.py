@@ -29,6 +29,7 @@ SMALL = [
     Scenario("a rank leaves early with an error", ("ssq",), leaves="x", power=False),
     Scenario("a record's flush fails, and all leave", ("sq",), latches=1, power=False),
     Scenario("late messages", ("ss",), slow=True, power=False),
+    Scenario("replicas differ", ("ss",), differs=True, power=False, max_in_flight=1),
 ]
 WHOLE = [
     Scenario("W=2 shared 3, power", ("sss",)),
@@ -37,6 +38,7 @@ WHOLE = [
     Scenario("W=3 shared 2, power", ("ss",), worlds=(3,)),
     Scenario("W=3 shared 1/1, power", ("s", "s"), worlds=(3,)),
     Scenario("W=2 shared, pins, 3/2/1, power", ("sps", "sp", "s"), pins=2),
+    Scenario("W=2 shared, replicas differ, 2/1", ("ss", "s"), differs=True, power=False),
     Scenario("W=2 shared, a step saved twice, 2/2", ("ss", "ss"), steps=(7, 7)),
 ]
 """Those of which there is no history that is not explored."""
@@ -75,7 +77,14 @@ def test_every_history_keeps_the_invariants(scenario: Scenario) -> None:
     assert explorer.states > 200
     assert {"Start", "Commit", "durable"} <= explorer.reached
     if explorer.whole:
-        wanted = {"fails": "Abort", "latches": "Broken", "pins": "pinned", "diverges": "Broken", "leaves": "Abort"}
+        wanted = {
+            "fails": "Abort",
+            "latches": "Broken",
+            "pins": "pinned",
+            "diverges": "Broken",
+            "leaves": "Abort",
+            "differs": "Compare",
+        }
         assert {one for name, one in wanted.items() if getattr(scenario, name)} <= explorer.reached
 
 
@@ -92,7 +101,7 @@ def test_every_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPa
 
 def test_each_invariant_has_a_mutant() -> None:
     """G5 has its own in test_restore, G9 in the test below."""
-    assert {mutant.breaks for mutant in MUTANTS} >= {f"G{number}" for number in (1, 2, 3, 4, 6, 7, 8, 10)}
+    assert {mutant.breaks for mutant in MUTANTS} >= {f"G{number}" for number in (1, 2, 3, 4, 6, 7, 8, 10, 11)}
 
 
 FORBIDDEN = {"asyncio", "threading", "socket", "time", "os", "torch", "concurrent", "random", "pathlib", "io"}

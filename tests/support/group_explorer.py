@@ -52,9 +52,11 @@ from pccheck_async.group.actions import (
     Unopened,
     WriteRecord,
 )
-from pccheck_async.group.messages import AnyDecision, Commit, NotRestored, Ok, Restored, Start
+from pccheck_async.group.messages import Abort, AnyDecision, Commit, NotRestored, Ok, Restored, Start
 from pccheck_async.store import Retention
 
+_EVERYONE = 7
+"""A hash of all ranks."""
 _RESTART = 0.03
 """Of the steps of a random history, while others are possible."""
 WRITES = (TakeOver, Admit, WriteRecord, Free, RemoveOrphans)
@@ -84,6 +86,7 @@ class Scenario:
     steps: tuple[int, ...] | None = None  # of the checkpoints of a run; None: each its own
     diverges: bool = False  # rank 1 saves another step at its second save
     leaves: str = ""  # what rank 1 does instead of all but its first verb
+    differs: bool = False  # what is believed to be alike on all ranks is not
     slow: bool = False  # rank 0 takes messages in later, and what is cancelled ends later
 
 
@@ -670,7 +673,9 @@ class Step:
                 self._change(rank, calls=one.calls + 1)
                 match arguments[0]:
                     case "s":
-                        self._call(rank, "request", self._step(rank, self._member(rank).counter + 1))
+                        known = tuple(sorted(self._member(rank).differing))
+                        claims = (None, None, known) if known else ()
+                        self._call(rank, "request", self._step(rank, self._member(rank).counter + 1), *claims)
                     case "p":
                         self._call(rank, "pin", self._step(0, self.env.base + 1), True)
                     case verb:
@@ -706,7 +711,9 @@ class Step:
                 case "learn":
                     actions = member.learn(x.decisions[arguments[0]])
                 case "written":
-                    actions = member.written(arguments[0], entry(*arguments))
+                    shares = x.scenario.differs and not member._jobs[arguments[0]].differing
+                    sample = ({_EVERYONE: (0, rank)}, {"weights": rank}) if shares else ({}, {})
+                    actions = member.written(arguments[0], entry(*arguments), *sample)
                 case _:
                     actions = getattr(member, name)(*arguments)
             known = x._member_steps[key] = x._add_member(member), tuple(actions)
@@ -794,6 +801,9 @@ class Step:
             x.reached.add("superseded")
         if key not in x.complete(self.disks, 0):
             self.notes.append(f"G3: {key} is committed, and not all durable records name it")
+        jobs = [self._member(rank)._jobs[commit.counter] for rank in range(len(self.ranks))]
+        if x.scenario.differs and not all(job.differing for job in jobs):
+            self.notes.append(f"G11: {key} is committed, and some rank left what differs to another one")
         steps = {part.entry.step for disk in self.disks[::2] for part in x.body(disk).parts if part.key == key}
         if len(steps) > 1:
             self.notes.append(f"G7: {key} is committed, and its parts are of steps {steps}")
@@ -849,6 +859,13 @@ class Step:
         if slots > most:
             self.notes.append(f"G10: rank {rank} has {slots} slots, at most {most}")
 
+    def _differs(self, key: Key) -> bool:
+        """Whether it was aborted although all prepared it: what is alike on all ranks was not."""
+        run: Run = self.explorer.coordinators[self.coordinator].run
+        decisions = map(self.explorer.decisions.__getitem__, self.log)
+        aborted = {each.counter for each in decisions if isinstance(each, Abort) and each.differs}
+        return key.run == run and key.counter in aborted
+
     def _replace(self, at: int, new: int) -> None:
         """Replace a visible record; judge what is dropped by that (G1)."""
         x, old = self.explorer, self.disks[at + 1]
@@ -856,6 +873,6 @@ class Step:
             if key in self.pins:
                 self.notes.append(f"PIN: {key} is dropped though pin() returned")
             newer = any(age(other) > age(key) for other in x.complete(self.disks, 0))
-            if not newer and key in x.complete(self.disks, 1):
+            if not newer and key in x.complete(self.disks, 1) and not self._differs(key):
                 self.notes.append(f"G1: {key} is complete, nothing newer is, and a part is dropped")
         self.disks[at + 1] = new

@@ -132,13 +132,19 @@ class _Flattener:
         return self.container(value, path, depth, last)
 
     def _replicas(self, value: Any, path: str) -> Holders | None:
-        return self._tally.replicas(path) if self._tally is not None and isinstance(value, torch.Tensor) else None
+        return (
+            self._tally.holders_of_replica(path)
+            if self._tally is not None and isinstance(value, torch.Tensor)
+            else None
+        )
 
     def sharded(self, value: Any, path: str, holders: Holders | None) -> Node:
         """The boxes of a tensor on several ranks that this one saves, each a leaf."""
         leaves, tally = self.leaves, self._tally
         assert tally is not None
         plain, explicit = not is_sharded(value), isinstance(value, _EXPLICIT)
+        if holders is not None:
+            tally.note_replica(path, value, holders)
         views = box_views(value, path)
         if holders is None:
             holders = holders_of(value, tally.everyone)

@@ -19,7 +19,8 @@ import torch
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths
-from pccheck_async.state.boxes import Holders, alike, holders_in
+from pccheck_async.state.boxes import Holders, alike, hash_of, holders_in
+from pccheck_async.state.save.replicas import Replica
 from pccheck_async.state.stateful import containers_and_objects
 
 _MODULUS: Final = 1 << 64
@@ -41,30 +42,48 @@ class Owners:
         domains: The filesystem of each rank of the group.
         members: The ranks of the group in the world of torch.distributed, in their order.
         replicated: Globs over the paths of plain tensors that all ranks have alike.
+        trusted: Globs over the paths of those of which no samples are compared.
+        differing: Returns hashes of the ranks whose replicas were found to differ: each saves its own.
     """
 
-    def __init__(self, rank: int, domains: Sequence[int], members: Sequence[int], replicated: Sequence[str]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        domains: Sequence[int],
+        members: Sequence[int],
+        replicated: Sequence[str],
+        trusted: Sequence[str] = (),
+        differing: Callable[[], frozenset[int]] = frozenset,
+    ) -> None:
         self.rank = rank
         self._domains = domains
         self._group_rank = {world_rank: number for number, world_rank in enumerate(members)}
         self.everyone = alike(members)
         self.places = lru_cache(1 << 10)(self._places)
-        self._matchers = [paths.matcher(glob, unescaped=escaped) for glob in replicated for escaped in (False, True)]
-        self._replicas: tuple[list[Any], _Replicas] = ([], lambda _: None)
+        self._named, self._trusted = (
+            [paths.matcher(glob, unescaped=escaped) for glob in globs for escaped in (False, True)]
+            for globs in (replicated, trusted)
+        )
+        self._differing = differing
+        self._replicas: tuple[list[Any], _Replicas, frozenset[str]] = ([], lambda _: None, frozenset())
 
     def begin(self, state: Mapping[str, Any]) -> Tally:
         """Return what decides about the tensors of one state, asked in the order in which it is walked."""
         objects = [(path, part) for path, part in containers_and_objects(state) if isinstance(part, _REPLICATED)]
         key = [(path, weakref.ref(part), _ids(part)) for path, part in objects]
-        known, replicas = self._replicas
+        known, replicas, trained = self._replicas
         if key != known:
-            replicas = _replicas_in(objects)
-            self._replicas = key, replicas
-        return Tally(self, replicas)
+            replicas, trained = _replicas_in(objects)
+            self._replicas = key, replicas, trained
+        return Tally(self, replicas, trained, self._differing())
 
     def named(self, path: str) -> Holders | None:
         """Return everyone for a plain tensor of which the user said that all have it alike."""
-        return self.everyone if any(matches(path) for matches in self._matchers) else None
+        return self.everyone if any(matches(path) for matches in self._named) else None
+
+    def trusts(self, path: str) -> bool:
+        """Whether the user said that a replica is not compared."""
+        return any(matches(path) for matches in self._trusted)
 
     def _places(self, holders: Holders) -> Places:
         """Return where a tensor is saved. Raises ValueError: nobody in the group has some of it."""
@@ -103,21 +122,34 @@ class Tally:
         everyone: All ranks of the group.
         sums: By the outermost names in the state, numbers modulo 2**64: over all ranks each adds up to 0, but where a
             tensor has no owner or several, or a rank lacks one that lies on it, too.
+        replicas: Plain tensors that other ranks are believed to have alike, to be compared.
+        differing: Hashes of the ranks that are not believed to have any alike.
     """
 
-    def __init__(self, owners: Owners, replicas: _Replicas) -> None:
+    def __init__(self, owners: Owners, replicas: _Replicas, trained: frozenset[str], differing: frozenset[int]) -> None:
         self.everyone = owners.everyone
         self.sums: dict[str, int] = {}
+        self.replicas: list[Replica] = []
+        self.differing = differing
         self._owners = owners
-        self._replicas = replicas
+        self._holders_of = replicas
+        self._trained = trained
         self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by those who have the same boxes
         # By the memory of the box, which is kept, or another one would come to lie there: what is tied goes together.
         # Only among those who have the same boxes: others know nothing of what was decided before.
         self._decided: dict[tuple[tuple[int, ...], int, int], tuple[bool, torch.Tensor]] = {}
 
-    def replicas(self, path: str) -> Holders | None:
+    def holders_of_replica(self, path: str) -> Holders | None:
         """Return the ranks that have a plain tensor alike; None where it is this rank's own."""
-        return self._replicas(path) or self._owners.named(path)
+        holders = self._holders_of(path) or self._owners.named(path)
+        if self.differing and holders is not None and hash_of(holders.alike) in self.differing:
+            return holders if self._owners.trusts(path) else None
+        return holders
+
+    def note_replica(self, path: str, tensor: torch.Tensor, holders: Holders) -> None:
+        """Note a plain tensor that other ranks are believed to have alike."""
+        if len(holders.alike) > 1 and not self._owners.trusts(path):
+            self.replicas.append(Replica(path, tensor, holders, path in self._trained))
 
     def owns(self, tensor: Named, holders: Holders, local: torch.Tensor) -> bool:
         """Return whether it falls to this rank to save the boxes of a tensor that it holds, all in ``local``.
@@ -180,11 +212,12 @@ _Replicas: TypeAlias = Callable[[str], Holders | None]
 _REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.optim.Optimizer)
 
 
-def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
+def _replicas_in(objects: Sequence[tuple[str, Any]]) -> tuple[_Replicas, frozenset[str]]:
     """Return what tells of a parameter under DistributedDataParallel, or of its optimizer's state, who has it alike.
 
-    Buffers are each rank's own.
+    Beside it the paths of those parameters that have gradients. Buffers are each rank's own.
     """
+    trained: set[str] = set()
     named: dict[str, Holders] = {}
     replicas: dict[int, tuple[str, Holders]] = {}
     optimizers: list[tuple[str, Holders]] = []
@@ -197,6 +230,8 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
                     at = paths.child(path, paths.escape(name))
                     named[at] = holders
                     replicas[id(parameter)] = at, holders
+                    if parameter.requires_grad:
+                        trained.add(at)
     for path, optimizer in objects:
         if isinstance(optimizer, torch.optim.Optimizer):
             found = [replicas.get(number, ("", None)) for number in _ids(optimizer)]
@@ -209,7 +244,7 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
     def replicas_of(path: str) -> Holders | None:
         return named.get(path) or next((holders for start, holders in optimizers if path.startswith(start)), None)
 
-    return replicas_of
+    return replicas_of, frozenset(trained)
 
 
 def broadcast_buffers(state: Mapping[str, Any]) -> set[str]:

@@ -1,0 +1,145 @@
+"""Whether replicas are alike: what ranks believe to have alike is saved by one of them, and restored by all.
+
+At every save each rank takes a sample of its replicas as they are captured, the same ranges on all that share them: a
+sixteenth of their bytes, another one at each save, and the smallest of the parameters that are trained and of the
+others, such as moments. Local steps change every parameter, so that they show at once; what has drifted apart in some
+bytes shows within sixteen saves, and where a sixteenth is more than 64 MiB, within as many as these take to come round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from pccheck_async.format import crc32
+from pccheck_async.state.boxes import Holders, hash_of
+from pccheck_async.state.leaves import ArrayLeaf
+from pccheck_async.state.sources import PackedSource, as_bits
+from pccheck_async.state.storages import view_of
+
+_PARTS: Final = 16
+_MOST_BYTES: Final = 64 << 20
+_MOST_OF_SMALLEST: Final = 1 << 20
+_ENOUGH: Final = 64
+_MODULUS: Final = 1 << 64
+
+
+class Replica(NamedTuple):
+    """A plain tensor that several ranks have alike."""
+
+    path: str
+    tensor: torch.Tensor
+    holders: Holders
+    is_trained: bool
+    """It is a parameter that has gradients."""
+
+
+class _Piece(NamedTuple):
+    """A sampled range: bytes in C order."""
+
+    path: str
+    ranks: int
+    """A hash of those that have it."""
+    low: int
+    bits: torch.Tensor | None
+    """A copy on a device,"""
+    checksum: int
+    """else the checksum."""
+
+
+class Sample:
+    """What a rank has of the ranges that are compared, as it was when this was made.
+
+    Bytes in host memory are read then. Those on devices are copied on the current streams, and read by :meth:`digest`.
+
+    Args:
+        replicas: Of one state.
+        number: Of the checkpoint; says which ranges.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], number: int) -> None:
+        by_ranks: dict[tuple[int, ...], list[Replica]] = {}
+        for one in replicas:
+            by_ranks.setdefault(one.holders.alike, []).append(one)
+        self._pieces: list[_Piece] = []
+        self._parts: dict[int, int] = {}
+        self._copied: list[Any] = []  # events behind the copies on devices
+        for ranks, some in by_ranks.items():
+            key = hash_of(ranks)
+            some.sort(key=lambda one: one.path)
+            self._parts[key], ranges = _ranges(some, number)
+            self._pieces += [_piece(one, key, low, high) for one, low, high in ranges]
+        devices = {piece.bits.device for piece in self._pieces if piece.bits is not None}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def digest(self) -> tuple[dict[int, tuple[int, int]], dict[str, int]]:
+        """Return by a hash of the ranks which part was sampled, with its digest; and the digests of the paths in it.
+
+        Waits for devices.
+        """
+        for event in self._copied:
+            event.synchronize()
+        folded, named = dict.fromkeys(self._parts, 0), dict[str, int]()
+        for piece in self._pieces:
+            checksum = piece.checksum if piece.bits is None else crc32(piece.bits.cpu().numpy().data)
+            text = f"{piece.path} {piece.low} {checksum}".encode(errors="surrogatepass")
+            number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+            folded[piece.ranks] = (folded[piece.ranks] + number) % _MODULUS
+            named[piece.path] = (named.get(piece.path, 0) + number) % _MODULUS
+        self._pieces, self._copied = [], []
+        return {ranks: (self._parts[ranks], number) for ranks, number in folded.items()}, named
+
+
+def _ranges(replicas: Sequence[Replica], number: int) -> tuple[int, list[tuple[Replica, int, int]]]:
+    """Return the number of a part of all bytes, and what is compared of which tensor: that part, and the smallest."""
+    total = sum(one.tensor.nbytes for one in replicas)
+    size = max(1, min(-(-total // _PARTS), _MOST_BYTES))
+    part = number % max(1, -(-total // size))
+    return part, [*_between(replicas, part * size, (part + 1) * size), *_smallest(replicas)]
+
+
+def _between(replicas: Sequence[Replica], low: int, high: int) -> Iterator[tuple[Replica, int, int]]:
+    """Yield the whole elements between two bytes of all tensors, one behind the other."""
+    at = 0
+    for one in replicas:
+        nbytes, itemsize = one.tensor.nbytes, one.tensor.element_size()
+        first, last = (min(max(end - at, 0), nbytes) // itemsize * itemsize for end in (low, high))
+        if first < last:
+            yield one, first, last
+        at += nbytes
+
+
+def _smallest(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, int, int]]:
+    """Yield the smallest tensor that is trained, and the smallest other one, or their beginnings.
+
+    Of those that have enough elements that other gradients show: the count of steps has one, a bias may have two.
+    """
+    for is_trained in (True, False):
+        if found := [one for one in replicas if one.is_trained == is_trained and one.tensor.nbytes]:
+            one = min(found, key=_size)
+            yield one, 0, min(one.tensor.nbytes, _MOST_OF_SMALLEST)
+
+
+def _size(one: Replica) -> tuple[bool, int, str]:
+    few = one.tensor.numel() < _ENOUGH
+    return few, -one.tensor.nbytes if few else one.tensor.nbytes, one.path
+
+
+def _piece(one: Replica, ranks: int, low: int, high: int) -> _Piece:
+    """Raises UnsupportedStateError where the tensor's memory is gone."""
+    tensor = one.tensor
+    view_of(0, ArrayLeaf(one.path, tensor, "tensor"))
+    if tensor.is_cuda:
+        itemsize = tensor.element_size()
+        bits = as_bits(tensor).reshape(-1)[low // itemsize : high // itemsize].clone().view(torch.uint8)
+        return _Piece(one.path, ranks, low, bits, 0)
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        data = memoryview((ctypes.c_char * (high - low)).from_address(tensor.data_ptr() + low))
+    else:
+        data = memoryview(bytearray(high - low))
+        PackedSource(tensor).copy(low, high, data)
+    return _Piece(one.path, ranks, low, None, crc32(data))
