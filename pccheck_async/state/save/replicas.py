@@ -1,16 +1,20 @@
 """Whether replicas are alike: what ranks believe to have alike is saved by one of them, and restored by all.
 
 At every save each rank takes a sample of its replicas as they are captured, the same ranges on all that share them: a
-sixteenth of their bytes, another one at each save, and the smallest of the parameters that are trained and of the
-others, such as moments. Local steps change every parameter, so that they show at once; what has drifted apart in some
-bytes shows within sixteen saves, and where a sixteenth is more than 64 MiB, within as many as these take to come round.
+sixteenth of their bytes, another one at each save, and under each outermost name of the state the smallest of the
+parameters that are trained and of the others, such as moments. Local steps change every parameter, so that they show at
+once; what has drifted apart in some bytes shows within sixteen saves, and where a sixteenth is more than 64 MiB, within
+as many as these take to come round.
 """
 
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -96,37 +100,40 @@ class Sample:
 
 def _ranges(replicas: Sequence[Replica], number: int) -> tuple[int, list[tuple[Replica, int, int]]]:
     """Return the number of a part of all bytes, and what is compared of which tensor: that part, and the smallest."""
-    total = sum(one.tensor.nbytes for one in replicas)
+    sizes = [one.tensor.nbytes for one in replicas]
+    total = sum(sizes)
     size = max(1, min(-(-total // _PARTS), _MOST_BYTES))
     part = number % max(1, -(-total // size))
-    return part, [*_between(replicas, part * size, (part + 1) * size), *_smallest(replicas)]
+    between = _between(replicas, [*accumulate(sizes)], part * size, (part + 1) * size)
+    return part, [*between, *_smallest(replicas, sizes)]
 
 
-def _between(replicas: Sequence[Replica], low: int, high: int) -> Iterator[tuple[Replica, int, int]]:
-    """Yield the whole elements between two bytes of all tensors, one behind the other."""
-    at = 0
-    for one in replicas:
-        nbytes, itemsize = one.tensor.nbytes, one.tensor.element_size()
-        first, last = (min(max(end - at, 0), nbytes) // itemsize * itemsize for end in (low, high))
+def _between(
+    replicas: Sequence[Replica], ends: Sequence[int], low: int, high: int
+) -> Iterator[tuple[Replica, int, int]]:
+    """Yield the whole elements between two bytes of all tensors, which lie one behind the other up to these ends."""
+    for number in range(bisect_right(ends, low), min(bisect_left(ends, high) + 1, len(replicas))):
+        tensor = replicas[number].tensor
+        start, itemsize = ends[number] - tensor.nbytes, tensor.element_size()
+        first, last = ((min(max(at, start), ends[number]) - start) // itemsize * itemsize for at in (low, high))
         if first < last:
-            yield one, first, last
-        at += nbytes
+            yield replicas[number], first, last
 
 
-def _smallest(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, int, int]]:
-    """Yield the smallest tensor that is trained, and the smallest other one, or their beginnings.
+def _smallest(replicas: Sequence[Replica], sizes: Sequence[int]) -> Iterator[tuple[Replica, int, int]]:
+    """Yield the smallest tensor that is trained, and the smallest other one, under each outermost name.
 
-    Of those that have enough elements that other gradients show: the count of steps has one, a bias may have two.
+    Of large ones the beginning; and of those that have enough elements that other gradients show, where there are any:
+    a count of steps has one, a bias may have two.
     """
-    for is_trained in (True, False):
-        if found := [one for one in replicas if one.is_trained == is_trained and one.tensor.nbytes]:
-            one = min(found, key=_size)
-            yield one, 0, min(one.tensor.nbytes, _MOST_OF_SMALLEST)
-
-
-def _size(one: Replica) -> tuple[bool, int, str]:
-    few = one.tensor.numel() < _ENOUGH
-    return few, -one.tensor.nbytes if few else one.tensor.nbytes, one.path
+    kinds: dict[tuple[str, bool], list[tuple[int, Replica]]] = {}
+    for nbytes, one in zip(sizes, replicas, strict=True):
+        if nbytes:
+            kinds.setdefault((one.path.partition(".")[0], one.is_trained), []).append((nbytes, one))
+    for sized in kinds.values():
+        enough = [each for each in sized if each[1].tensor.numel() >= _ENOUGH]
+        nbytes, one = min(enough, key=itemgetter(0)) if enough else max(sized, key=itemgetter(0))
+        yield one, 0, min(nbytes, _MOST_OF_SMALLEST)
 
 
 def _piece(one: Replica, ranks: int, low: int, high: int) -> _Piece:
