@@ -15,8 +15,8 @@ In place, without an engine: :class:`Shelf`, named variables in a mapped file, w
 
 Looking after stores, as ``pccheck`` does on the command line: :func:`describe_checkpoint`,
 :func:`verify_checkpoints`, :func:`compare_checkpoints`, :func:`copy_checkpoint`, :func:`remove_checkpoints`,
-:func:`pin_checkpoint`, :func:`recover_store`, :func:`export_checkpoint`, :func:`import_checkpoint`,
-:func:`read_tuning`.
+:func:`pin_checkpoint`, :func:`reject_checkpoints`, :func:`recover_store`, :func:`export_checkpoint`,
+:func:`import_checkpoint`, :func:`read_tuning`.
 
 Every failure of a checkpoint, a store or a state is a :class:`CheckpointError`; wrong arguments are TypeError or
 ValueError. Events and the log are described in ``telemetry.events`` and
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
         describe_checkpoint,
         pin_checkpoint,
         recover_store,
+        reject_checkpoints,
         remove_checkpoints,
         verify_checkpoints,
     )
@@ -111,7 +112,7 @@ __all__ = [
     "TornCaptureError", "TrainingStep", "TunedSettings", "Tuning", "UnsupportedStateError", "Verification",
     "WriteError", "YoungDaly", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint",
     "import_checkpoint", "list_checkpoints", "load", "load_sync", "open_checkpoint", "pin_checkpoint", "read_tuning",
-    "recover_store", "remove_checkpoints", "verify_checkpoints",
+    "recover_store", "reject_checkpoints", "remove_checkpoints", "verify_checkpoints",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -138,7 +139,7 @@ _HOMES = {
     "upkeep": (
         "CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal",
         "Verification", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "pin_checkpoint",
-        "recover_store", "remove_checkpoints", "verify_checkpoints",
+        "recover_store", "reject_checkpoints", "remove_checkpoints", "verify_checkpoints",
     ),
 }  # fmt: skip
 """Where the public names come from; the others are errors."""

@@ -60,6 +60,10 @@ class CheckpointEngine(EngineBase):
         keep_every: Also keep the first checkpoint at or after each multiple of this many steps, as long as the commit
             record has room (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
         keep_best: Also keep the best by a number in their metadata, for example ``("loss", 3, "min")``.
+        spaced: Also keep the first checkpoint of each slice of time, for so long: ``[(timedelta(minutes=10),
+            timedelta(hours=1)), (timedelta(hours=1), timedelta(days=1))]`` keeps one per 10 minutes of the last hour,
+            and one per hour of the last day (or in seconds). Slices begin at multiples of their length since the epoch;
+            times are those of the captures, in a group by rank 0's clock, and count back from the newest checkpoint.
         save_last: Leaving the context without an error saves the last step that :meth:`step` finished, unless a
             checkpoint that was taken since that step began (also by hand, of that step or a later one) holds it. After
             a signal of :meth:`on_preemption` this also happens with an error. The state is captured as it is at that
@@ -302,6 +306,7 @@ class CheckpointEngine(EngineBase):
             CorruptStoreError: this version, or this torch, does not understand it; nothing is dropped.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``, or with this ``name``.
+            StoreError: all that there are, or all that are asked for, are rejected (:meth:`reject`).
             ReadError: the device failed, and there is nothing older to fall back to.
             CheckpointError: an earlier checkpoint failed and nobody awaited it; nothing was read.
         """
@@ -357,11 +362,37 @@ class CheckpointEngine(EngineBase):
 
         Raises:
             NoCheckpointError: there is none of this step, or with this name.
-            StoreError: no checkpoint would be left; nothing was removed.
+            StoreError: no checkpoint would be left that is not rejected; nothing was removed.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
         """
         removed: list[CheckpointInfo] = await run(self._core, self._core.remove(which_one(step, name), force=force))
         return removed
+
+    @_counted_until_awaited
+    async def reject(self, step: int) -> list[CheckpointInfo]:
+        """Reject every checkpoint from ``step`` on, as after a run diverged: :meth:`restore` passes them over.
+
+        Rejected are all checkpoints of ``step`` and larger steps, and those that were saved after the newest one of
+        ``step``. What is in flight of them is dropped (``superseded``). Rejected ones count for no rule of what is
+        kept: the next commit drops those that are not pinned. This cannot be taken back; :func:`pccheck_async.load`
+        with ``step=`` still reads one that is there. What is saved after this call is not rejected: call
+        :meth:`restore` first. The step of :meth:`step` that this is called in, and the last one before, are not saved.
+        In a group all ranks call this alike.
+
+        Returns:
+            The committed ones that were rejected, newest first.
+
+        Durability: when this returns they are passed over also after a power failure, on all ranks.
+
+        Cancellation: raised once the record is written.
+
+        Raises:
+            NoCheckpointError: there is none from ``step`` on that is not rejected.
+            StoreError: no committed checkpoint would be left to restore; nothing was rejected.
+            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+        """
+        rejected: list[CheckpointInfo] = await run(self._core, self._core.reject(step))
+        return rejected
 
     @_counted_until_awaited
     async def drain(self) -> None:

@@ -48,6 +48,7 @@ class EngineBase:
         keep_last: int | Literal["all"] = 1,
         keep_every: int | None = None,
         keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
+        spaced: Sequence[tuple[timedelta | float, timedelta | float]] = (),
         save_last: bool = True,
         chunk_bytes: int | Auto = "auto",
         host_memory: int | Auto = "auto",
@@ -76,6 +77,7 @@ class EngineBase:
             keep_last=keep_last,
             keep_every=keep_every,
             keep_best=keep_best,
+            spaced=spaced,
             chunk_bytes=chunk_bytes,
             host_memory=host_memory,
             writers=writers,
@@ -190,8 +192,8 @@ class EngineBase:
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The newest durable checkpoint."""
-        return next(iter(self._core.infos), None)
+        """The newest durable checkpoint that is not rejected: what :meth:`restore` takes while it is whole."""
+        return self._core.latest
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the durable checkpoints, newest first."""

@@ -113,6 +113,11 @@ class SyncCheckpointEngine(EngineBase):
         removed: list[CheckpointInfo] = block_on(self._core, self._core.remove(which_one(step, name), force=force))
         return removed
 
+    def reject(self, step: int) -> list[CheckpointInfo]:
+        """Reject every checkpoint from ``step`` on (see :meth:`pccheck_async.CheckpointEngine.reject`)."""
+        rejected: list[CheckpointInfo] = block_on(self._core, self._core.reject(step))
+        return rejected
+
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
         block_on(self._core, self._core.drain())

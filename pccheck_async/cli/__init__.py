@@ -54,7 +54,7 @@ def options(
 
 for command in (
     *(bench, demo, stores.ls, tune, watch, stores.show, stores.verify, stores.diff, stores.copy, stores.rm, stores.pin),
-    *(stores.unpin, stores.recover, stores.export, stores.import_),
+    *(stores.unpin, stores.reject, stores.recover, stores.export, stores.import_),
 ):
     app.command(command.__name__.rstrip("_"))(command)
 flow_help(app)

@@ -203,6 +203,7 @@ def as_json(info: CheckpointInfo) -> dict[str, Any]:
     return facts | {
         "created": captured_at(info, iso=True),
         "pinned": info.pinned,
+        "rejected": info.rejected,
         "name": info.name,
         "metadata": dict(info.metadata),
     }

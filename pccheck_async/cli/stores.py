@@ -89,8 +89,12 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
             for key, value in info.metadata.items()
         )
         name = [printable(info.name or "")] if names else []
-        rows.add_row(*_columns(info), captured_at(info), "pinned" if info.pinned else "", *name, metadata)
+        rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
     return Report(document, [rows, *filter(None, notes)])
+
+
+def _marks(info: pccheck.CheckpointInfo) -> list[str]:
+    return [mark for mark in ("pinned", "rejected") if getattr(info, mark)]
 
 
 def _columns(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
@@ -195,7 +199,8 @@ def _described(description: pccheck.Description) -> Iterator[str | Tree]:
     )
     metadata = ", ".join(f"{key}={json_value(value)!r}" for key, value in info.metadata.items())
     named = "" if info.name is None else f"Named {printable(info.name)}. "
-    yield f"{named}Counter {info.counter}, captured {captured_at(info)} UTC{', pinned' if info.pinned else ''}." + (
+    marks = "".join(f", {mark}" for mark in _marks(info))
+    yield f"{named}Counter {info.counter}, captured {captured_at(info)} UTC{marks}." + (
         f" Metadata: {printable(metadata)}." if metadata else ""
     )
 
@@ -491,6 +496,22 @@ def unpin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
 def _set_pin(path: Path, step: int, pinned: bool, fate: str) -> Report:
     info = pccheck.pin_checkpoint(path, step, pinned=pinned)
     return Report(as_json(info), [f"Step {info.step} (counter {info.counter}) {fate}."])
+
+
+@reporting
+def reject(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
+    """Reject every checkpoint from a step on: restores pass them over, and no rule keeps them. It cannot be undone.
+
+    No trainer has PATH open.
+
+    Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this step on.
+    """
+    rejected = pccheck.reject_checkpoints(path, step)
+    newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)
+    return Report(
+        {"rejected": [as_json(info) for info in rejected], "newest": as_json(newest)},
+        [f"Rejected step {_steps(rejected)}. A trainer resumes from step {newest.step}."],
+    )
 
 
 # -- recover

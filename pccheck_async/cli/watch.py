@@ -136,6 +136,11 @@ class GroupView:
         return tuple((rank, view.facts) for rank, view in self.ranks.items())
 
 
+def _restorable(path: Path) -> list[pccheck.CheckpointInfo]:
+    """Return the newest checkpoints; imports torch, which is not needed beside an engine."""
+    return [info for info in pccheck.list_checkpoints(path) if not info.rejected][:_MOST_COMMITTED]
+
+
 class GroupWatch:
     """Looks at the stores of a group's ranks again and again."""
 
@@ -150,7 +155,7 @@ class GroupWatch:
 
         folders = rank_folders(self._path)
         self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
-        complete = [copied(Committed, info) for info in pccheck.list_checkpoints(self._path)[:_MOST_COMMITTED]]
+        complete = [copied(Committed, info) for info in _restorable(self._path)]
         return GroupView(self._path, {rank: watch.look(complete) for rank, watch in self._ranks.items()}, complete)
 
 
@@ -174,8 +179,7 @@ class Watch:
         elif listed is not None:
             committed = listed
         else:
-            infos = pccheck.list_checkpoints(self._path)  # imports torch, which is not needed beside an engine
-            committed = [copied(Committed, info) for info in infos[:_MOST_COMMITTED]]
+            committed = [copied(Committed, info) for info in _restorable(self._path)]
         return View(self._path, published, committed, self._before(published))
 
     def _before(self, published: Published | None) -> Status | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from numbers import Real
 from typing import Literal
 
 from pccheck_async.format import align, check_count
 from pccheck_async.medium.open_medium import MediumName
-from pccheck_async.store import Best, KeepAll, Retention, make_best
+from pccheck_async.store import Best, KeepAll, Retention, make_best, make_spaced
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 
@@ -35,6 +36,7 @@ class EngineConfig:
     keep_last: int | Literal["all"] = 1
     keep_every: int | None = None
     keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
+    spaced: Sequence[tuple[timedelta | float, timedelta | float]] = ()
     chunk_bytes: int | Auto = "auto"
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
@@ -81,11 +83,12 @@ class EngineConfig:
     def retention(self) -> Retention:
         """The rules for what is kept."""
         if self.keep_last == "all":
-            if self.keep_every is not None or self.keep_best is not None:
-                raise ValueError("keep_last='all' keeps every checkpoint: give neither keep_every nor keep_best")
+            if self.keep_every is not None or self.keep_best is not None or self.spaced:
+                raise ValueError("keep_last='all' keeps every checkpoint: give no keep_every, keep_best or spaced")
             return KeepAll()
         best = None if self.keep_best is None else make_best(self.keep_best)
-        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
+        spaced = make_spaced(self.spaced)
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best, spaced=spaced)
 
 
 @dataclass(frozen=True, slots=True)

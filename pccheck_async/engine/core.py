@@ -45,7 +45,7 @@ from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
-from pccheck_async.store import KeepAll, Store
+from pccheck_async.store import KeepAll, Store, only_rejected
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
 
@@ -115,7 +115,7 @@ class EngineCore:
             self._began = time.time()
             self.training.opened()
             infos = self.infos
-            self._unrestored = [] if self.config.overwrite else infos
+            self._unrestored = [] if self.config.overwrite else [info for info in infos if not info.rejected]
             checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
         except BaseException:
             self.state = "closed"
@@ -386,7 +386,7 @@ class EngineCore:
         if name is None and not isinstance(self.keeps, KeepAll):
             return
         there = {pending.counter: pending.name for pending in self.in_flight.checkpoints()}
-        there.update((info.counter, info.name) for info in self.infos)
+        there.update((info.counter, None if info.rejected else info.name) for info in self.infos)
         if name is not None and name in there.values():
             if not replace:
                 raise ValueError(
@@ -398,8 +398,13 @@ class EngineCore:
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the newest durable checkpoint."""
-        return next((info.step for info in self.infos), None)
+        """The step of the newest durable checkpoint that is not rejected."""
+        return None if self.latest is None else self.latest.step
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest durable checkpoint that is not rejected."""
+        return next((info for info in self.infos if not info.rejected), None)
 
     def abort(self, pending: PendingCheckpoint) -> Handoff:
         """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
@@ -480,6 +485,18 @@ class EngineCore:
         self._unrestored = [info for info in self._unrestored if which not in (info.step, info.name)]
         return [entry.info for entry in removed]
 
+    def reject(self, step: int) -> Handoff:
+        """Reject all from a step on that was saved before this call, in flight too."""
+        assembly, step = self.check_alive(), whole_step(step)
+        with self.in_flight.lock:
+            until = self.in_flight.counter
+            in_flight = {pending.counter: pending.step for pending in self.in_flight.checkpoints()}
+        rejected: list[Entry] = yield assembly.store.reject(step, in_flight, until)
+        self.training.rejected()
+        counters = {entry.counter for entry in rejected}
+        self._unrestored = [info for info in self._unrestored if info.counter not in counters]
+        return [entry.info for entry in rejected]
+
     def restore(
         self,
         state: Mapping[str, Any],
@@ -524,6 +541,9 @@ class EngineCore:
         private: Private,
     ) -> Handoff:
         """Restore from one process's own store, where nothing is another rank's; ``GroupCore`` overrides it."""
+        committed = assembly.store.committed
+        if error := only_rejected((*committed.record.entries, *committed.adopted), which, self.path):
+            raise error
         pickles = self.config.allow_pickle
         return restore(assembly, state, which, progress, strict=strict, dtype=dtype, allow_pickle=pickles)
 
@@ -559,7 +579,7 @@ class EngineCore:
                 slot_bytes=store.slot_bytes,
                 plan_hits=parts.planner.hits,
                 plan_misses=parts.planner.misses,
-                latest=next(iter(self.infos), None),
+                latest=self.latest,
                 durable_bytes=self.reporter.nbytes,
                 save_seconds=self.in_flight.save_seconds.distribution(),
                 capture_seconds=self.in_flight.capture_seconds.distribution(),
@@ -572,7 +592,7 @@ class EngineCore:
         """Return what other processes may know."""
         report, failure = self.training.last_report, self.assembly.store.latch.failure
         in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
-        newest, infos = self.in_flight.newest, self.infos
+        newest, infos = self.in_flight.newest, [info for info in self.infos if not info.rejected]
         return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
 
 

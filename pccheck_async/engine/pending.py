@@ -118,7 +118,8 @@ class PendingCheckpoint:
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
 
-        Durability: the returned checkpoint survives power loss. For a superseded or skipped one it is a newer one.
+        Durability: the returned checkpoint survives power loss. For a superseded or skipped one it is a newer one, for
+            one that was rejected in flight the newest that is not.
 
         Cancellation: only stops the waiting; the checkpoint goes on.
 

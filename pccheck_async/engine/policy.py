@@ -118,6 +118,9 @@ class TrainingHooks:
     def before_restore(self) -> None:
         """Hear that a restore is about to change the state."""
 
+    def rejected(self) -> None:
+        """Called after checkpoints were rejected: the state of the steps until now is not to be saved as theirs."""
+
     def closed(self) -> None:
         """Hear that the engine was closed."""
 

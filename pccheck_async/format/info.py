@@ -27,6 +27,7 @@ class CheckpointInfo:
         pinned: Kept until it is unpinned, whatever the rules (``keep_last`` and its like) say.
         metadata: What the user gave to ``checkpoint(metadata=...)``.
         name: What the user gave to ``checkpoint(name=...)``, None for nothing.
+        rejected: Passed over by ``restore`` and ``load``, and kept by no rule (``engine.reject``).
     """
 
     step: int
@@ -36,6 +37,7 @@ class CheckpointInfo:
     pinned: bool = False
     metadata: Metadata = field(default_factory=dict, hash=False)
     name: str | None = None
+    rejected: bool = False
 
     @property
     def created(self) -> datetime:

@@ -26,9 +26,9 @@ offset bytes field (little-endian)
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
 slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The name of a checkpoint is in its metadata,
-as ``pccheck.name``. In version 2, that of the store of one rank of a group, the body is an array of that array and
-:class:`pccheck_async.format.parts.Parts`. The manifest is MessagePack too (:mod:`pccheck_async.format.manifest`).
-Nothing in a store refers to its own path.
+as ``pccheck.name``, and that it is rejected, as ``pccheck.rejected``. In version 2, that of the store of one rank of a
+group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is MessagePack,
+too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
 
 Bytes from storage become a :class:`Record` or an :class:`Identity` in this module only, and only if every check holds.
 """
@@ -43,6 +43,7 @@ from types import NoneType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import checksum
@@ -74,6 +75,9 @@ MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 NAME_KEY = "pccheck.name"
 """A checkpoint's name, in its metadata: so it is in version 1, too, and readers that do not know names keep them."""
+REJECTED_KEY = "pccheck.rejected"
+"""Whether a checkpoint is rejected, in its metadata for the same reason: versions that do not know it restore it."""
+_OWN_KEYS = {NAME_KEY: "where checkpoint(name=...) is kept", REJECTED_KEY: "what engine.reject(step) sets"}
 
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
@@ -129,12 +133,23 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return name_in(self.metadata)
 
     @property
+    def rejected(self) -> bool:
+        """Whether restores pass it over, and no rule keeps it."""
+        return self.metadata.get(REJECTED_KEY) is True
+
+    def as_rejected(self) -> Entry:
+        """Return it with the mark."""
+        return self if self.rejected else replace(self, metadata=self.metadata | {REJECTED_KEY: True})
+
+    @property
     def info(self) -> CheckpointInfo:
         """The part that users see."""
-        metadata, name = dict(self.metadata), self.name
+        metadata, name, rejected = dict(self.metadata), self.name, self.rejected
         if name is not None:
             del metadata[NAME_KEY]
-        return CheckpointInfo(self.step, self.counter, self.nbytes, self.time, self.pinned, metadata, name)
+        if rejected:
+            del metadata[REJECTED_KEY]
+        return CheckpointInfo(self.step, self.counter, self.nbytes, self.time, self.pinned, metadata, name, rejected)
 
     def matches(self, which: Which) -> bool:
         """Whether it is one of those that are asked for."""
@@ -261,8 +276,8 @@ def check_metadata(
     try:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"not {type(metadata).__name__}")
-        if NAME_KEY in metadata:
-            raise TypeError(f"{NAME_KEY!r} is where checkpoint(name=...) is kept")
+        if own := [key for key in _OWN_KEYS if key in metadata]:
+            raise TypeError(f"{own[0]!r} is {_OWN_KEYS[own[0]]}")
         if strange := [key for key in metadata if not isinstance(key, str)]:
             raise TypeError(f"{strange[0]!r} is no str")
         named = {} if name is None else {NAME_KEY: name}

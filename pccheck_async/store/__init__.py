@@ -26,12 +26,13 @@ from pccheck_async.store.reading import (
     UnreadableError,
     VerifiedChunks,
     choose,
+    only_rejected,
     pool_for,
     read_manifest,
     read_payload,
     unreadable_errors,
 )
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
+from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import ReadLease, Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, read_at_once, why_no_store
@@ -39,6 +40,6 @@ from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store
 __all__ = [
     "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded", "Store",
     "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "lock_commit",
-    "make_best", "no_store", "open_store", "pool_for", "read_at_once", "read_commit", "read_manifest", "read_payload",
-    "stored_identity", "unread_record", "unreadable_errors", "why_no_store",
+    "make_best", "make_spaced", "no_store", "only_rejected", "open_store", "pool_for", "read_at_once", "read_commit",
+    "read_manifest", "read_payload", "stored_identity", "unread_record", "unreadable_errors", "why_no_store",
 ]  # fmt: skip

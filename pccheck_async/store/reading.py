@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import errno
 import logging
+import os
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
@@ -20,8 +21,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
-from pccheck_async.format import Entry, Which, align, combine, crc32
+from pccheck_async.errors import (
+    CorruptStoreError,
+    DamagedError,
+    NoCheckpointError,
+    ReadError,
+    StoreError,
+    is_exhausted,
+)
+from pccheck_async.format import Entry, Which, align, combine, crc32, describe_which
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
@@ -33,8 +41,8 @@ from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
 
 __all__ = [
-    "DroppedMeanwhileError", "Fallback", "UnreadableError", "VerifiedChunks", "choose", "pool_for", "read_manifest",
-    "read_payload", "unreadable_errors",
+    "DroppedMeanwhileError", "Fallback", "UnreadableError", "VerifiedChunks", "choose", "only_rejected", "pool_for",
+    "read_manifest", "read_payload", "unreadable_errors",
 ]  # fmt: skip
 
 
@@ -43,12 +51,26 @@ def choose(
 ) -> Entry | None:
     """Return the checkpoint to read: the newest of those that are asked for, without the ``unreadable`` ones.
 
-    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by step or name.
+    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by step or name. Those
+    that are rejected are read by step or name alone, where no other one has it.
     """
     if superseded and which is None:
         entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
-    wanted = (entry for entry in entries if entry.matches(which))
-    return next((entry for entry in wanted if entry.counter not in unreadable), None)
+    wanted = [entry for entry in entries if entry.matches(which) and entry.counter not in unreadable]
+    rejected = wanted[0] if wanted and which is not None else None
+    return next((entry for entry in wanted if not entry.rejected), rejected)
+
+
+def only_rejected(entries: Collection[Entry], which: Which, where: str | os.PathLike[str]) -> StoreError | None:
+    """Return what to raise where all checkpoints that are asked for are rejected; None where that is not so."""
+    wanted = [entry for entry in entries if entry.matches(which)]
+    if not wanted or not all(entry.rejected for entry in wanted):
+        return None
+    steps = ", ".join(sorted({str(entry.step) for entry in wanted}))
+    return StoreError(
+        f"{os.fspath(where)} holds none but rejected checkpoints{describe_which(which)} (steps {steps}): load() with a "
+        "step reads one all the same; to begin anew, use another folder"
+    )
 
 
 class DroppedMeanwhileError(NoCheckpointError):

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from pccheck_async.format import Entry, Record, Which, check_count, describe_whi
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
-__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
+__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best", "make_spaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Retention:
             step s, s + 1 have ended. The first is that of the smallest step, whichever was committed first; of equal
             steps, after a rollback, the newest.
         keep_best: The best by a number in their metadata; of equal ones the newest.
+        spaced: Pairs of seconds (every, for how long): the first one of each slice of so many seconds since the epoch,
+            until it is so much older than the newest, by the times of their captures.
         most: Checkpoints that are kept in all: what a record has room for, without what else it names.
 
     Raises:
@@ -70,6 +73,7 @@ class Retention:
     keep_last: int = 1
     keep_every: int | None = None
     keep_best: Best | None = None
+    spaced: tuple[tuple[float, float], ...] = ()
     most: int = MOST_ENTRIES
 
     def __post_init__(self) -> None:
@@ -77,13 +81,17 @@ class Retention:
         if self.keep_every is not None:
             check_count("keep_every", self.keep_every)
         if self.reserved > self.most:
-            what = "keep_last" if self.keep_best is None else "keep_last and the count of keep_best together"
+            terms = ["keep_last"]
+            terms += [] if self.keep_best is None else ["the count of keep_best"]
+            terms += ["the slices of spaced"] if self.spaced else []
+            what = terms[0] if len(terms) == 1 else f"{' and '.join(terms)} together"
             raise ValueError(f"{what} is at most {self.most} (the commit record's size), not {self.reserved}")
 
     @property
     def reserved(self) -> int:
         """The most checkpoints that the rules keep at a time, those of ``keep_every`` left out: they have no end."""
-        return self.keep_last + (self.keep_best.count if self.keep_best else 0)
+        best = self.keep_best.count if self.keep_best else 0
+        return self.keep_last + best + sum(_slices(*each) for each in self.spaced)
 
     def check_place(self, kept: int) -> None:
         """Raise StoreFullError where nothing may be saved beside ``kept`` checkpoints, which no rule would drop."""
@@ -92,18 +100,22 @@ class Retention:
         """Return what the next record names; ``new`` is not among it where it is superseded.
 
         With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
-        Of checkpoints with one name the newest replaces the others, also pinned ones.
+        Of checkpoints with one name the newest replaces the others, also pinned ones. Rejected ones count for no rule,
+        and stay only while they are pinned.
 
         ``damaged`` are the counters of checkpoints known to be damaged; these are dropped.
         """
         candidates = _candidates(committed, new, damaged)
-        kept = {entry.counter for entry in candidates[: self.keep_last]}
+        counted = [entry for entry in candidates if not entry.rejected]
+        kept = {entry.counter for entry in counted[: self.keep_last]}
         kept.update([entry.counter for entry in candidates if entry.pinned])
         if self.keep_best is not None:
-            kept.update([entry.counter for entry in self.keep_best.among(candidates)])
+            kept.update([entry.counter for entry in self.keep_best.among(counted)])
+        for every, seconds in self.spaced:
+            kept.update(_first_of_slices(counted, every, seconds))
         crowded_out: list[Entry] = []
         if self.keep_every is not None:
-            periodic = [entry for entry in self._periodic(candidates, self.keep_every) if entry.counter not in kept]
+            periodic = [entry for entry in self._periodic(counted, self.keep_every) if entry.counter not in kept]
             room = max(0, self.most - len(kept))
             kept.update([entry.counter for entry in periodic[:room]])
             crowded_out = periodic[room:]
@@ -113,14 +125,49 @@ class Retention:
     def remove(entries: Sequence[Entry], which: Which, *, force: bool) -> list[Entry]:
         """Return ``entries`` without those asked for.
 
-        Raises NoCheckpointError where there are none, StoreError where nothing would be left, unless ``force``.
+        Raises NoCheckpointError where there are none, StoreError where none that is not rejected would be left, unless
+        ``force``.
         """
         left = [entry for entry in entries if not entry.matches(which)]
         if len(left) == len(entries):
             raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}; nothing was removed")
-        if not left and not force:
-            raise StoreError("no checkpoint would be left; nothing was removed (force=True: remove it)")
+        if not force:
+            Retention.check_left(left, entries)
         return left
+
+    @staticmethod
+    def check_left(left: Collection[Entry], entries: Iterable[Entry]) -> None:
+        """Raise StoreError where removing all of ``entries`` but those ``left`` leaves none to restore."""
+        if not left or (all(e.rejected for e in left) and not all(e.rejected for e in entries)):
+            what = "none but rejected checkpoints" if left else "no checkpoint"
+            raise StoreError(f"{what} would be left; nothing was removed (--force, force=True: remove them)")
+
+    @staticmethod
+    def reject(entries: Sequence[Entry], step: int, in_flight: Mapping[int, int], until: int) -> set[int]:
+        """Return the counters of what :meth:`pccheck_async.CheckpointEngine.reject` rejects, of these and in flight.
+
+        Rejected are all steps from ``step`` on, and what was admitted after the newest checkpoint of ``step``: after a
+        rollback also smaller steps.
+
+        Args:
+            entries: Committed checkpoints.
+            step: The first bad step.
+            in_flight: Steps of the checkpoints in flight, by counter.
+            until: The counter of the last checkpoint that was admitted before the call: newer ones are not rejected.
+
+        Raises NoCheckpointError where there are none, StoreError where no committed one would be left.
+        """
+        steps = dict(in_flight) | {entry.counter: entry.step for entry in entries if not entry.rejected}
+        steps = {counter: each for counter, each in steps.items() if counter <= until}
+        first = max((counter for counter, each in steps.items() if each == step), default=until + 1)
+        chosen = {counter for counter, each in steps.items() if each >= step or counter >= first}
+        if not chosen:
+            raise NoCheckpointError(f"there is no checkpoint of step {step} or newer that is not rejected")
+        if all(entry.rejected or entry.counter in chosen for entry in entries):
+            raise StoreError(
+                f"no committed checkpoint older than step {step} would be left to restore; nothing was rejected"
+            )
+        return chosen
 
     def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
         """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
@@ -166,6 +213,8 @@ class Retention:
         slots = {"in flight": in_flight, f"the last {self.keep_last}": self.keep_last}
         if self.keep_best is not None:
             slots[f"the best {self.keep_best.count} by {self.keep_best.metric!r}"] = self.keep_best.count
+        for every, seconds in self.spaced:
+            slots[f"one per {every:g} s of the last {seconds:g} s"] = _slices(every, seconds)
         return SpaceNeeded(slot_bytes, slots, self.keep_every, available_bytes)
 
 
@@ -237,6 +286,8 @@ class Committed:
     record must leave it whole (:meth:`record_naming`)."""
     damaged: set[int] = field(default_factory=set)
     """Counters of those whose bytes are not what was written: the next record leaves them out."""
+    rejected: set[int] = field(default_factory=set)
+    """Counters of checkpoints that were rejected in flight: no record names them."""
     _without_metric: bool = False
 
     @property
@@ -247,8 +298,9 @@ class Committed:
 
     @property
     def newest(self) -> Entry:
-        """The newest of the :attr:`entries`; where all are damaged, of those that the record names."""
-        return (self.entries or self.record.entries)[0]
+        """The newest of the :attr:`entries` that is not rejected; else of all, or of those that the record names."""
+        entries = self.entries or self.record.entries
+        return next((entry for entry in entries if not entry.rejected), entries[0])
 
     @property
     def largest_counter(self) -> int:
@@ -283,10 +335,12 @@ class Committed:
             write(logging.WARNING, "dropping", text, dropped)
 
     def decide(self, new: Entry) -> Record | None:
-        """Return the record that commits ``new``; None where newer checkpoints superseded it (I6). Changes nothing.
+        """Return the record that commits ``new``; None where it was superseded (I6) or rejected meanwhile.
 
-        Raises StoreFullError where all are kept, and a record has no room for one more.
+        Changes nothing. Raises StoreFullError where all are kept, and a record has no room for one more.
         """
+        if new.counter in self.rejected:
+            return None
         kept = self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
         self.retention.check_place(len(kept.entries) - 1)
         self._warn_of(new, kept)
@@ -317,6 +371,48 @@ def make_best(best: object) -> Best:
     if found.mode not in ("min", "max"):
         raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
     return found
+
+
+def make_spaced(spaced: object) -> tuple[tuple[float, float], ...]:
+    """Validate a user's ``spaced``; return it in seconds. Raises TypeError, ValueError."""
+    if not isinstance(spaced, list | tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in spaced):
+        raise TypeError(
+            "spaced is a list of pairs (every, for how long) of timedeltas or seconds, such as "
+            f"[(timedelta(minutes=10), timedelta(hours=1))], not {spaced!r}"
+        )
+    pairs = [tuple(map(_seconds, each)) for each in spaced]
+    for each, (every, seconds) in zip(spaced, pairs, strict=True):
+        if not 0 < every <= seconds < math.inf:
+            raise ValueError(
+                f"spaced: the slices are longer than 0, and not longer than what is kept; not so in {each}"
+            )
+    return tuple((every, seconds) for every, seconds in pairs)
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"spaced takes timedeltas or seconds, not {value!r}")
+    return value
+
+
+def _slices(every: float, seconds: float) -> int:
+    """Return the most slices that the last so many seconds touch: they begin and end anywhere in one."""
+    return math.ceil(seconds / every) + 1
+
+
+def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> Iterable[int]:
+    """Return the counters of the first checkpoint of each slice; ``entries`` are newest first.
+
+    Slices lie on one grid, whatever was saved: what is the first of its slice stays it. One that claims to be newer
+    than the newest, as after a clock was set back, is not too old.
+    """
+    first: dict[float, int] = {}
+    for entry in entries:
+        if entries[0].time - entry.time <= seconds:
+            first[entry.time // every] = entry.counter
+    return first.values()
 
 
 def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]) -> list[Entry]:

@@ -340,6 +340,24 @@ class Store:
         named = await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
         return next(entry for entry in named if entry.step == step)
 
+    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
+        """Reject checkpoints from ``step`` on, in one record; return the committed ones among them, newest first.
+
+        Those in flight are named by no record. The arguments are those of :meth:`Retention.reject`.
+
+        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.reject` does.
+        """
+        chosen: set[int] = set()
+
+        def change(entries: tuple[Entry, ...]) -> list[Entry]:
+            chosen.update(self.committed.retention.reject(entries, step, in_flight, until))
+            # Under the lock of commits: what is in flight now is decided on after this. What this process never
+            # commits needs no record that says so.
+            self.committed.rejected |= chosen
+            return [entry.as_rejected() if entry.counter in chosen else entry for entry in entries]
+
+        return [entry for entry in await self.amend(change) if entry.counter in chosen]
+
     async def remove(self, which: Which, *, force: bool) -> list[Entry]:
         """Drop what is asked for, pinned or not, in one record; return what was dropped, newest first.
 

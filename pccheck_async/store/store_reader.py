@@ -23,6 +23,7 @@ from pccheck_async.store.reading import (
     Fallback,
     UnreadableError,
     choose,
+    only_rejected,
     read_manifest,
     read_payload,
     unreadable_errors,
@@ -154,7 +155,9 @@ class StoreReader:
         def pick(found: Record) -> Entry | None:
             nonlocal record
             record = found
-            return choose(record.entries, which, fallback.unreadable, record.superseded)
+            # Where all are rejected, the one that was superseded last was removed on purpose.
+            superseded = () if all(entry.rejected for entry in found.entries) else found.superseded
+            return choose(found.entries, which, fallback.unreadable, superseded)
 
         def older() -> tuple[Entry, bool] | None:
             chosen = pick(record)
@@ -183,7 +186,7 @@ class StoreReader:
                 finally:
                     if isinstance(file, File) and not (used and keep):
                         await self.opened.medium.close(file)
-        raise self.nothing(path, which)
+        raise only_rejected(record.entries, which, path) or self.nothing(path, which)
 
     def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
         """Return what to raise where there is no checkpoint, or not the one that is asked for."""

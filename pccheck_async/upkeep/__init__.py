@@ -4,7 +4,7 @@ The functions block; call them from asyncio code with ``asyncio.to_thread``. Tho
 read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and what is below it.
 """
 
-from pccheck_async.upkeep.change import Removal, pin_checkpoint, remove_checkpoints
+from pccheck_async.upkeep.change import Removal, pin_checkpoint, reject_checkpoints, remove_checkpoints
 from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
 from pccheck_async.upkeep.copying import copy_checkpoint
 from pccheck_async.upkeep.reading import Description, describe_checkpoint
@@ -13,4 +13,4 @@ from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification,
 
 __all__ = ["CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal"]
 __all__ += ["Verification", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "pin_checkpoint"]
-__all__ += ["recover_store", "remove_checkpoints", "verify_checkpoints"]
+__all__ += ["recover_store", "reject_checkpoints", "remove_checkpoints", "verify_checkpoints"]

@@ -1,4 +1,4 @@
-"""Changing a store that no trainer has open: checkpoints are dropped and pinned."""
+"""Changing a store that no trainer has open: checkpoints are dropped, pinned and rejected."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pccheck_async.format.record import slot_number
 from pccheck_async.group import is_group_folder
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.store import KeepAll, Store, open_store
+from pccheck_async.store import KeepAll, Retention, Store, open_store
 from pccheck_async.upkeep.reading import LOCK_SECONDS, run
 
-__all__ = ["Removal", "pin_checkpoint", "remove_checkpoints"]
+__all__ = ["Removal", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints"]
 
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ def remove_checkpoints(
             listed = " and none".join(sorted(map(describe_which, missing)))
             raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{listed}; nothing was removed")
         kept = [entry for entry in entries if wanted.isdisjoint((entry.step, entry.name))]
-        if not kept and not force:
-            raise StoreError("no checkpoint would be left; nothing was removed (--force, force=True: remove them)")
+        if not force:
+            Retention.check_left(kept, entries)
         removed[:] = [entry for entry in entries if entry not in kept]
         return kept
 
@@ -104,6 +104,29 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
     return _with_store(path, io, pin)
 
 
+def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:
+    """Reject every checkpoint from ``step`` on, as :meth:`pccheck_async.CheckpointEngine.reject` does.
+
+    Durability: when this returns restores pass them over also after a power failure.
+
+    Returns:
+        What was rejected, newest first.
+
+    Raises:
+        NoCheckpointError: there is none from ``step`` on that is not rejected.
+        StoreError: none would be left to restore; nothing was rejected.
+        StoreLockedError: a trainer has the store open: use its ``engine.reject``.
+        StoreFailedError: the record could not be written.
+    """
+    number = whole_step(step)
+
+    async def reject(store: Store) -> tuple[CheckpointInfo, ...]:
+        rejected = await store.reject(number, {}, store.committed.largest_counter)
+        return tuple(entry.info for entry in rejected)
+
+    return _with_store(path, io, reject)
+
+
 def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
     """Open an existing store for writing, and never make one."""
     if is_group_folder(path):
@@ -126,8 +149,9 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
                 )
             except StoreLockedError as error:
                 raise StoreLockedError(
-                    f"{error}. A trainer that has it open pins and removes with engine.pin(step), engine.unpin(step) "
-                    "and engine.remove(step=step); what none of its rules keeps goes with its next commit"
+                    f"{error}. A trainer that has it open pins, removes and rejects with engine.pin(step), "
+                    "engine.unpin(step), engine.remove(step=step) and engine.reject(step); what none of its rules "
+                    "keeps goes with its next commit"
                 ) from None
             return await work(store)
 

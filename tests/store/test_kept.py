@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointInfo,
     NoCheckpointError,
+    StoreError,
     StoreFailedError,
     StoreFullError,
     SyncCheckpointEngine,
@@ -33,6 +35,7 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
 )
+from pccheck_async.engine import capture
 from pccheck_async.format import Record
 from pccheck_async.format.record import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, encode_record, region_offsets
 from pccheck_async.medium import File
@@ -61,6 +64,7 @@ class Rules:
     keep_last: int = 1
     keep_every: int | None = None
     keep_best: tuple[str, int, Any] | None = None
+    spaced: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,39 @@ class One:
     step: int
     loss: float | None
     pinned: bool = False
+    time: float = 0.0
+    rejected: bool = False
+
+
+class Clock:
+    """The time module with a time of its own."""
+
+    now = 1_700_000_000.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def time(self) -> float:
+        return self.now
 
 
 def expected(ones: list[One], rules: Rules) -> list[One]:
     """What the rules say, in words of their own: newest first."""
-    ones = sorted(ones, key=lambda one: -one.counter)
-    kept = []
+    there = sorted(ones, key=lambda one: -one.counter)
+    ones = [one for one in there if not one.rejected]
+    kept = [one for one in there if one.rejected and one.pinned]
     for place, one in enumerate(ones):
         periodic = rules.keep_every is not None and _first_of_its_kind(one, ones, rules.keep_every)
-        if one.pinned or place < rules.keep_last or periodic or _among_best(one, ones, rules):
+        spaced = any(_first_of_its_slice(one, ones, *each) for each in rules.spaced)
+        if one.pinned or place < rules.keep_last or periodic or spaced or _among_best(one, ones, rules):
             kept.append(one)
-    return kept
+    return sorted(kept, key=lambda one: -one.counter)
+
+
+def _first_of_its_slice(one: One, ones: list[One], every: int, seconds: int) -> bool:
+    recent = [other for other in ones if other.time >= ones[0].time - seconds]
+    beside = [other for other in recent if int(other.time) // every == int(one.time) // every]
+    return one in beside and not any(other.counter < one.counter for other in beside)
 
 
 def _first_of_its_kind(one: One, ones: list[One], every: int) -> bool:
@@ -106,7 +132,7 @@ def _among_best(one: One, ones: list[One], rules: Rules) -> bool:
 
 
 def as_ones(infos: list[CheckpointInfo]) -> list[One]:
-    return [One(i.counter, i.step, i.metadata.get("loss"), i.pinned) for i in infos]  # type: ignore[arg-type]
+    return [One(i.counter, i.step, i.metadata.get("loss"), i.pinned, i.time, i.rejected) for i in infos]  # type: ignore[arg-type]
 
 
 def same(found: list[One], wanted: list[One]) -> bool:
@@ -127,7 +153,8 @@ class Broken(WrappingWriter):
 class Trainer:
     """An engine on a disk of its own, and what it should have kept."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.disk = CrashDisk()
         self.rules = rules
         self.kept: list[One] = []
@@ -151,16 +178,18 @@ class Trainer:
             keep_last=self.rules.keep_last,
             keep_every=self.rules.keep_every,
             keep_best=self.rules.keep_best,
+            spaced=self.rules.spaced,
             overwrite=True,
         )
         await self.engine.open()
         self.durable = False
 
-    async def save(self, step: int, loss: float | None) -> Any:
+    async def save(self, step: int, loss: float | None, later: int = 0) -> Any:
+        self.clock.now += later
         metadata = {} if loss is None else {"loss": loss}
         state = {"weights": torch.full((2000,), float(step)), "step": step}
         pending = await self.engine.checkpoint(state, step=step, metadata=metadata)
-        self.kept = expected([*self.kept, One(pending.counter, step, loss)], self.rules)
+        self.kept = expected([*self.kept, One(pending.counter, step, loss, time=self.clock.now)], self.rules)
         return pending
 
     async def pin(self, step: int, pinned: bool) -> None:
@@ -175,6 +204,21 @@ class Trainer:
             for number, one in enumerate(self.kept)
         ]
         assert (await change(step)).pinned == pinned
+        self.durable = True
+
+    async def reject(self, step: int) -> None:
+        whole = [one for one in self.kept if not one.rejected]
+        of_step = [one.counter for one in whole if one.step == step]
+        bad = [one for one in whole if one.step >= step or (of_step and one.counter >= max(of_step))]
+        if not bad or len(bad) == len(whole):
+            with pytest.raises(StoreError) as raised:
+                await self.engine.reject(step)
+            assert isinstance(raised.value, NoCheckpointError) == (not bad)
+            return
+        self.kept = [replace(one, rejected=True) if one in bad else one for one in self.kept]
+        assert same(
+            as_ones(await self.engine.reject(step)), [one for one in self.kept if replace(one, rejected=False) in bad]
+        )
         self.durable = True
 
     async def fail(self, step: int) -> None:
@@ -217,16 +261,29 @@ class Trainer:
         if self.durable or self.engine.statistics().durable:
             self.instead = []
         assert same(as_ones(self.engine.checkpoints()), self.kept)
+        await self.check_restore()
+
+    async def check_restore(self) -> None:
+        """What a restart would take is the newest that is not rejected."""
+        whole = [one for one in self.kept if not one.rejected]
+        state = {"weights": torch.zeros(2000), "step": -1}
+        if self.kept and not whole:
+            with pytest.raises(StoreError, match="none but rejected"):
+                await self.engine.restore(state)
+            return
+        restored = await self.engine.restore(state)
+        assert (restored and restored.counter) == (whole[0].counter if whole else None)
 
     async def check_slots(self) -> None:
         """As many as are in flight and kept (I10), and one while a killed writer's requests hold theirs."""
         await self.engine.drain()
-        best = self.rules.keep_best[1] if self.rules.keep_best else 0
-        assert self.engine.statistics().slots <= 3 + max(self.rules.keep_last + best, len(self.kept)) + 1
+        ruled = self.rules.keep_last + (self.rules.keep_best[1] if self.rules.keep_best else 0)
+        ruled += sum(-(-seconds // every) + 1 for every, seconds in self.rules.spaced)
+        assert self.engine.statistics().slots <= 3 + max(ruled, len(self.kept)) + 1
 
     async def check_bits(self) -> None:
         await self.engine.close()
-        for step in {one.step for one in self.kept}:
+        for step in {one.step for one in self.kept}:  # a rejected one, too, where it is asked for
             state = await load(FOLDER, step=step, io=CrashWriter(self.disk, turns=0, read_only=True))
             assert state["step"] == step
             assert torch.equal(state["weights"], torch.full((2000,), float(step)))
@@ -239,24 +296,27 @@ rules = st.builds(
     keep_last=st.integers(1, 3),
     keep_every=st.none() | st.integers(2, 5),
     keep_best=st.none() | st.tuples(st.just("loss"), st.integers(1, 3), st.sampled_from(["min", "max"])),
+    spaced=st.sampled_from([(), ((2, 6),), ((3, 4), (5, 20))]),
 )
-saves = st.tuples(steps, losses)
+saves = st.tuples(steps, losses, st.integers(-1, 5))
 events = st.lists(
     st.tuples(st.just("save"), saves)
     | st.tuples(st.just("burst"), st.lists(saves, min_size=2, max_size=5))
     | st.tuples(st.just("fail"), steps)
     | st.tuples(st.just("pin"), steps)
     | st.tuples(st.just("unpin"), steps)
+    | st.tuples(st.just("reject"), steps)
     | st.tuples(st.just("restart"), st.none() | rules)
     | st.tuples(st.just("crash while saving"), st.tuples(saves, st.floats(0, 1), st.booleans()))
-    | st.tuples(st.just("crash while pinning"), st.tuples(steps, st.floats(0, 1), st.booleans())),
+    | st.tuples(st.just("crash while pinning"), st.tuples(steps, st.floats(0, 1), st.booleans()))
+    | st.tuples(st.just("crash while rejecting"), st.tuples(steps, st.floats(0, 1), st.booleans())),
     min_size=3,
     max_size=14,
 )
 
 
-async def live(first: Rules, happening: list[tuple[str, Any]]) -> None:
-    trainer = Trainer(first)
+async def live(first: Rules, happening: list[tuple[str, Any]], clock: Clock) -> None:
+    trainer = Trainer(first, clock)
     await trainer.open()
     for what, how in happening:
         match what:
@@ -264,27 +324,34 @@ async def live(first: Rules, happening: list[tuple[str, Any]]) -> None:
                 await (await trainer.save(*how)).durable()
                 await trainer.check_slots()
             case "burst":
-                for step, loss in how:
-                    await trainer.save(step, loss)
+                for step, loss, later in how:
+                    await trainer.save(step, loss, later)
                 await trainer.check_slots()
             case "fail":
                 await trainer.fail(how)
             case "pin" | "unpin":
                 await trainer.pin(how, what == "pin")
+            case "reject":
+                await trainer.reject(how)
             case "restart":
                 await trainer.restart(how)
             case "crash while saving":
                 await trainer.crash(trainer.save(*how[0]), *how[1:])
             case "crash while pinning":
                 await trainer.crash(trainer.pin(how[0], True), *how[1:])
+            case "crash while rejecting":
+                await trainer.crash(trainer.reject(how[0]), *how[1:])
         await trainer.check()
     await trainer.check_bits()
 
 
 def run(first: Rules, happening: list[tuple[str, Any]]) -> None:
     logging.getLogger("pccheck_async").setLevel(logging.ERROR)
+    clock = Clock()
     try:
-        asyncio.run(live(first, happening))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(capture, "time", clock)
+            asyncio.run(live(first, happening, clock))
     finally:
         logging.getLogger("pccheck_async").setLevel(logging.NOTSET)
 
@@ -422,6 +489,12 @@ def test_the_space_that_rules_need(tmp_path: Path) -> None:
         ({"keep_best": ("loss", 3, "low")}, ValueError, "'min' or 'max'"),
         ({"keep_best": (1, 3, "min")}, TypeError, "names a metric"),
         ({"keep_last": 60, "keep_best": ("loss", 5, "min")}, ValueError, "together is at most 64"),
+        ({"spaced": [(1, 80)]}, ValueError, "keep_last and the slices of spaced together is at most 64"),
+        ({"spaced": (1, 80)}, TypeError, r"such as \[\(timedelta"),
+        ({"spaced": [(2, 1)]}, ValueError, r"not so in \(2, 1\)"),
+        ({"spaced": [(0, 1)]}, ValueError, r"not so in \(0, 1\)"),
+        ({"spaced": [("10 min", 60)]}, TypeError, "timedeltas or seconds, not '10 min'"),
+        ({"keep_last": "all", "spaced": [(1, 2)]}, ValueError, "give no keep_every, keep_best or spaced"),
     ],
 )
 def test_rules_that_make_no_sense(settings: dict[str, Any], error: type[Exception], message: str) -> None:

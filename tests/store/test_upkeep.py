@@ -33,6 +33,7 @@ from pccheck_async import (
     load_sync,
     pin_checkpoint,
     recover_store,
+    reject_checkpoints,
     remove_checkpoints,
     verify_checkpoints,
 )
@@ -626,10 +627,36 @@ def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
         for step in (1, 2):
             engine.checkpoint(state_of(step), step=step).result(60)
         change: Any
-        for change in (lambda: remove_checkpoints(tmp_path, [1]), lambda: pin_checkpoint(tmp_path, 1)):
-            with pytest.raises(StoreLockedError, match=r"engine\.unpin\(step\) and engine\.remove"):
+        for change in (
+            lambda: remove_checkpoints(tmp_path, [1]),
+            lambda: pin_checkpoint(tmp_path, 1),
+            lambda: reject_checkpoints(tmp_path, 2),
+        ):
+            with pytest.raises(StoreLockedError, match=r"engine\.unpin\(step\), engine\.remove.* and engine\.reject"):
                 change()
         assert [info.step for info in engine.checkpoints()] == [2, 1]
+
+
+def test_rejected_ones_are_copied_and_shown_as_such_and_the_newest_that_is_not_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, 3)
+    assert [info.step for info in reject_checkpoints(tmp_path / "run", 2)] == [3, 2]
+    run = tmp_path / "run"
+    assert describe_checkpoint(run).info.step == load_sync(run)["step"] == 1
+    assert [each.info.step for each in verify_checkpoints(run).checkpoints] == [1]
+    assert [each.info.step for each in verify_checkpoints(run, every=True).checkpoints] == [3, 2, 1]
+    assert describe_checkpoint(run, step=3).info.rejected
+    assert copy_checkpoint(run, tmp_path / "copy").step == 1
+    assert copy_checkpoint(run, tmp_path / "copy", step=3).rejected  # it stays what it is
+    assert load_sync(tmp_path / "copy")["step"] == 1
+    commit = (run / "commit").read_bytes()
+    for step, error in ((2, NoCheckpointError), (1, StoreError), (9, NoCheckpointError)):
+        with pytest.raises(error):
+            reject_checkpoints(run, step)
+    assert (run / "commit").read_bytes() == commit
+    with pytest.raises(StoreError, match="none but rejected"):
+        remove_checkpoints(run, [1])
+    save(run, 4, keep_last=1)
+    assert [info.step for info in list_checkpoints(run)] == [4]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pccheck_async import CheckpointInfo, SyncCheckpointEngine, describe_checkpoint, list_checkpoints
+from pccheck_async import CheckpointInfo, SyncCheckpointEngine, describe_checkpoint, list_checkpoints, load_sync
 from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
 from pccheck_async.cli.stores import Place, parse_place
@@ -224,6 +224,22 @@ def test_rm_pin_unpin(store: Path) -> None:
     assert list_checkpoints(store) == []
     assert len(list(store.glob("slot-*"))) == slots - 3
     assert pccheck("pin", store, 1).exit_code == 3
+
+
+def test_reject(store: Path) -> None:
+    assert pccheck("pin", store, 3).exit_code == 0
+    result = pccheck("reject", store, 2)
+    assert result.exit_code == 0
+    assert "Rejected step 3, 2. A trainer resumes from step 1." in result.stdout
+    listed = pccheck("ls", store).stdout
+    assert (listed.count("pinned, rejected"), listed.count("rejected")) == (1, 2)
+    assert [each["rejected"] for each in parsed("ls", store)] == [True, True, False]
+    assert ", pinned, rejected." in pccheck("show", store, "--step", 3).stdout
+    assert pccheck("reject", store, 2).exit_code == 3
+    result = pccheck("reject", store, 1)
+    assert result.exit_code == 1
+    assert "would be left to restore" in result.stderr
+    assert load_sync(store)["step"] == 1
 
 
 @pytest.mark.slow

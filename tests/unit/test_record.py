@@ -79,7 +79,8 @@ def test_the_record_of_a_rank_round_trip() -> None:
 
 def test_the_largest_record_of_a_rank_fits_its_region() -> None:
     run = Run(1 << 40, (1 << 64) - 1, (1 << 64) - 1)
-    entries = tuple(entry(1 << 40 | n, slot=n, metadata={"m": "x" * 508}) for n in reversed(range(MOST_ENTRIES)))
+    made = (entry(1 << 40 | n, slot=n, metadata={"m": "x" * 508}) for n in reversed(range(MOST_ENTRIES)))
+    entries = tuple(each.as_rejected() for each in made)
     pinned = tuple(Key(each.counter, run) for each in entries)
     parts = Parts(Applied(run, 1 << 60, pinned), (Membership(run, (1 << 20) - 1, 1 << 20, True),) * MOST_ENTRIES)
     record = Record(1 << 60, entries, (), parts)
@@ -96,7 +97,7 @@ def test_the_largest_record_fits_its_region() -> None:
             manifest_offset=2**62,
             manifest_nbytes=2**62,
             manifest_checksum=2**32 - 1,
-        )
+        ).as_rejected()
         for n in range(MOST_ENTRIES)
     )
     data = layout.encode_record(Record(2**60, entries), STORE, REGION_NBYTES)

@@ -27,7 +27,7 @@ from pccheck_async.group import FolderLease, LeasedPart, is_group_folder, list_g
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
 from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
-from pccheck_async.store import UnreadableError, read_at_once, why_no_store
+from pccheck_async.store import UnreadableError, only_rejected, read_at_once, why_no_store
 from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["StorageReader"]
@@ -148,8 +148,10 @@ def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
     step = step_of(name)
     found = [one for one in entries if name is None or one.metadata.get(ID_KEY) == name]
     found += [one for one in entries if step is not None and one.step == step]
+    if error := only_rejected(found, None, root):
+        raise error
     if found:
-        return found[0]
+        return next(one for one in found if not one.rejected)
     there = ", ".join(str(one.metadata.get(ID_KEY, f"step {one.step}")) for one in entries)
     raise NoCheckpointError(f"{root} holds no checkpoint {'' if name is None else repr(name)}; there are: {there}")
 
