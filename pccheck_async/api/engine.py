@@ -59,7 +59,8 @@ class CheckpointEngine(EngineBase):
             StoreFullError, before it captures anything, where these are there or on their way.
         keep_every: Also keep the first checkpoint at or after each multiple of this many steps, as long as the commit
             record has room (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
-        keep_best: Also keep the best by a number in their metadata, for example ``("loss", 3, "min")``.
+        keep_best: Also keep the best by a number in their metadata, for example ``("loss", 3, "min")``. A step of
+            :meth:`step` that sets this number is saved, whatever ``interval`` says (not in a group).
         spaced: Also keep the first checkpoint of each slice of time, for so long: ``[(timedelta(minutes=10),
             timedelta(hours=1)), (timedelta(hours=1), timedelta(days=1))]`` keeps one per 10 minutes of the last hour,
             and one per hour of the last day (or in seconds). Slices begin at multiples of their length since the epoch;

@@ -37,6 +37,7 @@ from pccheck_async.state import (
     refuse_pickled,
     unpickle,
 )
+from pccheck_async.state.ambient import apart
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 
@@ -197,11 +198,12 @@ class Connection:
     def rebuild(self, node: Node) -> Any:
         """Read all that is below ``node`` and return the value."""
         refuse_boxes(node)
-        allocation = Allocation(self.manifest, sorted(arrays(node)))
-        self.call(self.chunks.fill(Targets(allocation.targets())))
-        # On the caller's thread: what was pickled runs code.
         pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
-        return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
+        with apart():
+            allocation = Allocation(self.manifest, sorted(arrays(node)))
+            self.call(self.chunks.fill(Targets(allocation.targets())))
+            # On the caller's thread: what was pickled runs code.
+            return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
 
     def read(self, entry: TensorEntry) -> Array:
         """Read what ``entry`` views."""

@@ -94,6 +94,10 @@ class GroupTraining(TrainingRun):
         self._group.run.begin_step(this.step)
         return this
 
+    def _sets_metric(self, this: TrainingStep) -> bool:
+        """Never a reason to save: all ranks or none have to, and which of them set the metric is not known."""
+        return False
+
     @property
     def stopping(self) -> bool:
         return self._last

@@ -46,6 +46,7 @@ pickled             WARNING  with ``allow_pickle``: values were pickled; which o
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
+metric_each_step    INFO     many steps in a row set the metric of ``keep_best``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes

@@ -27,7 +27,7 @@ from pccheck_async.engine import (
     run,
     unwrapped,
 )
-from pccheck_async.errors import ReplicasDifferError, UnsupportedStateError
+from pccheck_async.errors import CheckpointError, ReplicasDifferError, UnsupportedStateError
 from pccheck_async.format import WINDOW_KEY, Metadata, check_metadata, new_step
 from pccheck_async.state import check_outermost, notify, state_dicts, stop_notifying, storage_address
 from pccheck_async.telemetry import Span, write
@@ -39,6 +39,9 @@ __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
 MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
 """Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
+_EVERY_STEP = 16
+"""Steps in a row that set the metric of ``keep_best`` and are saved for it; after them every step seems to."""
+
 
 class TrainingStep:
     """What ``with engine.step(...) as this_step`` gives.
@@ -46,6 +49,7 @@ class TrainingStep:
     Attributes:
         step: The user's number.
         metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the step context.
+            One that sets the metric of ``keep_best`` is saved (not in a group).
         pending: The checkpoint that was taken when the step context ended, or None.
         whole: Whether it ended outside windows of gradient accumulation: the state is that of a whole step.
         inside_window: Whether it is saved although it is not whole, after its checkpoint waited too long for that.
@@ -67,6 +71,16 @@ class TrainingStep:
         self.window = 0
         self.counter = -1
         self.mark: Mark | None = None
+        self.wanted = False
+        self.rejections = 0
+
+    def save(self) -> None:
+        """Ask for a checkpoint of this step, whatever the policy says; call it inside the context.
+
+        It is taken when the context ends, or, inside a window of gradient accumulation, at the window's end. In a group
+        all ranks call it in the same step.
+        """
+        self.wanted = True
 
     @property
     def stored_metadata(self) -> Metadata:
@@ -105,6 +119,10 @@ class TrainingRun(TrainingHooks):
         self._told_postponed = False  # since a window last ended
         self._said: tuple[int | None, str] | None = None
         self._state_seen = False
+        self._rejections = 0
+        best = core.config.retention.keep_best
+        self._metric = None if best is None else best.metric
+        self._with_metric = 0  # steps in a row that set it
         core.training = self
 
     most_postponed_seconds = MOST_POSTPONED_SECONDS
@@ -130,6 +148,10 @@ class TrainingRun(TrainingHooks):
     def before_restore(self) -> None:
         if self._last_finished is not None:
             self._last_finished.mark = None  # a restore may change the state, and that bumps no versions
+
+    def rejected(self) -> None:
+        self._last_finished = None
+        self._rejections += 1
 
     def closed(self) -> None:
         self._last_finished = None
@@ -162,6 +184,7 @@ class TrainingRun(TrainingHooks):
         self._last_finished = None
         self._reached.clear()
         this.counter = core.in_flight.counter
+        this.rejections = self._rejections
         this.window = self._accumulation.begin(this.state)
         this.stall_then = core.stalls.seconds
         this.in_flight = len(core.in_flight)
@@ -203,6 +226,8 @@ class TrainingRun(TrainingHooks):
         """Save this step unless that was done, drain until the deadline, and let the process go."""
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
+            if this.rejections != self._rejections:
+                raise CheckpointError("checkpoints were rejected in it")
             if this.pending is None or this.pending.skipped:
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
             yield core.wait_ended(last=True)
@@ -240,10 +265,13 @@ class TrainingRun(TrainingHooks):
             in_flight=max(this.in_flight, len(core.in_flight)),
         )
         self._reported_stall = stall
-        self._due = self._policy.due(report) or self._due
+        wanted = self._sets_metric(this) or this.wanted
+        self._due = self._policy.due(report) or self._due or wanted
         self._say()
         this.why_not_whole = self._accumulation.end(this.step, this.window)
         this.whole = not this.why_not_whole
+        if this.rejections != self._rejections:  # its state may be what was rejected, or have been restored since
+            return False
         if self._save_last:
             this.mark = self._accumulation.mark() if this.whole else None
             self._last_finished = this
@@ -258,6 +286,25 @@ class TrainingRun(TrainingHooks):
             self._policy.skipped(report)
         saves, self._due = self._due and saves, self._due and not saves
         return saves
+
+    def _sets_metric(self, this: TrainingStep) -> bool:
+        """Whether to save it as it sets the number that ``keep_best`` goes by, which the policy may never meet.
+
+        Asked once after every step. A number that every step sets, as the training loss, does not say when to save.
+        """
+        if self._metric is None or this.metadata.get(self._metric) is None:
+            self._with_metric = 0
+            return False
+        self._with_metric += 1
+        if self._with_metric == _EVERY_STEP + 1:
+            text = (
+                "%d steps in a row set %r, which keep_best goes by: from now on the interval alone says which are "
+                "saved, and this_step.save(), until a step does not set it"
+            )
+            write(
+                logging.INFO, "metric_each_step", text, _EVERY_STEP, self._metric, step=this.step, store=self.core.path
+            )
+        return self._with_metric <= _EVERY_STEP
 
     def _warn_of_state_dicts(self, this: TrainingStep) -> None:
         """Warn, and do not refuse: a dict that is made anew inside each step is saved as it should be, for ``load``."""

@@ -560,3 +560,95 @@ def test_whoever_wants_it_saves_no_last_step(tmp_path: Path) -> None:
     assert not list_checkpoints(tmp_path)
     with pytest.raises(ValueError, match="save_last is True or False, not 'no'"):
         SyncCheckpointEngine(tmp_path, save_last="no")  # type: ignore[arg-type]
+
+
+def test_a_step_that_asks_for_it_or_sets_the_metric_is_saved(tmp_path: Path) -> None:
+    """An interval hardly meets the step after which a validation loss is known."""
+    model, saved = Model(1), []
+    settings: Any = {"keep_best": ("val_loss", 2, "min"), "interval": 1000}
+    with SyncCheckpointEngine(tmp_path, **settings, save_last=False) as engine:
+        for step in range(40):
+            with engine.step(model.state, step) as this:
+                model.optimizer.step()
+                if step % 10 == 9:
+                    this.metadata["val_loss"] = {9: 3.0, 19: 1.0, 29: 2.0, 39: 4.0}[step]
+                elif step == 3:
+                    this.save()
+                elif step == 4:
+                    this.metadata["val_loss"] = None
+                    this.metadata["loss"] = 1.0
+            if this.pending is not None:
+                saved.append(this.pending.result().step)
+        assert saved == [3, 9, 19, 29, 39]
+        assert [info.step for info in engine.checkpoints()] == [39, 29, 19]
+
+
+def test_the_default_interval_keeps_the_best_of_rare_evaluations(tmp_path: Path) -> None:
+    model = Model(1)
+    with SyncCheckpointEngine(tmp_path, keep_best=("val_loss", 1, "min")) as engine:
+        for step in range(30):
+            with engine.step(model.state, step) as this:
+                model.optimizer.step()
+                if step in (9, 19):
+                    this.metadata["val_loss"] = float(step)
+    assert [info.step for info in list_checkpoints(tmp_path)][-1] == 9
+
+
+def test_it_waits_for_the_end_of_a_window(tmp_path: Path) -> None:
+    model, saved = Model(4), []
+    with SyncCheckpointEngine(tmp_path, interval=1000, save_last=False) as engine:
+        engine.attach(model.optimizer)
+        for step in range(12):
+            with engine.step(model.state, step) as this:
+                if step == 5:
+                    this.save()
+                if (step + 1) % 4 == 0:
+                    model.optimizer.step()
+            if this.pending is not None:
+                saved.append(this.pending.result().step)
+    assert saved == [7]
+
+
+def test_a_metric_that_every_step_sets_does_not_say_when_to_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a loss noted in each step would have each step saved, at the speed of the disk."""
+    caplog.set_level(logging.INFO)
+    model, saved = Model(1), []
+    with SyncCheckpointEngine(tmp_path, interval=30, keep_best=("loss", 1, "min"), save_last=False) as engine:
+        for step in range(70):
+            with engine.step(model.state, step) as this:
+                model.optimizer.step()
+                if step != 63:
+                    this.metadata["loss"] = float(step)
+            if this.pending is not None:
+                saved.append(this.pending.result().step)
+    assert saved == [*range(16), 29, 59, *range(64, 70)]
+    assert sum("16 steps in a row set 'loss'" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_step_that_rejects_is_not_saved_and_nor_is_the_last_one_before(tmp_path: Path, restores: bool) -> None:
+    model = Model(1)
+    with SyncCheckpointEngine(tmp_path, interval=1, keep_last=3) as engine:
+        for step in range(4):
+            with engine.step(model.state, step) as this:
+                model.optimizer.step()
+                if step == 3:
+                    engine.drain()
+                    engine.reject(1)
+                    this.save()
+                    if restores:
+                        engine.restore(model.state)
+            assert (this.pending is None) == (step == 3)
+    assert [(info.step, info.rejected) for info in list_checkpoints(tmp_path)] == [(2, True), (1, True), (0, False)]
+    with SyncCheckpointEngine(tmp_path, interval=100, keep_last=3) as engine:
+        engine.restore(model.state)
+        with engine.step(model.state, 1):
+            model.optimizer.step()
+    with SyncCheckpointEngine(tmp_path, interval=100, keep_last=3) as engine:
+        engine.restore(model.state)
+        with engine.step(model.state, 2):
+            model.optimizer.step()
+        engine.reject(1)  # what step 2 made of it is not saved on leaving
+    assert [info.step for info in list_checkpoints(tmp_path) if not info.rejected] == [0]
