@@ -35,8 +35,10 @@ _MOST_KEYS: Final = 100
 _Sizes: TypeAlias = tuple[int, ...]
 
 
-def read(folder: Path, scratch: Path) -> dict[str, Any]:
+def read(folder: Path, scratch: Path, unchecked: set[str]) -> dict[str, Any]:
     """Return the state in a folder. One part of a tensor is in memory at a time, the tensors in a file of ``scratch``.
+
+    Why parts had no checksums to compare them with is added to ``unchecked``.
 
     Raises:
         UnsupportedStateError: it holds what cannot be read without running code, or was saved through an extension.
@@ -52,7 +54,7 @@ def read(folder: Path, scratch: Path) -> dict[str, Any]:
         what = str(error) if isinstance(error, _BadError) else f"{type(error).__name__}: {error}"
         raise CorruptStoreError(f"{file} is damaged: {what}") from error
     content.check_files(folder)
-    return _nested(_read(folder, content, scratch), content.paths)
+    return _nested(_read(folder, content, scratch, unchecked), content.paths)
 
 
 class _BadError(Exception):
@@ -309,7 +311,7 @@ def _place(info: Mapping[str, Any], name: str, offsets: _Sizes | None) -> _Place
 # -- the files
 
 
-def _read(folder: Path, content: _Content, scratch: Path) -> dict[str, Any]:
+def _read(folder: Path, content: _Content, scratch: Path, unchecked: set[str]) -> dict[str, Any]:
     """Read every part once, forwards."""
     values: dict[str, Any] = dict.fromkeys(content.entries)
     tensors = {name: entry for name, entry in content.entries.items() if entry is not None}
@@ -320,7 +322,7 @@ def _read(folder: Path, content: _Content, scratch: Path) -> dict[str, Any]:
         with (folder / title).open("rb") as file:
             for place in places:
                 try:
-                    part = read_value(Section(file, place.start, place.nbytes))
+                    part = read_value(Section(file, place.start, place.nbytes), unchecked)
                     entry = content.entries[place.name]
                     if entry is None:
                         values[place.name] = part

@@ -52,13 +52,16 @@ def import_checkpoint(
 ) -> Imported:
     """Save what a file or folder holds as the newest checkpoint of a store. Checkpoints that are there stay.
 
-    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole.
+    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole. What has checksums is
+    compared with them first: files of safetensors have none, and a file that torch wrote without is named in
+    ``missing``.
 
     "torch"
-        A file of ``torch.save``, read with ``weights_only=True``.
+        A file of ``torch.save``, read with ``weights_only=True``. One that was compressed is read into memory.
     "safetensors"
         A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. Gives the tensors
-        under their names, and the whole state where :func:`export_checkpoint` made it.
+        under their names, and the whole state where :func:`export_checkpoint` made it. Its metadata become those of the
+        checkpoint, as far as there is room (512 bytes).
     "dcp"
         A folder that ``torch.distributed.checkpoint`` saved to files, from any number of ranks; tensors that lay on
         several are put together. Keys and lists are as that package tells them: numbers as keys are strings. Takes the
@@ -72,7 +75,7 @@ def import_checkpoint(
         step: The step of the new checkpoint; by default that which the file names, if it was exported from here, else
             the engine's counter.
         root: Put what the file holds below this name in the state (``"model"``); what is no mapping needs one.
-        metadata: Small facts, as for ``checkpoint``; by default those that an exported file names.
+        metadata: Small facts, as for ``checkpoint``; by default those that a file of safetensors names.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -85,7 +88,8 @@ def import_checkpoint(
         FileNotFoundError: there is no such file, or an index names one that is not there.
         UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code; names
             it. Or it is of another format; says of which.
-        CorruptStoreError: the file is damaged, or one lacks a tensor that an index names.
+        CorruptStoreError: the file is damaged (it ends too early, a checksum in it does not hold), or one lacks a
+            tensor that an index names.
         StoreLockedError: a trainer writes to the store.
         StoreFullError: there is no space, or the store holds as many checkpoints as it can.
         ImportError: ``source="safetensors"``, and that package is not there.
@@ -97,16 +101,18 @@ def import_checkpoint(
     place, kind = _find(name, source)
     known: int | None = None
     facts: Metadata | None = None
-    missing: tuple[str, ...] = ()
+    missing: list[str] = []
+    unchecked: set[str] = set()
     if kind == "safetensors":
-        held, known, facts = safetensors_reading.read(place)
+        held, known, facts = safetensors_reading.read(place, missing)
     elif kind == "transformers":
-        held, known, missing = transformers_folder.read(place)
+        held, known = transformers_folder.read(place, missing, unchecked)
     else:
-        held = dcp_reading.read(place, Path(path)) if kind == "dcp" else read_file(place)
+        held = dcp_reading.read(place, Path(path), unchecked) if kind == "dcp" else read_file(place, unchecked)
     if kind == "lightning" or (source is None and lightning_file.is_checkpoint(held)):
         kind = "lightning"
-        held, known, missing = lightning_file.to_state(held, place)
+        held, known = lightning_file.to_state(held, place, missing)
+    missing += [f"checksums ({why}: whether it is damaged was not checked)" for why in sorted(unchecked)]
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
@@ -124,7 +130,7 @@ def import_checkpoint(
         with mapped_memory.given_back(leaves.values):
             info = engine.checkpoint(state, step=step, metadata=metadata).result()
         known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
-        return Imported(**known_facts, source=kind, missing=missing)
+        return Imported(**known_facts, source=kind, missing=tuple(missing))
 
 
 def _find(name: Path, source: Source | None) -> tuple[Path, Source]:

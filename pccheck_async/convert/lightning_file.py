@@ -33,8 +33,8 @@ def is_checkpoint(held: object) -> bool:
     return isinstance(held, Mapping) and _NAMES["model"] in held and _VERSION in held
 
 
-def to_state(held: Any, file: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """Return the state that a file held, its step, and what is missing in it.
+def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any], int]:
+    """Return the state that a file held, and its step; what is missing in it is added to ``missing``.
 
     Steps count from 0, as those of the callback: after ``global_step`` of them the last one is that less one.
     """
@@ -44,8 +44,9 @@ def to_state(held: Any, file: Path) -> tuple[dict[str, Any], int, tuple[str, ...
         raise CorruptStoreError(f"{file} has no global_step")
     state = {part: held[name] for part, name in _NAMES.items() if name in held}
     others = {name: value for name, value in held.items() if name not in _NAMES.values()}
-    missing = [f"{part} (the file has no {name})" for part, name in _NAMES.items() if name not in held]
-    return state | {"others": others}, max(0, step - 1), (*missing, "rng (a file of Lightning holds none)")
+    missing += [f"{part} (the file has no {name})" for part, name in _NAMES.items() if name not in held]
+    missing.append("rng (a file of Lightning holds none)")
+    return state | {"others": others}, max(0, step - 1)
 
 
 def to_file(selection: Selection) -> Selection:

@@ -25,6 +25,7 @@ from pccheck_async.format import dtypes
 
 __all__ = ["NotReadableError", "Section", "read_file", "read_value"]
 
+_PIECE_BYTES: Final = 1 << 20
 _WITH_NAMES: Final = (2, 6)
 """torch's version from which the unpickler can be told what stands for a name."""
 
@@ -65,21 +66,29 @@ class Section(io.RawIOBase):
         return True
 
 
-def read_value(data: Section) -> Any:
-    """Return what was saved. Raises NotReadableError; CorruptStoreError where the bytes are no whole file."""
+def read_value(data: Section, unchecked: set[str]) -> Any:
+    """Return what was saved; why there were no checksums to compare it with is added to ``unchecked``.
+
+    Raises NotReadableError; CorruptStoreError where the bytes are no whole file, or not what was written.
+    """
     if data.read(2) != b"PK":  # older formats: up to torch 2.5 they let a tar archive run code (CVE-2025-32434)
         raise CorruptStoreError("it does not begin as torch.save begins")
     data.seek(0)
     with _damage_named(""):
+        _check_archive(data, unchecked)
+        data.seek(0)
         return _load(data, mapped=False)
 
 
-def read_file(file: Path) -> Any:
-    """Return what a file holds; its tensors are mapped, not read.
+def read_file(file: Path, unchecked: set[str]) -> Any:
+    """Return what a file holds; its tensors are mapped, not read, unless they are compressed.
+
+    All bytes are compared with their checksums first; why there were none to compare them with is added to
+    ``unchecked``.
 
     Raises:
         UnsupportedStateError: some of it cannot be read without running code; names all of that.
-        CorruptStoreError: it is no whole file of ``torch.save``.
+        CorruptStoreError: it is no whole file of ``torch.save``, or not what was written.
     """
     try:
         with _damage_named(f"{file} is no whole file of torch.save: "):
@@ -90,10 +99,35 @@ def read_file(file: Path) -> Any:
                 raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
                     f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
                 )
+            if mapped:
+                mapped = not _check_archive(file, unchecked)
+            else:
+                unchecked.add("a file from before torch 1.6 has none")
             return _load(file, mapped=mapped)
     except NotReadableError as error:
         what = ", ".join(_unknown_names(file)) or error
         raise UnsupportedStateError(f"{file} cannot be read without running code in it: {what}") from error
+
+
+def _check_archive(source: Any, unchecked: set[str]) -> bool:
+    """Compare all bytes of a zip archive with its checksums, which torch does not; return whether any are compressed.
+
+    torch maps what is compressed as if it were not.
+
+    Raises zipfile.BadZipFile: something is not what was written.
+    """
+    with zipfile.ZipFile(source) as archive:
+        members = archive.infolist()
+        if any(member.header_offset < 0 for member in members):
+            raise zipfile.BadZipFile("a member begins before the file")
+        if any(member.CRC for member in members):
+            for member in members:
+                with archive.open(member) as opened:  # raises at the end
+                    while opened.read(_PIECE_BYTES):
+                        pass
+        else:
+            unchecked.add("torch.serialization.set_crc32_options(False) was in force when it was saved")
+        return any(member.compress_type != zipfile.ZIP_STORED for member in members)
 
 
 def _begins_as_zip(file: Path) -> bool:

@@ -28,7 +28,8 @@ from pccheck_async.format.skeleton import ArrayNode, Node
 from pccheck_async.state import Array, as_bits, paths
 
 __all__ = [
-    "INDEX", "STATE", "WHOLE", "StoredArray", "StoredStructure", "check_metadata", "parts", "write", "write_folder",
+    "INDEX", "STATE", "TAKEN", "WHOLE", "StoredArray", "StoredStructure", "check_metadata", "parts", "write",
+    "write_folder",
 ]  # fmt: skip
 
 WHOLE: Final = "model.safetensors"
@@ -38,7 +39,8 @@ INDEX: Final = "model.safetensors.index.json"
 
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
-_TAKEN: Final = frozenset({"format", "total_size", STATE, _VALUES})
+TAKEN: Final = frozenset({"format", "total_size", STATE, _VALUES})
+"""Of the metadata, what the format, Hugging Face and this package write themselves."""
 _PART: Final = 32 << 20
 _MOST_HEADER: Final = 100_000_000
 """Bytes; what reads the format refuses more."""
@@ -77,7 +79,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
     """Raise TypeError where a user's metadata are no strings, ValueError where names are taken."""
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise TypeError("metadata of safetensors maps str to str")
-    if taken := sorted(_TAKEN & metadata.keys()):
+    if taken := sorted(TAKEN & metadata.keys()):
         raise ValueError(f"metadata has {', '.join(taken)}, which the export writes itself")
 
 

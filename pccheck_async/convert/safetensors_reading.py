@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import torch
 
-from pccheck_async.convert.safetensors_file import INDEX, STATE, WHOLE, StoredArray, StoredStructure
+from pccheck_async.convert.safetensors_file import INDEX, STATE, TAKEN, WHOLE, StoredArray, StoredStructure
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
-from pccheck_async.format import Metadata
+from pccheck_async.format import Metadata, check_metadata
 from pccheck_async.state import rebuild
 
 __all__ = ["files_of", "find_in_folder", "is_index", "lies_in", "read"]
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """Which of several files holds which tensor; other facts in it are not needed."""
+    """Which of several files holds which tensor, and metadata of all of them."""
 
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}  # msgspec copies it
@@ -71,10 +71,11 @@ def _read_index(place: Path) -> _Index:
     return index
 
 
-def read(place: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
+def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None, Metadata]:
     """Map a file, or the files that an index names, and return the state, its step and its metadata.
 
-    What is in one of the files, and not in the index, is taken as well, as transformers does.
+    What is in one of the files, and not in the index, is taken as well, as transformers does. Metadata for which a
+    checkpoint has no room is added to ``missing``.
 
     Raises:
         FileNotFoundError: a file that the index names is not there.
@@ -92,32 +93,46 @@ def read(place: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
         with ExitStack() as stack:
             for file in files:
                 opened[file.name] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            return _read(place, index, opened)
+            return _read(place, index, opened, missing)
     except SafetensorError as error:
         file = files[min(len(opened), len(files) - 1)]  # the one after those that could be opened
         raise CorruptStoreError(f"{file} is no whole file of safetensors: {error}") from error
 
 
 def _read(
-    place: Path, index: _Index | None, opened: dict[str, Any]
-) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
+    place: Path, index: _Index | None, opened: dict[str, Any], missing: list[str]
+) -> tuple[Mapping[str, Any], int | None, Metadata]:
     found: dict[str, Any] = {}
-    if index is None:
-        text = (opened[place.name].metadata() or {}).get(STATE)
-    else:
-        text = index.metadata.get(STATE)
+    about: dict[str, Any] = {}
+    for file in opened.values():
+        about |= file.metadata() or {}
+    if index is not None:
+        about = about | index.metadata
         names = {title: set(file.keys()) for title, file in opened.items()}
         if lost := [f"{name} (in {title})" for name, title in index.weight_map.items() if name not in names[title]]:
             raise CorruptStoreError(f"the files beside {place} lack {_listed(lost)}, which it names")
         found = {name: opened[title] for name, title in index.weight_map.items()}
     for file in opened.values():
         found = {**dict.fromkeys(file.keys(), file), **found}
-    structure = _structure(text)
+    structure = _structure((about if index is None else index.metadata).get(STATE))
+    facts = _facts(about, {} if structure is None else structure.metadata, missing)
     if structure is None:
-        return {name: file.get_tensor(name) for name, file in found.items()}, None, None
+        return {name: file.get_tensor(name) for name, file in found.items()}, None, facts
     if lacking := sorted({array.name for array in structure.arrays} - found.keys()):
         raise CorruptStoreError(f"{place} lacks {_listed(lacking)}, which its metadata names")
-    return _state(structure, lambda name: found[name].get_tensor(name)), structure.step, structure.metadata
+    return _state(structure, lambda name: found[name].get_tensor(name)), structure.step, facts
+
+
+def _facts(about: Mapping[str, Any], own: Metadata, missing: list[str]) -> Metadata:
+    """Return the metadata of the checkpoint that was exported, and of the others what a checkpoint has room for."""
+    facts = dict(own)
+    for key, value in sorted(about.items()):  # safetensors gives them in any order
+        if key not in TAKEN and key not in own:
+            try:
+                facts = check_metadata({**facts, key: value})
+            except UnsupportedStateError as error:
+                missing.append(f"the metadata {key} ({str(error).partition(';')[0]})")
+    return facts
 
 
 def _listed(names: Sequence[str]) -> str:

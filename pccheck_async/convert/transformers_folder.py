@@ -29,6 +29,8 @@ _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scal
 """Parts of the state, and the files of ``torch.save`` that hold them."""
 _KNOWN: Final = ("model", *_FILES, "rng", "trainer", "state")
 _BIN: Final = "pytorch_model.bin"
+_MODELS: Final = (safetensors_file.WHOLE, _BIN, safetensors_file.INDEX, f"{_BIN}.index.json")
+"""Files of the model, in the order in which the Trainer looks for them."""
 WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
 """What :func:`write` makes."""
 
@@ -36,8 +38,10 @@ WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
 # -- reading
 
 
-def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """Return the state, its step, and what is missing in it. Tensors are mapped.
+def read(folder: Path, missing: list[str], unchecked: set[str]) -> tuple[dict[str, Any], int]:
+    """Return the state and its step; what is missing in it is added to ``missing``. Tensors are mapped.
+
+    Why files had no checksums to compare them with is added to ``unchecked``.
 
     Raises:
         FileNotFoundError: not all files of the model are there.
@@ -47,20 +51,19 @@ def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     """
     if outside := [file for file in folder.iterdir() if file.resolve().parent != folder.resolve() and file.is_file()]:
         raise UnsupportedStateError(f"{outside[0]} is a link to {outside[0].resolve()}, outside the checkpoint")
-    missing: list[str] = []
     text, step = _read_json(folder / TRAINER_STATE)
-    state: dict[str, Any] = {"model": _read_model(folder)}
+    state: dict[str, Any] = {"model": _read_model(folder, missing, unchecked)}
     for part, title in _FILES.items():
         if (folder / title).is_file():
-            state[part] = read_file(folder / title)
+            state[part] = read_file(folder / title, unchecked)
         elif part != "scaler":  # only where float16 was trained
             missing.append(f"{part} (there is no {title})")
     if (folder / _RNG).is_file():
-        state["rng"] = _rng(folder / _RNG)
+        state["rng"] = _rng(folder / _RNG, unchecked)
     else:
         others = len([*folder.glob("rng_state_*.pth")])
         missing.append(f"rng ({f'of {others} ranks, each its own' if others else f'there is no {_RNG}'})")
-    return state | {"trainer": {"state": text}}, step, tuple(missing)
+    return state | {"trainer": {"state": text}}, step
 
 
 def _read_json(file: Path) -> tuple[str, int]:
@@ -75,19 +78,20 @@ def _read_json(file: Path) -> tuple[str, int]:
     return text, step
 
 
-def _read_model(folder: Path) -> Mapping[str, Any]:
-    if (folder / _BIN).is_file():
-        return _mapping(read_file(folder / _BIN), folder / _BIN)
-    index = folder / f"{_BIN}.index.json"
-    if index.is_file():
-        titles = safetensors_reading.files_of(index)
-        return {name: value for title in titles for name, value in _mapping(read_file(title), title).items()}
-    if not safetensors_reading.lies_in(folder):
+def _read_model(folder: Path, missing: list[str], unchecked: set[str]) -> Mapping[str, Any]:
+    """Return the tensors of the model, of the file that the Trainer takes where there are several."""
+    found = [title for title in _MODELS if (folder / title).is_file()]
+    if not found:
         raise UnsupportedStateError(
             f"{folder} has no {safetensors_file.WHOLE}, {_BIN} or index of several (PEFT, FSDP and DeepSpeed save "
             "otherwise): attach PCcheckCallback and let the Trainer read it, train(resume_from_checkpoint=...)"
         )
-    return safetensors_reading.read(safetensors_reading.find_in_folder(folder))[0]
+    missing += [f"{title} (left out: the Trainer takes {found[0]})" for title in found[1:]]
+    file = folder / found[0]
+    if found[0] in (safetensors_file.WHOLE, safetensors_file.INDEX):
+        return safetensors_reading.read(file, missing)[0]
+    files = [file] if found[0] == _BIN else safetensors_reading.files_of(file)
+    return {name: value for each in files for name, value in _mapping(read_file(each, unchecked), each).items()}
 
 
 def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
@@ -96,9 +100,9 @@ def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
     return held
 
 
-def _rng(file: Path) -> dict[str, Any]:
+def _rng(file: Path, unchecked: set[str]) -> dict[str, Any]:
     """Return what :class:`pccheck_async.RNGState` saves."""
-    held = read_file(file)
+    held = read_file(file, unchecked)
     try:
         version, words, gauss = held["python"]
         bit_generator, key, position, has_gauss, normal = held["numpy"]

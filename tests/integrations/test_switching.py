@@ -198,6 +198,24 @@ def test_what_a_folder_of_transformers_lacks_is_said(folder: Path, tmp_path: Pat
     assert bits(state["model"]) == bits({"a": torch.ones(3)})
 
 
+def test_of_several_models_in_a_folder_that_which_the_trainer_takes(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.save({"a": torch.ones(3)}, folder / "pytorch_model.bin")
+    write("model.safetensors.index.json", {"weight_map": {"a": "lost.safetensors"}})(folder)
+    info = import_checkpoint(folder, tmp_path / "s")
+    assert info.missing == (
+        "pytorch_model.bin (left out: the Trainer takes model.safetensors)",
+        "model.safetensors.index.json (left out: the Trainer takes model.safetensors)",
+    )
+    assert bits(load_sync(tmp_path / "s")["model"]) == bits(load_file(folder / "model.safetensors"))
+    taken = trainer(tmp_path)
+    taken._load_from_checkpoint(str(folder))
+    theirs = load_file(folder / "model.safetensors")
+    mine = taken.model.state_dict()
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
 # -- the file of Lightning
 
 

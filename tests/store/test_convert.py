@@ -438,6 +438,27 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
         assert back["odd"]["tied"]["one"].data_ptr() == back["odd"]["tied"]["other"].data_ptr()
 
 
+def test_the_metadata_of_safetensors_come_back(tmp_path: Path) -> None:
+    """Those of others, and those that were given to an export beside what the checkpoint had itself."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tensors = {"x": torch.ones(3), "y": torch.zeros(2)}
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "model": "m", "note": "n" * 1000, "z": "last"})
+    info = import_checkpoint(tmp_path / "a.safetensors", tmp_path / "s", step=4)
+    assert info.metadata == {"model": "m", "z": "last"}
+    (lost,) = info.missing
+    assert re.fullmatch(r"the metadata note \(metadata takes 10\d\d bytes, at most 512 fit into the .* record\)", lost)
+    assert import_checkpoint(tmp_path / "a.safetensors", tmp_path / "s", metadata={"mine": 1}).metadata == {"mine": 1}
+
+    save(tmp_path / "t", {"x": torch.ones(3), "y": torch.zeros(2)})
+    for name, most in (("b.safetensors", None), ("b", 12)):
+        out = tmp_path / name
+        export_checkpoint(
+            tmp_path / "t", out, to="safetensors", max_file_size=most, metadata={"license": "MIT", "loss": "none"}
+        )
+        info = import_checkpoint(out, tmp_path / f"from {name}")
+        assert (info.step, info.metadata, info.missing) == (7, {"loss": 0.5, "license": "MIT"}, ())
+
+
 def load_safetensors(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -859,8 +880,20 @@ def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path
             data[at] = random.randrange(256)
         (folder / ".metadata").write_bytes(data)
         with suppress(CorruptStoreError, UnsupportedStateError, MemoryError):
-            dcp_reading.read(folder, tmp_path)
+            dcp_reading.read(folder, tmp_path, set())
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_every_byte_of_a_dcp_folder_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    save_dcp({"x": torch.arange(3000.0)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert import_checkpoint(tmp_path / "d", tmp_path / "s").missing == ()
+    (file,) = (tmp_path / "d").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.arange(3000.0).numpy().tobytes()[4000:8000])] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match="x is damaged: BadZipFile: Bad CRC-32"):
+        import_checkpoint(tmp_path / "d", tmp_path / "s")
 
 
 _IMPORT = """
@@ -1122,6 +1155,46 @@ def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+def test_import_of_a_file_that_was_compressed(tmp_path: Path) -> None:
+    """torch maps the members of an archive where they lie, whether or not they are compressed."""
+    state = {"x": torch.arange(3000.0), "y": [1, "a"]}
+    torch.save(state, tmp_path / "t.pt")
+    with zipfile.ZipFile(tmp_path / "t.pt") as whole, zipfile.ZipFile(tmp_path / "z.pt", "w") as archive:
+        for member in whole.infolist():
+            archive.writestr(member.filename, whole.read(member), zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "z.pt").stat().st_size < (tmp_path / "t.pt").stat().st_size
+    assert import_checkpoint(tmp_path / "z.pt", tmp_path / "s").missing == ()
+    assert not difference(load_sync(tmp_path / "s"), state)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_every_byte_of_a_torch_file_is_compared_with_its_checksum(tmp_path: Path, sums: bool) -> None:
+    torch.serialization.set_crc32_options(sums)
+    try:
+        torch.save({"x": torch.arange(3000.0), "y": "a text that is no tensor"}, tmp_path / "t.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    whole = (tmp_path / "t.pt").read_bytes()
+    info = import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+    assert [line.partition(" (")[0] for line in info.missing] == ([] if sums else ["checksums"])
+    for within in (torch.arange(3000.0).numpy().tobytes()[4000:8000], b"a text that"):
+        damaged = bytearray(whole)
+        damaged[whole.index(within)] ^= 1
+        (tmp_path / "t.pt").write_bytes(damaged)
+        if sums:
+            with pytest.raises(CorruptStoreError, match=r"t\.pt is no whole file .*: Bad CRC-32 for file"):
+                import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+        else:
+            said = import_checkpoint(tmp_path / "t.pt", tmp_path / "s").missing[0]
+            assert "set_crc32_options(False)" in said
+            assert "whether it is damaged was not checked" in said
+
+
+def test_a_file_of_an_old_torch_has_no_checksums(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert "from before torch 1.6" in import_checkpoint(tmp_path / "old.pt", tmp_path / "s").missing[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["new.pt", "old.pt"])
 def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
@@ -1133,7 +1206,7 @@ def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
             data[at] = random.randrange(256)
         (tmp_path / "t.pt").write_bytes(data)
         with suppress(CorruptStoreError, UnsupportedStateError):
-            pickled_values.read_file(tmp_path / "t.pt")
+            pickled_values.read_file(tmp_path / "t.pt", set())
 
 
 def test_import_beside_a_trainer(tmp_path: Path) -> None:
@@ -1163,7 +1236,7 @@ def test_numpys_values_of_a_file_are_made_of_bytes_only(tmp_path: Path, data: An
     for value in (Forged(make_array, *arguments, state=(*state[:-1], data)), Forged(make_scalar, dtype, data)):
         torch.save({"x": value}, tmp_path / "t.pt")
         with pytest.raises(CorruptStoreError, match="TypeError"):
-            pickled_values.read_file(tmp_path / "t.pt")
+            pickled_values.read_file(tmp_path / "t.pt", set())
 
 
 class Evil:
