@@ -665,6 +665,12 @@ def import_(
         int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
     ] = None,
     root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
+    skip_unreadable: Annotated[
+        bool,
+        typer.Option(
+            "--skip-unreadable", help="Leave out what cannot be read without running code, such as a configuration."
+        ),
+    ] = False,
     json: Json = False,
 ) -> Report:
     """Save what a file or folder holds as the newest checkpoint of a store. Runs no code from it.
@@ -673,7 +679,7 @@ def import_(
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage.
     """
-    info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root)
+    info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root, skip_unreadable=skip_unreadable)
     document = as_json(info) | {"source": info.source, "missing": [printable(line) for line in info.missing]}
     return Report(document, _imported(info, file, path))
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pccheck_async.convert.mapped_memory import give_back, tensors_in_a_file
-from pccheck_async.convert.pickled_values import NotReadableError, Section, read_value
+from pccheck_async.convert.pickled_values import NotReadableError, Reading, Section, read_value
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.state import as_bits
@@ -35,10 +35,8 @@ _MOST_KEYS: Final = 100
 _Sizes: TypeAlias = tuple[int, ...]
 
 
-def read(folder: Path, scratch: Path, unchecked: set[str]) -> dict[str, Any]:
+def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
     """Return the state in a folder. One part of a tensor is in memory at a time, the tensors in a file of ``scratch``.
-
-    Why parts had no checksums to compare them with is added to ``unchecked``.
 
     Raises:
         UnsupportedStateError: it holds what cannot be read without running code, or was saved through an extension.
@@ -54,7 +52,7 @@ def read(folder: Path, scratch: Path, unchecked: set[str]) -> dict[str, Any]:
         what = str(error) if isinstance(error, _BadError) else f"{type(error).__name__}: {error}"
         raise CorruptStoreError(f"{file} is damaged: {what}") from error
     content.check_files(folder)
-    return _nested(_read(folder, content, scratch, unchecked), content.paths)
+    return _nested(_read(folder, content, scratch, reading), content.paths)
 
 
 class _BadError(Exception):
@@ -311,18 +309,18 @@ def _place(info: Mapping[str, Any], name: str, offsets: _Sizes | None) -> _Place
 # -- the files
 
 
-def _read(folder: Path, content: _Content, scratch: Path, unchecked: set[str]) -> dict[str, Any]:
+def _read(folder: Path, content: _Content, scratch: Path, reading: Reading) -> dict[str, Any]:
     """Read every part once, forwards."""
     values: dict[str, Any] = dict.fromkeys(content.entries)
     tensors = {name: entry for name, entry in content.entries.items() if entry is not None}
     wanted = [(entry.shape, entry.dtype) for entry in tensors.values()]
     values |= zip(tensors, tensors_in_a_file(scratch, wanted), strict=True)
-    refused: list[str] = []
+    refused: dict[str, NotReadableError] = {}
     for title, places in groupby(content.places, key=lambda place: place.file):
         with (folder / title).open("rb") as file:
             for place in places:
                 try:
-                    part = read_value(Section(file, place.start, place.nbytes), unchecked)
+                    part = read_value(Section(file, place.start, place.nbytes), reading)
                     entry = content.entries[place.name]
                     if entry is None:
                         values[place.name] = part
@@ -330,18 +328,22 @@ def _read(folder: Path, content: _Content, scratch: Path, unchecked: set[str]) -
                         _put(part, entry, place, values[place.name])
                         give_back([values[place.name]])
                 except NotReadableError as error:
-                    refused.append(f"{place.name} ({error})")
+                    refused[place.name] = error
                 except CorruptStoreError as error:
                     raise CorruptStoreError(f"{folder / title}: {place.name} is damaged: {error}") from error
-    if refused:
-        listed = "; ".join(refused[:50]) + ("; ..." if len(refused) > 50 else "")
-        raise UnsupportedStateError(
-            f"{folder} holds values that cannot be read without running code: {listed}. If you trust what is named, "
-            "allow it (torch.serialization.add_safe_globals)"
-        )
     for name, entry in tensors.items():
         if entry.requires_grad and (entry.dtype.is_floating_point or entry.dtype.is_complex):
             values[name].requires_grad_()
+    if refused and reading.skips:
+        reading.missing += [f"{name} (cannot be read without running code: {error})" for name, error in refused.items()]
+        return {name: value for name, value in values.items() if name not in refused}
+    if refused:
+        each = [f"{name} ({error})" for name, error in refused.items()]
+        listed = "; ".join(each[:50]) + ("; ..." if len(each) > 50 else "")
+        raise UnsupportedStateError(
+            f"{folder} holds values that cannot be read without running code: {listed}. If you trust what is named, "
+            "allow it (torch.serialization.add_safe_globals); or leave it out: skip_unreadable=True (--skip-unreadable)"
+        )
     return values
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from pccheck_async.api import SyncCheckpointEngine
-from pccheck_async.convert import dcp_reading, lightning_file, mapped_memory, safetensors_reading, transformers_folder
-from pccheck_async.convert.pickled_values import read_file
+from pccheck_async.convert import (
+    dcp_reading,
+    lightning_file,
+    mapped_memory,
+    model_files,
+    safetensors_reading,
+    transformers_folder,
+)
+from pccheck_async.convert.pickled_values import Reading, read_file
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
@@ -47,6 +54,7 @@ def import_checkpoint(
     step: int | None = None,
     root: str | None = None,
     metadata: Metadata | None = None,
+    skip_unreadable: bool = False,
     host_memory: int = 128 << 20,
     io: IO = "auto",
 ) -> Imported:
@@ -57,9 +65,11 @@ def import_checkpoint(
     ``missing``.
 
     "torch"
-        A file of ``torch.save``, read with ``weights_only=True``. One that was compressed is read into memory.
+        A file of ``torch.save``, read with ``weights_only=True``. One that was compressed is read into memory. Or a
+        folder with ``pytorch_model.bin``, or with several such files and an index, or that index itself.
     "safetensors"
-        A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. Gives the tensors
+        A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. Where a folder has
+        nothing but one variant (``model.fp16.safetensors``), that is taken. Gives the tensors
         under their names, and the whole state where :func:`export_checkpoint` made it. Its metadata become those of the
         checkpoint, as far as there is room (512 bytes).
     "dcp"
@@ -76,6 +86,8 @@ def import_checkpoint(
             the engine's counter.
         root: Put what the file holds below this name in the state (``"model"``); what is no mapping needs one.
         metadata: Small facts, as for ``checkpoint``; by default those that a file of safetensors names.
+        skip_unreadable: Leave out what cannot be read from files of torch without running code in them (such as
+            hyperparameters that omegaconf made), and name it in ``missing``; else that is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -101,18 +113,23 @@ def import_checkpoint(
     place, kind = _find(name, source)
     known: int | None = None
     facts: Metadata | None = None
-    missing: list[str] = []
-    unchecked: set[str] = set()
+    reading = Reading(skip_unreadable)
+    missing = reading.missing
     if kind == "safetensors":
         held, known, facts = safetensors_reading.read(place, missing)
     elif kind == "transformers":
-        held, known = transformers_folder.read(place, missing, unchecked)
+        held, known = transformers_folder.read(place, reading)
+    elif kind == "dcp":
+        held = dcp_reading.read(place, Path(path), reading)
     else:
-        held = dcp_reading.read(place, Path(path), unchecked) if kind == "dcp" else read_file(place, unchecked)
+        read: Callable[[Path, Reading], Any] = (
+            transformers_folder.read_bins if model_files.is_index(place, "bin") else read_file
+        )
+        held = read(place, reading)
     if kind == "lightning" or (source is None and lightning_file.is_checkpoint(held)):
         kind = "lightning"
         held, known = lightning_file.to_state(held, place, missing)
-    missing += [f"checksums ({why}: whether it is damaged was not checked)" for why in sorted(unchecked)]
+    missing += [f"checksums ({why}: whether it is damaged was not checked)" for why in sorted(reading.unchecked)]
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
@@ -145,26 +162,34 @@ def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
     looks = _look(name)
     if source is None and looks is None:
         raise UnsupportedStateError(f"{name} is of no format that can be told; say of which (--from, source=...)")
-    if looks is not None and source not in (None, looks, _ALSO.get(looks)):
+    if looks is not None and source not in (None, looks, *_ALSO[name.is_dir()].get(looks, ())):
         what = (
             f"is a folder of {_FOLDERS[looks]}" if name.is_dir() else f"begins like a file of {looks}, not of {source}"
         )
         raise UnsupportedStateError(f"{name} {what}: import it as such (--from {looks}, source={looks!r})")
     kind = source or looks
     assert kind is not None
-    if kind == "safetensors" and name.is_dir():
-        return safetensors_reading.find_in_folder(name), kind
+    if kind in ("safetensors", "torch") and name.is_dir():
+        return model_files.find(name, "bin" if kind == "torch" else "safetensors"), kind
     if looks is None:
         _check_place(name, kind)
     return name, kind
 
 
-_ALSO: Final[dict[Source, Source]] = {"torch": "lightning", "transformers": "safetensors"}
-"""What a file or folder that looks like one may be read as, too."""
+_ALSO: Final[tuple[dict[Source, tuple[Source, ...]], ...]] = (
+    {"torch": ("lightning",)},
+    {
+        "transformers": ("safetensors", "torch"),
+        "safetensors": ("transformers", "torch"),
+        "torch": ("transformers",),
+    },
+)
+"""What a file (or a folder: the second) that looks like one may be read as, too."""
 _FOLDERS: Final[dict[Source, str]] = {
     "dcp": "torch.distributed.checkpoint",
     "transformers": "Hugging Face's Trainer",
     "safetensors": "files of safetensors",
+    "torch": "a model's files of torch.save",
 }
 
 
@@ -173,14 +198,18 @@ def _look(name: Path) -> Source | None:
     if name.is_dir():
         if (name / dcp_reading.METADATA).is_file():
             return "dcp"
-        if (name / transformers_folder.TRAINER_STATE).is_file():
+        if transformers_folder.lies_in(name):
             return "transformers"
-        return "safetensors" if safetensors_reading.lies_in(name) else None
+        if model_files.find_all(name, "safetensors"):
+            return "safetensors"
+        return "torch" if model_files.find_all(name, "bin") else None
+    model_files.refuse_other_things(name)
     with name.open("rb") as file:
         head = file.read(9)
-    if head[5:] == b"\0\0\0{" or safetensors_reading.is_index(name):
+    if head[5:] == b"\0\0\0{" or model_files.is_index(name, "safetensors"):
         return "safetensors"
-    return "torch" if head.startswith((b"PK", b"\x80")) else None  # before torch 1.6 a file was but pickles
+    is_torch = head.startswith((b"PK", b"\x80")) or model_files.is_index(name, "bin")
+    return "torch" if is_torch else None  # before torch 1.6 a file was but pickles
 
 
 def _check_place(name: Path, kind: Source) -> None:
@@ -193,6 +222,6 @@ def _check_place(name: Path, kind: Source) -> None:
             raise UnsupportedStateError(text)
         raise FileNotFoundError(f"{name} is a folder without {dcp_reading.METADATA}, which such a save writes last")
     if kind == "transformers":
-        raise FileNotFoundError(f"{name} is a folder without {transformers_folder.TRAINER_STATE}")
+        raise FileNotFoundError(f"{name} is a folder without {transformers_folder.TRAINER_STATE}, and without a model")
     if name.is_dir():
         raise FileNotFoundError(f"{name} is a folder; give a file")

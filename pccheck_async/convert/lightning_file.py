@@ -33,20 +33,25 @@ def is_checkpoint(held: object) -> bool:
     return isinstance(held, Mapping) and _NAMES["model"] in held and _VERSION in held
 
 
-def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any], int]:
-    """Return the state that a file held, and its step; what is missing in it is added to ``missing``.
+def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any], int | None]:
+    """Return the state that a file held, and its step, if it says one; what is missing is added to ``missing``.
+
+    A file may be stripped of all but the weights.
 
     Steps count from 0, as those of the callback: after ``global_step`` of them the last one is that less one.
     """
-    if not is_checkpoint(held):
-        raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict and {_VERSION}")
-    if type(step := held.get("global_step")) is not int or not 0 <= step < 1 << 63:
-        raise CorruptStoreError(f"{file} has no global_step")
+    if not isinstance(held, Mapping) or _NAMES["model"] not in held:
+        raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict")
+    step = held.get("global_step")
+    if step is not None and (type(step) is not int or not 0 <= step < 1 << 63):
+        raise CorruptStoreError(f"{file} has no global_step that is one: {str(step)[:50]}")
     state = {part: held[name] for part, name in _NAMES.items() if name in held}
     others = {name: value for name, value in held.items() if name not in _NAMES.values()}
     missing += [f"{part} (the file has no {name})" for part, name in _NAMES.items() if name not in held]
     missing.append("rng (a file of Lightning holds none)")
-    return state | {"others": others}, max(0, step - 1)
+    if step is None:
+        missing.append("the step (the file has no global_step; it is counted on from the store)")
+    return state | {"others": others}, None if step is None else max(0, step - 1)
 
 
 def to_file(selection: Selection) -> Selection:

@@ -11,23 +11,41 @@ import re
 import tarfile
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from pccheck_async.convert.model_files import refuse_other_things
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
+from pccheck_async.state import paths
 
-__all__ = ["NotReadableError", "Section", "read_file", "read_value"]
+__all__ = ["NotReadableError", "Reading", "Section", "read_file", "read_value"]
 
 _PIECE_BYTES: Final = 1 << 20
-_WITH_NAMES: Final = (2, 6)
-"""torch's version from which the unpickler can be told what stands for a name."""
+_PROTOCOL: Final = 2
+"""Of pickle, as torch.save writes by default and the restricted unpickler reads."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a reader has to say beside the state.
+
+    Attributes:
+        skips: Whether what cannot be read without running code is left out; else it is refused.
+        missing: What was left out, and what a run that goes on from it will not find; each with the reason.
+        unchecked: Why there were no checksums to compare something with.
+    """
+
+    skips: bool = False
+    missing: list[str] = field(default_factory=list)
+    unchecked: set[str] = field(default_factory=set)
 
 
 class NotReadableError(Exception):
@@ -66,8 +84,8 @@ class Section(io.RawIOBase):
         return True
 
 
-def read_value(data: Section, unchecked: set[str]) -> Any:
-    """Return what was saved; why there were no checksums to compare it with is added to ``unchecked``.
+def read_value(data: Section, reading: Reading) -> Any:
+    """Return what was saved.
 
     Raises NotReadableError; CorruptStoreError where the bytes are no whole file, or not what was written.
     """
@@ -75,44 +93,70 @@ def read_value(data: Section, unchecked: set[str]) -> Any:
         raise CorruptStoreError("it does not begin as torch.save begins")
     data.seek(0)
     with _damage_named(""):
-        _check_archive(data, unchecked)
+        _check_archive(data, reading)
         data.seek(0)
         return _load(data, mapped=False)
 
 
-def read_file(file: Path, unchecked: set[str]) -> Any:
+def read_file(file: Path, reading: Reading) -> Any:
     """Return what a file holds; its tensors are mapped, not read, unless they are compressed.
 
-    All bytes are compared with their checksums first; why there were none to compare them with is added to
-    ``unchecked``.
+    All bytes are compared with their checksums first.
 
     Raises:
-        UnsupportedStateError: some of it cannot be read without running code; names all of that.
+        UnsupportedStateError: some of it cannot be read without running code; names all of that. Or it is no file of
+            ``torch.save``; says what it is.
         CorruptStoreError: it is no whole file of ``torch.save``, or not what was written.
     """
+    refuse_other_things(file)
+    with file.open("rb") as opened:
+        head = opened.read(4)
+    unreadable: list[str] = []
     try:
         with _damage_named(f"{file} is no whole file of torch.save: "):
-            mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
-            if not mapped and _begins_as_zip(file):
-                raise CorruptStoreError(f"{file} is no whole file of torch.save: its end is missing")
-            if not mapped and tarfile.is_tarfile(file):
-                raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
+            if mapped := head == b"PK\3\4":
+                archive = _check_archive(file, reading)
+                _refuse_other_archives(file, archive)
+                mapped, head = not archive.compressed, archive.head
+            elif tarfile.is_tarfile(file):
+                raise UnsupportedStateError(  # torch up to 2.5 lets such a file run code (CVE-2025-32434)
                     f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
                 )
-            if mapped:
-                mapped = not _check_archive(file, unchecked)
             else:
-                unchecked.add("a file from before torch 1.6 has none")
-            return _load(file, mapped=mapped)
+                reading.unchecked.add("a file from before torch 1.6 has none")
+            if reading.skips:
+                unreadable = _unknown_names(file)
+            with file.open("rb") as opened:
+                # By another name: what is called *.safetensors torch gives to that package, whatever it is.
+                held = _load(f"/proc/self/fd/{opened.fileno()}", mapped=mapped, unreadable=unreadable)
     except NotReadableError as error:
+        if head.startswith(b"\x80") and head[1] != _PROTOCOL:
+            raise UnsupportedStateError(
+                f"{file} was saved with pickle_protocol={head[1]}, and what torch reads without running code in it is "
+                f"protocol {_PROTOCOL}: where you trust it, save torch.load(FILE, weights_only=False) anew"
+            ) from error
         what = ", ".join(_unknown_names(file)) or error
-        raise UnsupportedStateError(f"{file} cannot be read without running code in it: {what}") from error
+        raise UnsupportedStateError(
+            f"{file} cannot be read without running code in it: {what}; to import what else is in it, "
+            "skip_unreadable=True (--skip-unreadable)"
+        ) from error
+    if unreadable and _without_unreadable(held, "", reading.missing) is _Unreadable:
+        raise UnsupportedStateError(f"{file} holds nothing but what cannot be read without running code in it")
+    return held
 
 
-def _check_archive(source: Any, unchecked: set[str]) -> bool:
-    """Compare all bytes of a zip archive with its checksums, which torch does not; return whether any are compressed.
+class _Archive(NamedTuple):
+    """What is in a zip archive."""
 
-    torch maps what is compressed as if it were not.
+    names: list[str]
+    compressed: bool
+    """Some of it: torch would map it as if it were not."""
+    head: bytes
+    """The first bytes of its pickle, empty where there are no checksums."""
+
+
+def _check_archive(source: Any, reading: Reading) -> _Archive:
+    """Compare all bytes of a zip archive with its checksums, which torch does not.
 
     Raises zipfile.BadZipFile: something is not what was written.
     """
@@ -120,19 +164,28 @@ def _check_archive(source: Any, unchecked: set[str]) -> bool:
         members = archive.infolist()
         if any(member.header_offset < 0 for member in members):
             raise zipfile.BadZipFile("a member begins before the file")
+        head = b""
         if any(member.CRC for member in members):
             for member in members:
                 with archive.open(member) as opened:  # raises at the end
+                    if member.filename.endswith("/data.pkl"):
+                        head = opened.read(2)
                     while opened.read(_PIECE_BYTES):
                         pass
         else:
-            unchecked.add("torch.serialization.set_crc32_options(False) was in force when it was saved")
-        return any(member.compress_type != zipfile.ZIP_STORED for member in members)
+            reading.unchecked.add("torch.serialization.set_crc32_options(False) was in force when it was saved")
+        names = [member.filename for member in members]
+        return _Archive(names, any(one.compress_type != zipfile.ZIP_STORED for one in members), head)
 
 
-def _begins_as_zip(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(2) == b"PK"
+def _refuse_other_archives(file: Path, archive: _Archive) -> None:
+    last = {name.rpartition("/")[2] for name in archive.names}
+    if "constants.pkl" in last:
+        raise UnsupportedStateError(
+            f"{file} is a program of TorchScript, and no checkpoint: torch.jit.load(FILE).state_dict() is its weights"
+        )
+    if "data.pkl" not in last:
+        raise UnsupportedStateError(f"{file} is a zip archive without a data.pkl: torch.save did not write it")
 
 
 @contextmanager
@@ -145,9 +198,9 @@ def _damage_named(where: str) -> Iterator[None]:
         raise CorruptStoreError(f"{where}{type(error).__name__}: {error}") from error
 
 
-def _load(source: Any, *, mapped: bool) -> Any:
+def _load(source: Any, *, mapped: bool, unreadable: Sequence[str] = ()) -> Any:
     try:
-        with _numpy_known():
+        with _known(*((_Unreadable, name) for name in unreadable)):
             return _plain(torch.load(source, map_location="cpu", weights_only=True, mmap=mapped))
     except UnpicklingError as error:
         reason = str(error.__context__ or error)  # torch puts advice around it
@@ -157,15 +210,55 @@ def _load(source: Any, *, mapped: bool) -> Any:
 
 def _unknown_names(file: Path) -> list[str]:
     """Return all the classes and functions in the way, where this torch can list them."""
-    with suppress(Exception), _numpy_known():
+    with suppress(Exception), _known():
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     return []
 
 
-def _numpy_known() -> Any:
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _WITH_NAMES:
-        return nullcontext()
-    return torch.serialization.safe_globals(_STAND_INS)
+def _known(*more: tuple[type, str]) -> Any:
+    """Return a context in which torch's restricted unpickler knows numpy's names, and more."""
+    return torch.serialization.safe_globals([*_STAND_INS, *more])
+
+
+class _Unreadable(dict[Any, Any]):
+    """Stands for any class or function that is not known, and for what it would have made: takes all, and does nothing.
+
+    A dict, since the unpickler sets items of nothing else.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> _Unreadable:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def _without_unreadable(value: Any, path: str, left_out: list[str]) -> Any:
+    """Remove what cannot be read, with the nearest key that it is under; return :class:`_Unreadable` for such a value.
+
+    A list or tuple with some in it is such a value: the places of its items would be others.
+    """
+    if isinstance(value, _Unreadable) or value is _Unreadable:
+        return _Unreadable
+    if isinstance(value, dict):
+        for (key, item), name in zip([*value.items()], paths.components([*value]), strict=True):
+            below = paths.child(path, name)
+            if _is_lost((key, item), below, left_out):
+                left_out.append(f"{below} (cannot be read without running code in the file)")
+                del value[key]
+    elif isinstance(value, (list, tuple, set, frozenset)) and _is_lost(value, path, left_out):
+        return _Unreadable
+    return value
+
+
+def _is_lost(values: Iterable[Any], path: str, left_out: list[str]) -> bool:
+    return any(_without_unreadable(each, path, left_out) is _Unreadable for each in values)
 
 
 class _Dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,63 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
-from pccheck_async.convert.safetensors_file import INDEX, STATE, TAKEN, WHOLE, StoredArray, StoredStructure
+from pccheck_async.convert.model_files import Index, is_index, listed, read_index, refuse_other_things
+from pccheck_async.convert.safetensors_file import STATE, TAKEN, StoredArray, StoredStructure
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import Metadata, check_metadata
 from pccheck_async.state import rebuild
 
-__all__ = ["files_of", "find_in_folder", "is_index", "lies_in", "read"]
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """Which of several files holds which tensor, and metadata of all of them."""
-
-    weight_map: dict[str, str]
-    metadata: dict[str, Any] = {}  # msgspec copies it
-
-
-def is_index(file: Path) -> bool:
-    """Whether a file is called like an index of files of safetensors, with any word before."""
-    return file.name.endswith(INDEX.removeprefix("model"))
-
-
-def lies_in(folder: Path) -> bool:
-    """Whether a folder has a file of safetensors as transformers name it, or an index of several."""
-    return (folder / WHOLE).is_file() or any(map(is_index, folder.iterdir()))
-
-
-def find_in_folder(folder: Path) -> Path:
-    """Return the only file of safetensors in a folder, or the index of several, as transformers looks for them.
-
-    Raises FileNotFoundError; UnsupportedStateError where there are several indexes.
-    """
-    if (folder / WHOLE).is_file():
-        return folder / WHOLE
-    found = sorted(file for file in folder.iterdir() if is_index(file))
-    if not found:
-        raise FileNotFoundError(f"{folder} is a folder without {WHOLE} and {INDEX}; give a file")
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise UnsupportedStateError(f"{folder} has several indexes of safetensors, {names}; give one of them")
-    return found[0]
-
-
-def files_of(place: Path) -> list[Path]:
-    """Return the files that an index names. Raises CorruptStoreError; FileNotFoundError where one is not there."""
-    return [place.parent / title for title in sorted(set(_read_index(place).weight_map.values()))]
-
-
-def _read_index(place: Path) -> _Index:
-    try:
-        index = msgspec.json.decode(place.read_bytes(), type=_Index)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptStoreError(f"{place} is no index of the files of a model: {error}") from error
-    titles = sorted(set(index.weight_map.values()))
-    if outside := [title for title in titles if Path(title).name != title or "\0" in title]:
-        raise CorruptStoreError(f"{place} names {_listed(outside)}, which cannot be files beside it")
-    if lost := [title for title in titles if not (place.parent / title).is_file()]:
-        raise FileNotFoundError(f"{place} names files that are not there: {_listed(lost)}")
-    return index
+__all__ = ["read"]
 
 
 def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None, Metadata]:
@@ -86,12 +36,14 @@ def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("importing from safetensors needs that package: pip install safetensors") from error
-    index = _read_index(place) if is_index(place) else None
+    index = read_index(place) if is_index(place, "safetensors") else None
     files = [place.parent / name for name in sorted(set(index.weight_map.values()))] if index else [place]
     opened: dict[str, Any] = {}
     try:
         with ExitStack() as stack:
             for file in files:
+                refuse_other_things(file)
+                _refuse_torch(file)
                 opened[file.name] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             return _read(place, index, opened, missing)
     except SafetensorError as error:
@@ -100,7 +52,7 @@ def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None
 
 
 def _read(
-    place: Path, index: _Index | None, opened: dict[str, Any], missing: list[str]
+    place: Path, index: Index | None, opened: dict[str, Any], missing: list[str]
 ) -> tuple[Mapping[str, Any], int | None, Metadata]:
     found: dict[str, Any] = {}
     about: dict[str, Any] = {}
@@ -110,7 +62,7 @@ def _read(
         about = about | index.metadata
         names = {title: set(file.keys()) for title, file in opened.items()}
         if lost := [f"{name} (in {title})" for name, title in index.weight_map.items() if name not in names[title]]:
-            raise CorruptStoreError(f"the files beside {place} lack {_listed(lost)}, which it names")
+            raise CorruptStoreError(f"the files beside {place} lack {listed(lost)}, which it names")
         found = {name: opened[title] for name, title in index.weight_map.items()}
     for file in opened.values():
         found = {**dict.fromkeys(file.keys(), file), **found}
@@ -119,7 +71,7 @@ def _read(
     if structure is None:
         return {name: file.get_tensor(name) for name, file in found.items()}, None, facts
     if lacking := sorted({array.name for array in structure.arrays} - found.keys()):
-        raise CorruptStoreError(f"{place} lacks {_listed(lacking)}, which its metadata names")
+        raise CorruptStoreError(f"{place} lacks {listed(lacking)}, which its metadata names")
     return _state(structure, lambda name: found[name].get_tensor(name)), structure.step, facts
 
 
@@ -135,8 +87,12 @@ def _facts(about: Mapping[str, Any], own: Metadata, missing: list[str]) -> Metad
     return facts
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+def _refuse_torch(file: Path) -> None:
+    with file.open("rb") as opened:
+        if opened.read(4).startswith((b"PK\3\4", b"\x80")):
+            raise UnsupportedStateError(
+                f"{file} is a file of torch.save, whatever it is called: import it alone (--from torch, source='torch')"
+            )
 
 
 def _structure(text: object) -> StoredStructure | None:

@@ -6,6 +6,7 @@ Here and not beside that adapter, because it takes files only: transformers need
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +15,14 @@ import numpy as np
 import torch
 
 from pccheck_async.api import Connection
-from pccheck_async.convert import safetensors_file, safetensors_reading, torch_file
-from pccheck_async.convert.pickled_values import read_file
+from pccheck_async.convert import model_files, safetensors_file, safetensors_reading, torch_file
+from pccheck_async.convert.pickled_values import Reading, read_file
 from pccheck_async.convert.selection import Selection, select_part
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.state import below
 
-__all__ = ["TRAINER_STATE", "WRITTEN", "read", "write"]
+__all__ = ["TRAINER_STATE", "WRITTEN", "lies_in", "read", "read_bins", "write"]
 
 TRAINER_STATE: Final = "trainer_state.json"
 _RNG: Final = "rng_state.pth"
@@ -29,7 +30,8 @@ _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scal
 """Parts of the state, and the files of ``torch.save`` that hold them."""
 _KNOWN: Final = ("model", *_FILES, "rng", "trainer", "state")
 _BIN: Final = "pytorch_model.bin"
-_MODELS: Final = (safetensors_file.WHOLE, _BIN, safetensors_file.INDEX, f"{_BIN}.index.json")
+_BIN_INDEX: Final = f"{_BIN}.index.json"
+_MODELS: Final = (safetensors_file.WHOLE, _BIN, safetensors_file.INDEX, _BIN_INDEX)
 """Files of the model, in the order in which the Trainer looks for them."""
 WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
 """What :func:`write` makes."""
@@ -38,10 +40,16 @@ WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
 # -- reading
 
 
-def read(folder: Path, missing: list[str], unchecked: set[str]) -> tuple[dict[str, Any], int]:
-    """Return the state and its step; what is missing in it is added to ``missing``. Tensors are mapped.
+def lies_in(folder: Path) -> bool:
+    """Whether the Trainer saved to a folder, or somebody removed no more than its own state from it."""
+    return (folder / TRAINER_STATE).is_file() or (
+        any(any(folder.glob(title)) for title in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"))
+        and any((folder / title).is_file() for title in _MODELS)
+    )
 
-    Why files had no checksums to compare them with is added to ``unchecked``.
+
+def read(folder: Path, reading: Reading) -> tuple[dict[str, Any], int | None]:
+    """Return the state and its step, None where nothing says it. Tensors are mapped.
 
     Raises:
         FileNotFoundError: not all files of the model are there.
@@ -51,19 +59,28 @@ def read(folder: Path, missing: list[str], unchecked: set[str]) -> tuple[dict[st
     """
     if outside := [file for file in folder.iterdir() if file.resolve().parent != folder.resolve() and file.is_file()]:
         raise UnsupportedStateError(f"{outside[0]} is a link to {outside[0].resolve()}, outside the checkpoint")
-    text, step = _read_json(folder / TRAINER_STATE)
-    state: dict[str, Any] = {"model": _read_model(folder, missing, unchecked)}
+    state: dict[str, Any] = {"model": _read_model(folder, reading)}
+    missing = reading.missing
+    step: int | None
+    if (folder / TRAINER_STATE).is_file():
+        text, step = _read_json(folder / TRAINER_STATE)
+        state["trainer"] = {"state": text}
+    else:
+        named = re.fullmatch(r"checkpoint-(\d{1,18})", folder.name)
+        step = None if named is None else int(named[1])
+        what = "the step is counted on from the store" if named is None else "the step is that of the folder's name"
+        missing.append(f"trainer (there is no {TRAINER_STATE}; {what})")
     for part, title in _FILES.items():
         if (folder / title).is_file():
-            state[part] = read_file(folder / title, unchecked)
+            state[part] = read_file(folder / title, reading)
         elif part != "scaler":  # only where float16 was trained
             missing.append(f"{part} (there is no {title})")
     if (folder / _RNG).is_file():
-        state["rng"] = _rng(folder / _RNG, unchecked)
+        state["rng"] = _rng(folder / _RNG, reading)
     else:
         others = len([*folder.glob("rng_state_*.pth")])
         missing.append(f"rng ({f'of {others} ranks, each its own' if others else f'there is no {_RNG}'})")
-    return state | {"trainer": {"state": text}}, step
+    return state, step
 
 
 def _read_json(file: Path) -> tuple[str, int]:
@@ -78,7 +95,7 @@ def _read_json(file: Path) -> tuple[str, int]:
     return text, step
 
 
-def _read_model(folder: Path, missing: list[str], unchecked: set[str]) -> Mapping[str, Any]:
+def _read_model(folder: Path, reading: Reading) -> Mapping[str, Any]:
     """Return the tensors of the model, of the file that the Trainer takes where there are several."""
     found = [title for title in _MODELS if (folder / title).is_file()]
     if not found:
@@ -86,12 +103,17 @@ def _read_model(folder: Path, missing: list[str], unchecked: set[str]) -> Mappin
             f"{folder} has no {safetensors_file.WHOLE}, {_BIN} or index of several (PEFT, FSDP and DeepSpeed save "
             "otherwise): attach PCcheckCallback and let the Trainer read it, train(resume_from_checkpoint=...)"
         )
-    missing += [f"{title} (left out: the Trainer takes {found[0]})" for title in found[1:]]
+    reading.missing += [f"{title} (left out: the Trainer takes {found[0]})" for title in found[1:]]
     file = folder / found[0]
     if found[0] in (safetensors_file.WHOLE, safetensors_file.INDEX):
-        return safetensors_reading.read(file, missing)[0]
-    files = [file] if found[0] == _BIN else safetensors_reading.files_of(file)
-    return {name: value for each in files for name, value in _mapping(read_file(each, unchecked), each).items()}
+        return safetensors_reading.read(file, reading.missing)[0]
+    return read_bins(file, reading) if found[0] == _BIN_INDEX else _mapping(read_file(file, reading), file)
+
+
+def read_bins(index: Path, reading: Reading) -> dict[str, Any]:
+    """Return the tensors of the files of torch.save that an index names. Raises what :func:`read` does."""
+    files = [index.parent / title for title in sorted(set(model_files.read_index(index).weight_map.values()))]
+    return {name: value for file in files for name, value in _mapping(read_file(file, reading), file).items()}
 
 
 def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
@@ -100,9 +122,9 @@ def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
     return held
 
 
-def _rng(file: Path, unchecked: set[str]) -> dict[str, Any]:
+def _rng(file: Path, reading: Reading) -> dict[str, Any]:
     """Return what :class:`pccheck_async.RNGState` saves."""
-    held = read_file(file, unchecked)
+    held = read_file(file, reading)
     try:
         version, words, gauss = held["python"]
         bit_generator, key, position, has_gauss, normal = held["numpy"]

@@ -204,4 +204,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
 def _check(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.filemode(mode)[0], "strange thing")
-        raise CorruptStoreError(f"{os.fspath(path)} is a {kind}, not a file of this package: remove it")
+        raise CorruptStoreError(
+            f"{os.fspath(path)} is a {kind}, not a file of this package: see what it is, and give another path or move "
+            "it away"
+        )

@@ -45,6 +45,7 @@ from pccheck_async.errors import (
     UnsupportedStateError,
 )
 from pccheck_async.format import crc32
+from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium.windows import Window, WindowedFile
 from pccheck_async.shelf import format as layout
 from pccheck_async.shelf import values
@@ -139,6 +140,8 @@ class Shelf:
         if nbytes is not None and readonly:
             raise ValueError("a shelf that is only read cannot be given a size")
         where = Path(path).absolute()
+        if any((where / name).is_file() for name in (IDENTITY_NAME, GROUP_NAME)):
+            raise CorruptStoreError(f"{where} is a store of checkpoints, and no shelf: `pccheck ls {where}` lists them")
         if not readonly and not where.exists():
             with suppress(FileExistsError):  # another process was faster
                 WindowedFile.create(where, *empty_shelf(nbytes or DEFAULT_BYTES))

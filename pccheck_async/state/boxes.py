@@ -309,9 +309,13 @@ def _boxes_on(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) ->
 
 
 def _compare_with_torch(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    """Raise ValueError where torch says that this rank has another part; where it has no such name, it is not asked."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+        sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    except (ImportError, TypeError):  # the name is a private one
+        return
     last = boxes[-1]
     here = tuple(map(sum, zip(last.local, last.sizes, strict=True)))
     if here != tuple(sizes) or (0 not in here and boxes[0].offsets != tuple(offsets)):

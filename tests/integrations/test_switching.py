@@ -216,6 +216,18 @@ def test_of_several_models_in_a_folder_that_which_the_trainer_takes(folder: Path
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
+def test_a_folder_of_transformers_without_the_state_of_the_trainer(folder: Path, tmp_path: Path) -> None:
+    (folder / "trainer_state.json").unlink()
+    info = import_checkpoint(folder, tmp_path / "s")
+    assert (info.source, info.step) == ("transformers", 3)
+    assert info.missing == ("trainer (there is no trainer_state.json; the step is that of the folder's name)",)
+    assert {*load_sync(tmp_path / "s")} == {"model", "optimizer", "scheduler", "rng"}
+    folder.rename(tmp_path / "renamed")
+    info = import_checkpoint(tmp_path / "renamed", tmp_path / "s")
+    assert info.step == info.counter
+    assert info.missing == ("trainer (there is no trainer_state.json; the step is counted on from the store)",)
+
+
 # -- the file of Lightning
 
 
@@ -319,7 +331,7 @@ def test_what_is_wrong_with_a_file_of_lightning_is_said(checkpoints: Path, tmp_p
         (data[:-900], CorruptStoreError, "wrong.ckpt is no whole file of torch.save"),
         (held | {"hyper_parameters": {"a": Evil(), "b": np.ones}}, UnsupportedStateError, "numpy.ones, posix.mkdir"),
         (held | {"global_step": "3"}, CorruptStoreError, "wrong.ckpt has no global_step"),
-        ({"state_dict": {}}, UnsupportedStateError, "wrong.ckpt is no checkpoint of Lightning"),
+        ({"weights": {}}, UnsupportedStateError, "wrong.ckpt is no checkpoint of Lightning"),
     ]
     for content, error, says in wrong:
         if isinstance(content, bytes):
@@ -333,7 +345,14 @@ def test_what_is_wrong_with_a_file_of_lightning_is_said(checkpoints: Path, tmp_p
         {key: held[key] for key in ("state_dict", "pytorch-lightning_version", "global_step")}, tmp_path / "w.ckpt"
     )
     info = import_checkpoint(tmp_path / "w.ckpt", tmp_path / "s")
-    assert [line.split()[0] for line in info.missing] == ["optimizers", "lr_schedulers", "callbacks", "loops", "rng"]
+    lacks = ["optimizers", "lr_schedulers", "callbacks", "loops", "rng"]
+    assert [line.split()[0] for line in info.missing] == lacks
+    for source, stripped in ((None, ("state_dict", "pytorch-lightning_version")), ("lightning", ("state_dict",))):
+        torch.save({key: held[key] for key in stripped}, tmp_path / "w.ckpt")  # of all but the weights
+        counted = import_checkpoint(tmp_path / "w.ckpt", tmp_path / "s", source=source)  # type: ignore[arg-type]
+        assert counted.counter == counted.step
+        assert [line.split(" (")[0] for line in counted.missing] == [*lacks, "the step"]
+        assert bits(load_sync(tmp_path / "s")["model"]) == bits(held["state_dict"])
 
 
 def test_what_no_framework_saved_is_not_exported_for_one(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -527,7 +528,7 @@ def test_what_is_wrong_with_an_index_is_said(files: Path, tmp_path: Path) -> Non
     with pytest.raises(CorruptStoreError, match=r"b\.safetensors is no whole file of safetensors"):
         import_checkpoint(files, tmp_path / "t", source="safetensors")
     (files / "other.safetensors.index.json").write_bytes(b"")
-    with pytest.raises(UnsupportedStateError, match="several indexes"):
+    with pytest.raises(UnsupportedStateError, match=r"several models or variants of one, model\.safet"):
         import_checkpoint(files, tmp_path / "t", source="safetensors")
     assert not (tmp_path / "t").exists()
 
@@ -790,6 +791,9 @@ def test_dcp_lists_with_gaps_and_values_that_need_code(tmp_path: Path) -> None:
     assert "without running code: evil.a (" in str(caught.value)
     assert "mkdir); evil.b (unknown array dtype '|O8')" in str(caught.value)
     assert not (tmp_path / "s").exists()
+    info = import_checkpoint(tmp_path / "d", tmp_path / "s", skip_unreadable=True)
+    assert [line.partition(" (")[0] for line in info.missing] == ["evil.a", "evil.b"]
+    assert not difference(load_sync(tmp_path / "s"), {"list": [None, torch.ones(2), {"x": 1}]})
     del state["evil"]
     save_dcp(state, checkpoint_id=tmp_path / "e", no_dist=True)
     import_checkpoint(tmp_path / "e", tmp_path / "s", source="dcp")
@@ -880,7 +884,7 @@ def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path
             data[at] = random.randrange(256)
         (folder / ".metadata").write_bytes(data)
         with suppress(CorruptStoreError, UnsupportedStateError, MemoryError):
-            dcp_reading.read(folder, tmp_path, set())
+            dcp_reading.read(folder, tmp_path, pickled_values.Reading())
     assert not (tmp_path / "s").exists()
 
 
@@ -1195,6 +1199,153 @@ def test_a_file_of_an_old_torch_has_no_checksums(tmp_path: Path) -> None:
     assert "from before torch 1.6" in import_checkpoint(tmp_path / "old.pt", tmp_path / "s").missing[0]
 
 
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (b"", CorruptStoreError, "is empty, and no checkpoint"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 4\n", UnsupportedStateError, "git lfs pull"),
+        (b"\n<!DOCTYPE html>\n<html><body>404</body></html>", UnsupportedStateError, "a page of HTML"),
+        (b"GGUF\3\0\0\0\0\0\0\0", UnsupportedStateError, "of no format that can be told"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "f/model.safetensors", "f/pytorch_model.bin.index.json"])
+def test_what_is_no_checkpoint_is_named_for_what_it_is(
+    tmp_path: Path, name: str, content: bytes, error: type[Exception], says: str
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    for place in {file, tmp_path / name.split("/", maxsplit=1)[0]}:
+        if not content.startswith(b"GGUF"):
+            with pytest.raises(error, match=says):
+                import_checkpoint(place, tmp_path / "s")
+        else:
+            with pytest.raises((CorruptStoreError, UnsupportedStateError)):
+                import_checkpoint(place, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_archives_that_torch_save_did_not_write(tmp_path: Path) -> None:
+    module = torch.jit.trace_module(torch.nn.Linear(2, 2), {"forward": torch.ones(1, 2)})  # type: ignore[no-untyped-call]
+    torch.jit.save(module, tmp_path / "script.pt")
+    with pytest.raises(UnsupportedStateError, match="is a program of TorchScript, and no checkpoint"):
+        import_checkpoint(tmp_path / "script.pt", tmp_path / "s")
+    np.savez(tmp_path / "a.npz", x=np.ones(3))
+    with pytest.raises(UnsupportedStateError, match=r"a zip archive without a data\.pkl"):
+        import_checkpoint(tmp_path / "a.npz", tmp_path / "s")
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_protocol_of_pickle_that_torch_does_not_read_is_named(tmp_path: Path, protocol: int, new: bool) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=new)
+    with pytest.raises(UnsupportedStateError, match=f"was saved with pickle_protocol={protocol}, and what torch reads"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+
+
+def test_an_old_file_that_ends_as_an_archive_ends(tmp_path: Path) -> None:
+    state = {"x": torch.frombuffer(bytearray(b"PK\5\6" + bytes(18)), dtype=torch.uint8)}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert zipfile.is_zipfile(tmp_path / "old.pt")
+    import_checkpoint(tmp_path / "old.pt", tmp_path / "s")
+    assert not difference(load_sync(tmp_path / "s"), state)
+
+
+def test_a_file_of_torch_that_has_the_name_of_another_format(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    state = {"x": torch.ones(3)}
+    torch.save(state, tmp_path / "model.safetensors")
+    assert import_checkpoint(tmp_path / "model.safetensors", tmp_path / "s").source == "torch"
+    assert not difference(load_sync(tmp_path / "s"), state)
+    (tmp_path / "f").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "f" / "model.safetensors")
+    with pytest.raises(UnsupportedStateError, match=r"model\.safetensors is a file of torch\.save, whatever"):
+        import_checkpoint(tmp_path / "f", tmp_path / "s")
+
+
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_folders_of_models_in_one_file_or_several(tmp_path: Path, suffix: str, variant: str) -> None:
+    """As transformers names them: the variant is in the middle of the name of a file, and at the end of an index's."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    write = torch.save if suffix == "bin" else save_file
+    stem = "pytorch_model" if suffix == "bin" else "model"
+    source = "torch" if suffix == "bin" else "safetensors"
+    one, several = tmp_path / "one", tmp_path / "several"
+    one.mkdir()
+    several.mkdir()
+    state = {"x": torch.ones(3), "y": torch.zeros(2)}
+    write(state, one / f"{stem}{variant}.{suffix}")
+    weight_map = {}
+    for number, (name, tensor) in enumerate(state.items(), 1):
+        weight_map[name] = f"{stem}{variant}-0000{number}-of-00002.{suffix}"
+        write({name: tensor}, several / weight_map[name])
+    index = several / f"{stem}.{suffix}.index{variant}.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for place in (one, several, index):
+        assert import_checkpoint(place, tmp_path / "s").source == source
+        assert not difference(dict(sorted(load_sync(tmp_path / "s").items())), state)
+    if variant:
+        write(state, one / f"{stem}.int8.{suffix}")
+        with pytest.raises(UnsupportedStateError, match=rf"variants of one, {stem}\.fp16\.{suffix}, {stem}\.int8\."):
+            import_checkpoint(one, tmp_path / "s")
+        write({"z": torch.ones(1)}, one / f"{stem}.{suffix}")
+        import_checkpoint(one, tmp_path / "s")
+        assert [*load_sync(tmp_path / "s")] == ["z"]
+    weight_map["lost"] = f"{stem}-3.{suffix}"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FileNotFoundError, match=f"not there: {stem}-3"):
+        import_checkpoint(several, tmp_path / "s")
+
+
+class Config(dict[str, Any]):
+    """Like those of omegaconf: made by a class of its own, of an enumeration and of other such things."""
+
+    def __reduce__(self) -> Any:
+        return Config, (), {"content": dict(self), "kind": Any, "parent": Colour.RED, "none": lambda_free}
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def lambda_free() -> None:
+    raise AssertionError("it was called")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(tmp_path: Path, new: bool) -> None:
+    state = {
+        "state_dict": OrderedDict(w=torch.ones(3)),
+        "hyper_parameters": {"config": Config(a=1), "lr": 0.1, "list": [1, Config()], Colour.RED: 2},
+        "config": Config(a=Config()),
+        "array": np.arange(3),
+    }
+    torch.save(state, tmp_path / "t.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(UnsupportedStateError, match=r"Config.*skip_unreadable=True" if new else "without running code"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    done = runner.invoke(app, ["import", str(tmp_path / "t.pt"), str(tmp_path / "s"), "--skip-unreadable"])
+    if not new:  # torch lists the names of archives only
+        assert done.exit_code == 1
+        return
+    assert done.exit_code == 0
+    loaded = load_sync(tmp_path / "s")
+    kept = {"state_dict": state["state_dict"], "hyper_parameters": {"lr": 0.1}, "array": np.arange(3)}
+    assert not difference(loaded, kept)
+    assert type(loaded["state_dict"]) is OrderedDict
+    for name in ("hyper_parameters.config", "hyper_parameters.list", "config"):
+        assert f"missing: {name} (cannot be read without running code in the file)" in done.stderr
+    torch.save([1, Config()], tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="holds nothing but what cannot be read"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", root="x", skip_unreadable=True)
+    torch.save({"w": torch.ones(3), "evil": Evil()}, tmp_path / "t.pt")  # no honest file names what is in this module
+    with pytest.raises(UnsupportedStateError, match="mkdir"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", skip_unreadable=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["new.pt", "old.pt"])
 def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
@@ -1206,7 +1357,7 @@ def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
             data[at] = random.randrange(256)
         (tmp_path / "t.pt").write_bytes(data)
         with suppress(CorruptStoreError, UnsupportedStateError):
-            pickled_values.read_file(tmp_path / "t.pt", set())
+            pickled_values.read_file(tmp_path / "t.pt", pickled_values.Reading())
 
 
 def test_import_beside_a_trainer(tmp_path: Path) -> None:
@@ -1236,7 +1387,7 @@ def test_numpys_values_of_a_file_are_made_of_bytes_only(tmp_path: Path, data: An
     for value in (Forged(make_array, *arguments, state=(*state[:-1], data)), Forged(make_scalar, dtype, data)):
         torch.save({"x": value}, tmp_path / "t.pt")
         with pytest.raises(CorruptStoreError, match="TypeError"):
-            pickled_values.read_file(tmp_path / "t.pt", set())
+            pickled_values.read_file(tmp_path / "t.pt", pickled_values.Reading())
 
 
 class Evil:

@@ -424,7 +424,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path, on_disk: OnDisk, kind: st
                 writer.open("name", writable=False),
                 writer.read_small("name"),
             ):
-                with pytest.raises(CorruptStoreError, match="not a file of this package: remove it"):
+                with pytest.raises(CorruptStoreError, match="not a file of this package: see what it is"):
                     await refused
             with pytest.raises(WriteError):
                 await writer.reserve("name", PAGE_BYTES)

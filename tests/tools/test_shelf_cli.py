@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pccheck_async import Shelf
+from pccheck_async import CorruptStoreError, Shelf, SyncCheckpointEngine
 from pccheck_async.cli import app
 
 
@@ -26,6 +26,20 @@ def path(tmp_path: Path) -> Path:
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["shelf", *arguments])
     return result.exit_code, result.stdout
+
+
+def test_the_store_of_checkpoints_is_no_shelf(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "run") as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    (tmp_path / "folder").mkdir()
+    for place, says in ((tmp_path / "run", f"`pccheck ls {tmp_path / 'run'}`"), (tmp_path / "folder", "is a folder")):
+        for command in ("ls", "show", "verify"):
+            result = CliRunner().invoke(app, ["shelf", command, str(place)])
+            assert result.exit_code == 1
+            assert says in result.stderr.replace("\n", " ")
+            assert "remove" not in result.stderr  # what was not understood may be somebody's only copy
+    with pytest.raises(CorruptStoreError, match="a store of checkpoints, and no shelf"):
+        Shelf(tmp_path / "run")
 
 
 def test_ls(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import product
 from math import prod
 from typing import Any
@@ -105,6 +107,42 @@ def test_impossible_flat_shards() -> None:
         FlatShard(torch.zeros(2, 2), (4,), 0)
     with pytest.raises(ValueError, match="elements 3 to 7 are not inside"):
         FlatShard(torch.zeros(4), (2, 3), 3)
+
+
+@pytest.mark.slow
+def test_private_names_of_torch_may_be_missing() -> None:
+    """What only serves advice, or compares what is known already, breaks nothing where torch has it no more."""
+    code = """
+import torch, torch.distributed as dist
+import torch.utils.data.dataloader as loaders
+import torch.distributed.tensor._utils as utils
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+del loaders._BaseDataLoaderIter
+from pccheck_async.errors import CheckpointError
+from pccheck_async.state.boxes import box_views
+from pccheck_async.state.save.advice import unsupported
+assert "save the loader, not its iterator" in str(unsupported(iter(loaders.DataLoader([1])), "x"))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+tensors = [distribute_tensor(torch.ones(n), mesh, [Shard(0)]) for n in (4, 5, 6)]
+def wrong(*_):
+    return (9,), (9,)
+def changed():
+    pass
+for tensor, name in zip(tensors, (wrong, changed, None)):
+    if name is None:
+        del utils.compute_local_shape_and_global_offset
+    else:
+        utils.compute_local_shape_and_global_offset = name
+    try:
+        print(box_views(tensor, "x")[0][0].sizes)
+    except CheckpointError as error:
+        print("torch and this package tell different parts" in str(error))
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["True", "(5,)", "(6,)"], done.stderr
 
 
 @pytest.mark.slow

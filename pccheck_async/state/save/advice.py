@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
@@ -28,10 +27,6 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (np.ma.MaskedArray, "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
     (np.ndarray, "save numpy.asarray(x)"),
     (torch.utils.data.DataLoader, "use pccheck_async.ResumableLoader(dataset, batch_size=...) instead of it"),
-    (
-        _BaseDataLoaderIter,
-        "save the loader, not its iterator: pccheck_async.ResumableLoader, or torchdata's StatefulDataLoader",
-    ),
     (torch.utils.data.Sampler, "save where it is: with pccheck_async.ResumableSampler or ResumableLoader"),
     (torch.utils.data.Dataset, "leave it out: data is no state; the position in it is, of a ResumableLoader"),
     (torch.Generator, "save x.get_state()"),
@@ -55,6 +50,8 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
 """What to save instead of a value of these types; the first that fits."""
 
 
+_LOADER_ITERATOR: Final = "torch.utils.data.dataloader"
+"""The module of a DataLoader's iterators, whose class has no public name."""
 _SHARD: Final = (
     "it is a part of a tensor that lies on several ranks: open the engine with group=torch.distributed.group.WORLD on "
     "all of them, or save x.full_tensor()"
@@ -66,6 +63,8 @@ def _advice(value: Any) -> str:
         return _SHARD  # without importing DTensor, which takes a second
     if isinstance(value, FlatShard):
         return _SHARD
+    if isinstance(value, Iterator) and any(base.__module__ == _LOADER_ITERATOR for base in type(value).__mro__):
+        return "save the loader, not its iterator: pccheck_async.ResumableLoader, or torchdata's StatefulDataLoader"
     for kind, advice in _ADVICE:
         if isinstance(value, kind):
             return advice
