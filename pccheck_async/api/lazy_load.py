@@ -29,6 +29,7 @@ from pccheck_async.state import (
     Allocation,
     Array,
     Targets,
+    apart,
     below,
     opened,
     paths,
@@ -37,7 +38,6 @@ from pccheck_async.state import (
     refuse_pickled,
     unpickle,
 )
-from pccheck_async.state.ambient import apart
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 

@@ -4,7 +4,7 @@
 :mod:`pccheck_async.format`, :mod:`pccheck_async.telemetry` and :mod:`pccheck_async.errors`.
 """
 
-from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
+from pccheck_async.state.ambient import apart, no_dispatch, no_functions, refuse_tracing
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
@@ -73,6 +73,7 @@ __all__ = [
     "Versions",
     "Wanted",
     "allocate",
+    "apart",
     "arrange",
     "as_bits",
     "atom",
