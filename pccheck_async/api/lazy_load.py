@@ -448,9 +448,7 @@ class OpenCheckpoint(StoredState):
     @property
     def bytes_read(self) -> int:
         """Bytes that were read from storage so far, manifests included, of all ranks' parts."""
-        connection = self._connection
-        elsewhere = connection.chunks.bytes_read_elsewhere if isinstance(connection.chunks, MergedPayload) else 0
-        return connection.opened.medium.statistics().read.nbytes + elsewhere
+        return self._connection.opened.medium.statistics().read.nbytes
 
     def close(self) -> None:
         """Let the writer have the slot again; nothing is read any more. Idempotent."""

@@ -47,20 +47,30 @@ async def open_reader(
         CorruptStoreError: a record, or ``store.json``, is damaged.
         ValueError: ``rank`` for what is no group's folder.
     """
-    listing, place = None, path
-    if isinstance(io, str) and is_group_folder(path):
-        listing = list_group(path)
-        place = listing.folder_of_part(which, rank or 0)
-    elif rank is not None:
-        raise ValueError(f"{os.fspath(path)} is no folder of a group's checkpoints: rank={rank} means nothing there")
-    opened = await open_folder(place, io, host_memory)
-    try:
-        reader = await StoreReader.open(opened)
-        if reader is None:
-            raise no_store(opened, place)
-        if listing is None:
+    if not (isinstance(io, str) and is_group_folder(path)):
+        if rank is not None:
+            raise ValueError(
+                f"{os.fspath(path)} is no folder of a group's checkpoints: rank={rank} means nothing there"
+            )
+        opened = await open_folder(path, io, host_memory)
+        try:
+            reader = await StoreReader.open(opened)
+            if reader is None:
+                raise no_store(opened, path)
             return reader
-        return PartReader(opened, reader.identity, reader.commit, rank=rank or 0, listing=listing)
+        except BaseException:
+            await opened.close()
+            raise
+    listing = list_group(path)
+    place = listing.folder_of_part(which, rank or 0)
+    opened = await open_folder(path, io, host_memory)
+    try:
+        await opened.medium.prepare(create=False)
+        found = await StoreReader.open(opened, f"{place.name}/")
+        if found is None:
+            raise no_store(opened, place)
+        await opened.medium.close(found.commit)  # the records of all ranks are read anew each time
+        return PartReader(opened, found.identity, found.commit, found.folder, rank=rank or 0, listing=listing)
     except BaseException:
         await opened.close()
         raise

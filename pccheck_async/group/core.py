@@ -139,7 +139,7 @@ class GroupCore(EngineCore):
             own = seen_store(self.group.rank, store.file.identity, store.committed.record)
             run = store.run = GroupRun(
                 Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, own,
-                assembly.scheduler.end_with, assembly.opened.operations.call,
+                assembly.scheduler.end_with, assembly.opened.operations,
             )  # fmt: skip
             run.server = self._server
             self._met = True

@@ -8,6 +8,7 @@ store, into a file of this rank's store that is removed afterwards.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -20,63 +21,89 @@ import msgspec
 from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import Entry, Key
 from pccheck_async.medium import File, Medium
-from pccheck_async.medium.open_medium import OpenMedium, open_medium
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import StoreReader
-from pccheck_async.transfer import aligned_buffer
+from pccheck_async.transfer import aligned_buffer, available_descriptors
 
-__all__ = ["FetchedLease", "FolderLease", "send_part"]
+__all__ = ["FetchedLease", "FolderLease", "check_descriptors", "send_part"]
 
 _PIECE_BYTES: Final = 4 << 20
 _AHEAD: Final = 4
 """Pieces that may wait on rank 0's host for their receiver."""
+_SPARE_DESCRIPTORS: Final = 4
+"""For the records that are read while parts are locked, and for other threads."""
 _STORE_ERRORS: Final = (RuntimeError, OSError)
 
 
 class FolderLease:
-    """A part in the folder of another rank, on a filesystem that is mounted here."""
+    """A part in the folder of a rank, on a filesystem that is mounted here. One descriptor is open while it is held.
+
+    Args:
+        opened: The medium of the group's folder, which is prepared; all parts share it, and its threads.
+        folder: The name of the rank's folder in it; empty for a store that is that folder itself.
+        key: The checkpoint.
+    """
 
     entry: Entry
-    medium: Medium
     block_bytes: int
-    _opened: OpenMedium | None = None
+    _file: File | None = None
 
-    def __init__(self, path: Path, key: Key) -> None:
-        self._path = path
+    def __init__(self, opened: OpenMedium, folder: str, key: Key) -> None:
+        self._opened = opened
+        self._folder = f"{folder}/" if folder else ""
         self._key = key
 
+    @property
+    def medium(self) -> Medium:
+        """The one of the group's folder."""
+        return self._opened.medium
+
     async def acquire(self) -> File:
-        """Open the folder and lock the slot."""
-        opened = self._opened = await open_medium(self._path, "auto", writers=1, copiers=1)
-        reader = await StoreReader.open(opened)
-        counter = self._key.counter
-        found = None
+        """Lock the slot."""
+        reader = await StoreReader.open(self._opened, self._folder)
+        counter, found = self._key.counter, None
         if reader is not None:
-            found = await reader.lock(lambda record: next((e for e in record.entries if e.counter == counter), None))
+            try:
+                found = await reader.lock(
+                    lambda record: next((e for e in record.entries if e.counter == counter), None)
+                )
+            finally:
+                await self.medium.close(reader.commit)
         if reader is None or found is None:
-            raise DamagedError(f"{self._path} has no part of checkpoint {counter} any more")
+            raise DamagedError(f"{self._folder or 'the store'} has no part of checkpoint {counter} any more")
         self.entry, file = found
         if not isinstance(file, File):
             raise file
-        self.medium, self.block_bytes = opened.medium, reader.identity.block_bytes
+        self._file, self.block_bytes = file, reader.identity.block_bytes
         return file
 
     def release(self) -> None:
-        """Close the folder."""
+        """Let the slot go."""
         self._closing = asyncio.ensure_future(self.close())
 
     async def close(self) -> None:
-        """Close the folder, and return when it is closed."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            await opened.close()
+        """Let the slot go, and return when that is done."""
+        file, self._file = self._file, None
+        if file is not None:
+            await self.medium.close(file)
 
 
-async def send_part(store: Any, prefix: str, path: Path, key: Key) -> None:
-    """Send the part in the folder ``path`` to whoever receives under ``prefix``; what goes wrong is sent, too.
+def check_descriptors(parts: int) -> None:
+    """Raise ReadError if this process may not open so many parts at a time, before the first of them is read."""
+    free = available_descriptors()
+    if parts + _SPARE_DESCRIPTORS > free:
+        raise ReadError(
+            errno.EMFILE,
+            f"reading a checkpoint of several ranks keeps a file open for each of their parts: {parts} and "
+            f"{_SPARE_DESCRIPTORS} more, and this process may open {free} more; raise the limit (ulimit -n)",
+        )
+
+
+async def send_part(store: Any, prefix: str, lease: FolderLease) -> None:
+    """Send a part to the rank that receives under ``prefix``; an error is sent, too.
 
     ``store`` is a client of the group's store that nobody else uses meanwhile.
     """
-    lease = FolderLease(path, key)
     number = 0
 
     def put_blocking(data: bytes) -> None:
@@ -109,18 +136,21 @@ class FetchedLease:
     Args:
         store: A client of the group's store that nobody else uses meanwhile.
         prefix: Of the keys under which it is sent.
-        folder: For the file; this rank's.
+        opened: The medium of the group's folder, which is prepared.
+        root: That folder.
+        folder: The name of this rank's folder in it, for the file.
     """
 
     entry: Entry
-    medium: Medium
     block_bytes: int
-    _opened: OpenMedium | None = None
+    _file: File | None = None
 
-    def __init__(self, store: Any, prefix: str, folder: Path) -> None:
+    def __init__(self, store: Any, prefix: str, opened: OpenMedium, root: Path, folder: str) -> None:
         self._store = store
         self._prefix = prefix
-        self._path = folder / f".fetched-{secrets.token_hex(8)}"
+        self.medium = opened.medium
+        self._name = f"{folder}/.fetched-{secrets.token_hex(8)}"
+        self._path = root / self._name
 
     async def acquire(self) -> File:
         """Receive all of it. Raises DamagedError with what the sender says, ReadError where the connection is lost."""
@@ -128,10 +158,8 @@ class FetchedLease:
             await asyncio.to_thread(self._receive)
         except _STORE_ERRORS as error:
             raise ReadError(f"the part was not received: {str(error).splitlines()[0]}") from error
-        opened = self._opened = await open_medium(self._path.parent, "auto", writers=1, copiers=1)
-        await opened.medium.prepare(create=False)
-        self.medium = opened.medium
-        return await opened.medium.open(self._path.name, writable=False)
+        self._file = await self.medium.open(self._name, writable=False)
+        return self._file
 
     def _receive(self) -> None:
         pieces = self._pieces()
@@ -155,6 +183,6 @@ class FetchedLease:
         """Remove the file."""
         with suppress(OSError):
             os.unlink(self._path)
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            self._closing = asyncio.ensure_future(opened.close())
+        file, self._file = self._file, None
+        if file is not None:
+            self._closing = asyncio.ensure_future(self.medium.close(file))

@@ -22,8 +22,12 @@ from pccheck_async.format import align, dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
 from pccheck_async.group.resharding import LeasedPart, OpenPart, Parts
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Target, Targets, Wanted, boxes_of_range, merge_parts, sharded_paths
-from pccheck_async.store import UnreadableError, VerifiedChunks
+from pccheck_async.store import UnreadableError, VerifiedChunks, pool_for
+from pccheck_async.transfer import BufferPool
+from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["MergedPayload", "Payload"]
 
@@ -46,30 +50,48 @@ class _Full(NamedTuple):
 class MergedPayload:
     """Bytes of one rank's part, and of tensors in full; is read as :class:`VerifiedChunks` are.
 
+    One medium, its threads and one pool serve all parts.
+
     Args:
-        chunks: Of the part that is open.
-        own: The same part, and its rank.
+        opened: The medium that has all parts, and its threads.
+        rank: Whose part is open, in ``file``; ``manifest`` is its own.
         others: The parts of the other ranks, which are let go by :meth:`aclose`. What the open part lacks and they
             have is read from them.
+        pool: Staging buffers; others are made if chunks of any part do not fit into these.
 
     Attributes:
         manifest: Of all that can be read; from :meth:`open` on.
     """
 
-    def __init__(self, chunks: VerifiedChunks, own: tuple[int, OpenPart], others: dict[int, LeasedPart]) -> None:
-        rank, part = own
-        self._chunks = chunks
+    def __init__(
+        self,
+        opened: OpenMedium,
+        rank: int,
+        file: File,
+        manifest: Manifest,
+        others: dict[int, LeasedPart],
+        pool: BufferPool,
+    ) -> None:
+        self._opened, self._file, self._pool = opened, file, pool
         self._others = others
-        self._parts = Parts({**others, rank: part}, rank, by_address=False)
-        self.manifest = part.manifest
+        self._part = OpenPart(opened.medium, file, manifest, CopyBackend(opened.operations), pool)
+        self._parts = Parts({**others, rank: self._part}, rank, by_address=False)
+        self.manifest = manifest
         self._tensors: list[_Full] = []
 
     async def open(self) -> None:
-        """Read the manifests of all parts. Raises DamagedError, ReadError; close it then, too."""
+        """Hold all parts and read their manifests. Raises DamagedError, ReadError; close it then, too."""
         try:
             manifests = await self._parts.manifests()
         except UnreadableError as unreadable:
             raise unreadable.error from None
+        pool = self._pool
+        for each in manifests.values():
+            pool = pool_for(each, pool)
+        self._part.pool = pool
+        for part in self._others.values():
+            part.share(pool)
+        self._chunks = VerifiedChunks(self._opened, self._file, self._part.manifest, pool)
         manifest, _ = merge_parts(self._parts.own, manifests)
         self.manifest, self._tensors = _in_full(manifest)
         self._end = self._tensors[0].start if self._tensors else manifest.payload_nbytes
@@ -132,11 +154,6 @@ class MergedPayload:
                 view = memoryview(buffer)[: min(len(buffer), high - start)]
                 await self.fill(Targets([Target(start, len(view), address, buffer)]))
                 yield view
-
-    @property
-    def bytes_read_elsewhere(self) -> int:
-        """Bytes that were read of other parts than the open one."""
-        return sum(part.bytes_read for part in self._others.values())
 
     async def aclose(self) -> None:
         """Let the other ranks' parts go."""

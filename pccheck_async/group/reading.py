@@ -20,10 +20,10 @@ from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import rank_name, seen_stores
 from pccheck_async.group.merged import MergedPayload
 from pccheck_async.group.parts import Part, SeenStore
-from pccheck_async.group.resharding import LeasedPart, OpenPart
+from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
 from pccheck_async.medium import File
-from pccheck_async.store import LOCK_SECONDS, StoreReader, VerifiedChunks, read_manifest
+from pccheck_async.store import LOCK_SECONDS, StoreReader, read_manifest
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -119,6 +119,8 @@ def list_group(path: str | os.PathLike[str]) -> GroupListing:
 class PartReader(StoreReader):
     """The store of one rank, of which only parts of complete checkpoints are read: a record names no others.
 
+    It is read by the medium of the group's folder, and so are the parts of all other ranks.
+
     A part that is locked, and that all ranks' records read *after* locking still make one of a complete checkpoint,
     keeps its bytes, as one of :meth:`StoreReader.lock` does.
     """
@@ -135,19 +137,25 @@ class PartReader(StoreReader):
         entries = [structs.replace(part.entry, pinned=pinned[part.key]) for part in parts if part.key in pinned]
         return Record(0, tuple(entries))
 
+    async def of_rank(self, rank: int) -> PartReader:
+        """Return what reads the store of another rank, by the same medium. Raises DamagedError: it is gone."""
+        found = await StoreReader.open(self.opened, f"{rank_name(rank)}/")
+        if found is None:
+            raise DamagedError(f"{self.listing.folder / rank_name(rank)} holds no store any more")
+        await self.opened.medium.close(found.commit)
+        return PartReader(self.opened, found.identity, found.commit, found.folder, rank=rank, listing=self.listing)
+
     async def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
         """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it.
 
         Raises DamagedError, ReadError.
         """
-        medium, backend = self.opened.medium, CopyBackend(self.opened.operations)
-        key = self._key(entry)
+        key, backend = self._key(entry), CopyBackend(self.opened.operations)
         others = {
-            rank: LeasedPart(FolderLease(self.listing.folder / rank_name(rank), key), backend, pool)
+            rank: LeasedPart(FolderLease(self.opened, rank_name(rank), key), backend, pool)
             for rank in self.listing.parts(key).keys() - {self.rank}
         }
-        chunks = VerifiedChunks(self.opened, file, manifest, pool)
-        merged = MergedPayload(chunks, (self.rank, OpenPart(medium, file, manifest, backend, pool)), others)
+        merged = MergedPayload(self.opened, self.rank, file, manifest, others, pool)
         try:
             await merged.open()
         except BaseException:
@@ -162,7 +170,7 @@ class PartReader(StoreReader):
         """
         found = {self.rank: manifest}
         for rank in sorted(self.listing.parts(self._key(entry)).keys() - {self.rank}):
-            lease = FolderLease(self.listing.folder / rank_name(rank), self._key(entry))
+            lease = FolderLease(self.opened, rank_name(rank), self._key(entry))
             try:
                 file = await lease.acquire()
                 found[rank] = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)

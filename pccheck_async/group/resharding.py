@@ -11,7 +11,7 @@ from typing import Protocol
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.group.differing import differing
-from pccheck_async.group.elsewhere import FolderLease
+from pccheck_async.group.elsewhere import FolderLease, check_descriptors
 from pccheck_async.medium import File, Medium
 from pccheck_async.state import BoxTargets, Resharding, StoredBox, Wanted, reshard, stored_boxes
 from pccheck_async.store import pool_for, read_manifest, read_payload, unreadable_errors
@@ -62,7 +62,10 @@ class Parts:
 
     async def manifests(self) -> dict[int, Manifest]:
         """Return what all parts consist of. Raises UnreadableError."""
-        for rank in self._parts.keys() - self._held:
+        if wanted := self._parts.keys() - self._held:
+            with unreadable_errors():
+                check_descriptors(len(wanted))
+        for rank in wanted:
             await self._parts[rank].hold()
             self._held.add(rank)
         return {rank: part.manifest for rank, part in self._parts.items()}
@@ -106,12 +109,16 @@ class Parts:
 
 
 class OpenPart:
-    """A part that is open already, read without an engine."""
+    """A part that is open already, read without an engine.
+
+    Attributes:
+        pool: Staging buffers, which all parts of a checkpoint share.
+    """
 
     def __init__(self, medium: Medium, file: File, manifest: Manifest, backend: CopyBackend, pool: BufferPool) -> None:
         self._medium, self._file, self._backend = medium, file, backend
         self.manifest = manifest
-        self._pool = pool_for(manifest, pool)
+        self.pool = pool
 
     async def hold(self) -> None:
         """Do nothing: it is held."""
@@ -119,7 +126,8 @@ class OpenPart:
     async def read(self, targets: BoxTargets) -> None:
         """Fill targets; no other bytes than those that hold them are read."""
         with unreadable_errors():
-            await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets)
+            pool = pool_for(self.manifest, self.pool)
+            await read_payload(self._medium, self._backend, pool, self._file, self.manifest, targets)
 
     def release(self) -> None:
         """Do nothing: whoever opened it closes it."""
@@ -129,7 +137,6 @@ class LeasedPart:
     """A part that a lease reads, without an engine."""
 
     _open: OpenPart
-    _is_held = False
 
     def __init__(self, lease: FolderLease, backend: CopyBackend, pool: BufferPool) -> None:
         self._lease, self._backend, self._pool = lease, backend, pool
@@ -141,12 +148,6 @@ class LeasedPart:
             file = await lease.acquire()
             manifest = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
         self._open = OpenPart(lease.medium, file, manifest, self._backend, self._pool)
-        self._is_held = True
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that were read of it, its record and manifest included."""
-        return self._lease.medium.statistics().read.nbytes if self._is_held else 0
 
     @property
     def manifest(self) -> Manifest:
@@ -156,6 +157,10 @@ class LeasedPart:
     async def read(self, targets: BoxTargets) -> None:
         """Fill targets; no other bytes than those that hold them are read."""
         await self._open.read(targets)
+
+    def share(self, pool: BufferPool) -> None:
+        """Use other staging buffers from now on."""
+        self._open.pool = pool
 
     def release(self) -> None:
         """Let it go."""

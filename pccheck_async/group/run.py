@@ -50,10 +50,12 @@ from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.schedule import Verdict
 from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.group.view import Complete
-from pccheck_async.medium.open_medium import open_medium
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.store import ReadLease, Retention, Store, open_store
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
+from pccheck_async.transfer.operations import Operations
 
 __all__ = ["GroupRun", "group_retention", "serve"]
 
@@ -72,7 +74,8 @@ class GroupRun:
         store: This rank's; ``write_parts`` writes its records.
         own: What its newest record says.
         cancel: Ends a checkpoint that is being written with an error.
-        call: Calls a blocking function on a thread, also when the interpreter exits and loops have none any more.
+        operations: Of the engine: they read the parts of other ranks, and call blocking functions on a thread, also
+            when the interpreter exits and loops have none any more.
 
     Attributes:
         call: The same.
@@ -89,13 +92,14 @@ class GroupRun:
         write_parts: Callable[[tuple[Part, ...], Applied], Coroutine[Any, Any, None]],
         own: SeenStore,
         cancel: Callable[[int, CheckpointError], None],
-        call: Callable[..., Coroutine[Any, Any, Any]],
+        operations: Operations,
     ) -> None:
         self._folder = folder
         self._config = config
         self._store = store
         self._cancel = cancel
-        self.call = call
+        self.call = operations.call
+        self._opened_folder = OpenMedium(operations, Files(folder, operations), "")
         self._loop = asyncio.get_running_loop()
         self._write_parts = write_parts
         self.member = Member(
@@ -135,6 +139,7 @@ class GroupRun:
                 loop.call_soon_threadsafe(self._note_lost, why)
 
         domain = await asyncio.to_thread(domain_of, self._folder)
+        await self._opened_folder.medium.prepare(create=False)
         self._client = await asyncio.to_thread(Client, address, member.rank, learn, lost)
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(self._folder, self._config)))
         await self._opened
@@ -196,9 +201,10 @@ class GroupRun:
             return None
         source, domain = _source(found, member.rank)
         if domain == member.homes[member.rank]:
-            return FolderLease(self._folder / rank_name(source), key)
+            return FolderLease(self._opened_folder, rank_name(source), key)
         assert self._client is not None
-        return FetchedLease(self._client.another(), self._prefix(member.rank), self._folder / rank_name(member.rank))
+        prefix, own = self._prefix(member.rank), rank_name(member.rank)
+        return FetchedLease(self._client.another(), prefix, self._opened_folder, self._folder, own)
 
     def leases(self, key: Key) -> tuple[dict[int, Lease], list[int]]:
         """Return what reads each part of a complete checkpoint in this rank's domain, and whose parts are not in it."""
@@ -209,7 +215,7 @@ class GroupRun:
             elif rank == member.rank and key in member.parts:
                 leases[rank] = ReadLease(self._store, member.parts[key].entry, superseded=False)
             else:
-                leases[rank] = FolderLease(self._folder / rank_name(rank), key)
+                leases[rank] = FolderLease(self._opened_folder, rank_name(rank), key)
         return leases, elsewhere
 
     def has_world_of(self, key: Key) -> bool:
@@ -242,8 +248,8 @@ class GroupRun:
             source, domain = _source(found, rank)
             if domain != home and member.homes.index(domain) == member.rank:
                 assert self._client is not None
-                path = self._folder / rank_name(source)
-                self._start(send_part(self._client.another(), self._prefix(rank), path, key))
+                lease = FolderLease(self._opened_folder, rank_name(source), key)
+                self._start(send_part(self._client.another(), self._prefix(rank), lease))
 
     def request(
         self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]

@@ -101,13 +101,19 @@ def probe(folder: Path, create: bool) -> MediumFacts:
 
 
 def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
-    """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
+    """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file.
+
+    Of a group's folder the store of a rank is probed.
+    """
     flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False
     except FileNotFoundError:
         if not create:
-            raise
+            commit = next(folder.glob(f"rank-*/{COMMIT_NAME}"), None)
+            if commit is None:
+                raise
+            return open_regular(commit, os.O_RDONLY | os.O_DIRECT), False
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE | flags, 0o600), True
     except OSError as error:

@@ -52,34 +52,37 @@ __all__ = ["CommitFile", "lock_commit", "open_commit", "read_commit", "read_iden
 __all__ += ["stored_identity", "unread_record"]
 
 
-async def stored_identity(medium: Medium) -> Identity | None:
-    """Return the validated ``store.json``, None where there is none. Raises CorruptStoreError, ReadError."""
-    data = await medium.read_small(IDENTITY_NAME)
+async def stored_identity(medium: Medium, folder: str = "") -> Identity | None:
+    """Return the validated ``store.json``, None where there is none. Raises CorruptStoreError, ReadError.
+
+    ``folder`` is what the names of the store's files begin with: "rank-00003/" on the medium of a group's folder.
+    """
+    data = await medium.read_small(folder + IDENTITY_NAME)
     return None if data is None else decode_identity(data)
 
 
-async def read_identity(medium: Medium) -> Identity | None:
+async def read_identity(medium: Medium, folder: str = "") -> Identity | None:
     """Return what ``store.json`` says, None where there is no (complete) store. Raises CorruptStoreError, ReadError.
 
     Where the device cannot read it, the records tell what it said. Bytes that are there, and that are not understood,
     may be those of another format: they are an error.
     """
     try:
-        return await stored_identity(medium)
+        return await stored_identity(medium, folder)
     except ReadError as error:
-        found = None if is_exhausted(error) or is_forbidden(error) else await read_commit(medium)
+        found = None if is_exhausted(error) or is_forbidden(error) else await read_commit(medium, folder)
         rebuilt = None if found is None else rebuild_identity(found[0])
         if rebuilt is None:
             raise
         text = "%s cannot be read (%s): the commit records tell what it says; `pccheck recover --write` writes it anew"
-        write(logging.WARNING, "identity", text, IDENTITY_NAME, error.strerror, error=str(error))
+        write(logging.WARNING, "identity", text, folder + IDENTITY_NAME, error.strerror, error=str(error))
         return rebuilt[0]
 
 
-async def read_commit(medium: Medium) -> tuple[memoryview, dict[int, ReadError]] | None:
+async def read_commit(medium: Medium, folder: str = "") -> tuple[memoryview, dict[int, ReadError]] | None:
     """Return what :func:`read_around` does of the commit file; None where there is none."""
     try:
-        file = await medium.open(COMMIT_NAME, writable=False)
+        file = await medium.open(folder + COMMIT_NAME, writable=False)
     except FileNotFoundError:
         return None
     view = aligned_buffer(COMMIT_NBYTES)

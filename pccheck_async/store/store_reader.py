@@ -73,20 +73,26 @@ class StoreReader:
     identity: Identity
     commit: File
     """The file of the records."""
+    folder: str = ""
+    """What the names of its files begin with: "rank-00003/" on the medium of a group's folder."""
 
     @classmethod
-    async def open(cls, opened: OpenMedium) -> StoreReader | None:
-        """Open the store of ``opened``; None where there is no (complete) one. Raises CorruptStoreError."""
-        identity = await read_identity(opened.medium)
+    async def open(cls, opened: OpenMedium, folder: str = "") -> StoreReader | None:
+        """Open the store of ``opened``; None where there is no (complete) one. Raises CorruptStoreError.
+
+        A medium that has a ``folder`` for each of several stores is prepared by whoever opens it.
+        """
+        identity = await read_identity(opened.medium, folder)
         if identity is None:
             return None
-        await opened.medium.prepare(create=False)
+        if not folder:
+            await opened.medium.prepare(create=False)
         try:
-            commit = await opened.medium.open(COMMIT_NAME, writable=False)
+            commit = await opened.medium.open(folder + COMMIT_NAME, writable=False)
         except FileNotFoundError:
             text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
             raise CorruptStoreError(text) from None
-        return cls(opened, identity, commit)
+        return cls(opened, identity, commit, folder)
 
     async def record(self) -> Record:
         """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
@@ -112,19 +118,24 @@ class StoreReader:
                 return None
             superseded = entry in record.superseded
             try:
-                file = await medium.open(slot_name(entry.slot), writable=False)
+                file = await medium.open(self.folder + slot_name(entry.slot), writable=False)
             except (FileNotFoundError, CorruptStoreError, ReadError) as error:
                 if is_exhausted(error):
                     raise
                 if _names(await self.record(), entry, superseded):
-                    missing = f"{slot_name(entry.slot)}, which the newest record names, is missing"
+                    missing = f"{self.folder}{slot_name(entry.slot)}, which the newest record names, is missing"
                     why = missing if isinstance(error, FileNotFoundError) else str(error)
                     return entry, error if isinstance(error, ReadError) else DamagedError(why)
             else:
-                locked = await medium.lock(file, shared=True)
-                if locked and _names(await self.record(), entry, superseded):
+                is_held = False
+                try:
+                    locked = await medium.lock(file, shared=True)
+                    is_held = locked and _names(await self.record(), entry, superseded)
+                finally:
+                    if not is_held:
+                        await medium.close(file)
+                if is_held:
                     return entry, file
-                await medium.close(file)
                 if superseded and not locked:
                     return entry, DamagedError(f"{file.name} is being written over")
             if clock() > deadline:

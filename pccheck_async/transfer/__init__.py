@@ -6,7 +6,13 @@ telemetry and errors.
 """
 
 from pccheck_async.transfer.forks import ForkLock, abandoned_in_child
-from pccheck_async.transfer.machine import available_cores, available_memory, share_of_cores, share_of_machine
+from pccheck_async.transfer.machine import (
+    available_cores,
+    available_descriptors,
+    available_memory,
+    share_of_cores,
+    share_of_machine,
+)
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
 from pccheck_async.transfer.plan import PackedPiece, Segments
 from pccheck_async.transfer.pool import BufferLease, BufferPool
@@ -24,6 +30,7 @@ __all__ = [
     "address_of",
     "aligned_buffer",
     "available_cores",
+    "available_descriptors",
     "available_memory",
     "contiguous_buffer",
     "map_memory",

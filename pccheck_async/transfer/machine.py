@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["available_cores", "available_memory", "share_of_cores", "share_of_machine"]
+__all__ = ["available_cores", "available_descriptors", "available_memory", "share_of_cores", "share_of_machine"]
 
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -50,6 +51,14 @@ def available_memory(root: Path = Path("/")) -> int:
             used = _fields(f"{root}/proc/self/status").get(f"{used_by}:", 0) * 1024
             free = min(free, max(0, soft - used))
     return free
+
+
+def available_descriptors() -> int:
+    """Return how many more files this process may open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(0, limit - len(os.listdir("/proc/self/fd")))
 
 
 def share_of_machine(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:

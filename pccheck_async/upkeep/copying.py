@@ -32,11 +32,12 @@ from pccheck_async.group import (
     view_of,
 )
 from pccheck_async.medium import Medium, Piece
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, store_path
 from pccheck_async.state import refuse_boxes
 from pccheck_async.store import KeepAll, SlotLease, Store, open_store
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, run
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, hold_open, run
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
@@ -165,12 +166,11 @@ async def _write(held: Held, store: Store, counter: int, pinned: bool | None, pr
 
 async def _write_payload(held: Held, medium: Medium, lease: SlotLease, progress: Progress) -> None:
     manifest, done = held.manifest, 0
-    whose = f"rank {held.reader.rank}: " if isinstance(held.reader, PartReader) else ""
 
     def damaged(index: int, reason: str) -> None:
         chunk = manifest.chunks[index]
         raise DamagedError(
-            f"{whose}{held.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
+            f"{held.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
             f"checkpoint of step {held.entry.step} is damaged ({reason}); nothing was copied"
         )
 
@@ -199,12 +199,14 @@ async def _copy_group(
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_hold_parts(source, which, io))
         domain_of(target)
+        threads = await stack.enter_async_context(await open_folder(target, io))
         stores: list[GroupStore] = []
         for rank in range(len(parts)):
             folder = target / rank_name(rank)
-            opened = await stack.enter_async_context(await open_folder(folder, io))
+            medium = Files(folder, threads.operations)
+            stack.push_async_callback(medium.close)
             store = await open_store(
-                opened.medium,
+                medium,
                 path=folder,
                 retention=KeepAll(),
                 max_in_flight=1,
@@ -230,7 +232,7 @@ async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> A
             world = next(one.world for one in reader.listing.complete if one.entry.counter == counter)
             try:
                 for rank in range(1, world):
-                    parts.append(await stack.enter_async_context(hold(source, which, io, rank, counter)))
+                    parts.append(await hold_open(await reader.of_rank(rank), source, which, counter))
             except NoCheckpointError:
                 continue
             yield parts

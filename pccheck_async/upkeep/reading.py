@@ -25,7 +25,7 @@ from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import BufferPool, Tasks, available_memory
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["make_pool", "run", "runs"]
+__all__ += ["hold_open", "make_pool", "run", "runs"]
 
 T = TypeVar("T")
 
@@ -50,30 +50,34 @@ class Held:
 
 
 @asynccontextmanager
-async def hold(
-    path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None, counter: int | None = None
-) -> AsyncIterator[Held]:
+async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
     """Hold the newest checkpoint, or the one asked for, until the context is left; of a group, a rank's part.
-
-    ``counter`` is that of the checkpoint, where it is known.
 
     Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank of
     what is no group's folder.
     """
+    reader = await open_reader(path, io, which=which, rank=rank)
+    async with reader.opened:
+        yield await hold_open(reader, path, which)
+
+
+async def hold_open(
+    reader: StoreReader, path: str | os.PathLike[str], which: Which, counter: int | None = None
+) -> Held:
+    """Hold a checkpoint of a store that is open, until its medium is closed; the one of ``counter``, if it is known."""
 
     def pick(record: Record) -> Entry | None:
         return choose([one for one in record.entries if counter in (None, one.counter)], which)
 
-    reader = await open_reader(path, io, which=which, rank=rank)
-    async with reader.opened as opened:
-        held = await reader.lock(pick)
-        if held is None:
-            raise reader.nothing(path, which)
-        entry, file = held
-        if not isinstance(file, File):
-            raise file
-        manifest = await read_manifest(opened.medium, file, entry, reader.identity.block_bytes)
-        yield Held(reader, entry, file, manifest)
+    held = await reader.lock(pick)
+    if held is None:
+        raise reader.nothing(path, which)
+    entry, file = held
+    if not isinstance(file, File):
+        raise file
+    return Held(
+        reader, entry, file, await read_manifest(reader.opened.medium, file, entry, reader.identity.block_bytes)
+    )
 
 
 @dataclass(frozen=True, slots=True)

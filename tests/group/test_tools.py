@@ -242,7 +242,8 @@ def test_a_part_that_is_replaced_before_it_is_locked(
 
     monkeypatch.setattr(Files, "lock", lock_late)
     assert_part(load_sync(folder, rank=1), 1, 7)
-    assert locked == ["slot-002", "slot-003", "slot-003"]  # again of this rank, then of the other one
+    again = ["rank-00001/slot-003", "rank-00000/slot-003"]  # of this rank, then of the other one
+    assert locked == ["rank-00001/slot-002", *again]
 
 
 @pytest.mark.slow

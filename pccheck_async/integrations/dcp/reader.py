@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import add
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -35,11 +34,12 @@ __all__ = ["StorageReader"]
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """A checkpoint, and the stores that have its parts, by rank."""
+    """A checkpoint, and the folders in ``root`` that have its parts, by rank; "" for that of one process."""
 
+    root: str
     key: Key
     step: int
-    folders: dict[int, Path]
+    folders: dict[int, str]
 
 
 class StorageReader(storage.StorageReader):
@@ -134,13 +134,12 @@ def _choose(root: str, name: str | None) -> _Chosen:
             raise listing.nothing(None)
         entry = _named([one.entry for one in listing.complete], root, name)
         one = complete[entry.counter]
-        folders = {rank: Path(root) / rank_name(rank) for rank in range(one.world)}
-        return _Chosen(one.key, entry.step, folders)
+        return _Chosen(root, one.key, entry.step, {rank: rank_name(rank) for rank in range(one.world)})
     found = read_at_once(root)
     if found is None:
         raise NoCheckpointError(why_no_store(root))
     entry = _named(found[1].entries, root, name)
-    return _Chosen(Key(entry.counter, Run(0, 0, 0)), entry.step, {0: Path(root)})
+    return _Chosen(root, Key(entry.counter, Run(0, 0, 0)), entry.step, {0: ""})
 
 
 def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
@@ -173,7 +172,8 @@ class _Reading:
         self._chosen = chosen
 
     async def __aenter__(self) -> Self:
-        self._opened = await open_folder(next(iter(self._chosen.folders.values())), "auto")
+        self._opened = await open_folder(self._chosen.root, "auto")
+        await self._opened.medium.prepare(create=False)
         self.backend = CopyBackend(self._opened.operations)
         self._pool = chunk_pool(MIN_BLOCK)
         return self
@@ -184,7 +184,7 @@ class _Reading:
     @asynccontextmanager
     async def part(self, rank: int) -> AsyncGenerator[LeasedPart]:
         """Lock the part of a rank against reuse while it is read. Raises CorruptStoreError, ReadError."""
-        lease = FolderLease(self._chosen.folders[rank], self._chosen.key)
+        lease = FolderLease(self._opened, self._chosen.folders[rank], self._chosen.key)
         part = LeasedPart(lease, self.backend, self._pool)
         try:
             await part.hold()

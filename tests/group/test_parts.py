@@ -1,0 +1,101 @@
+"""Reading the parts of many ranks: one medium, one set of threads, one pool, and a locked descriptor for each part."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from pccheck_async import ReadError, load_sync, open_checkpoint
+from pccheck_async.group import rank_name
+from pccheck_async.integrations import dcp
+from pccheck_async.transfer import available_descriptors
+from tests.support.group_folders import save_in_group, state_of_rank
+
+pytestmark = pytest.mark.slow
+WORLD = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "group"
+    save_in_group(folder, WORLD, 1)
+    return folder
+
+
+def opened() -> list[str]:
+    """Return what the descriptors of this process lead to."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # of the listing itself
+            continue
+    return found
+
+
+@contextmanager
+def limited(free: int) -> Iterator[None]:
+    """Let this process open so many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(used - len(os.listdir("/proc/self/fd")))]  # no gaps
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in held:
+            os.close(fd)
+
+
+def test_all_parts_share_their_threads_and_each_has_one_descriptor_that_is_locked(made: Path) -> None:
+    with open_checkpoint(made / rank_name(0)) as alone:
+        threads = threading.active_count()
+        assert alone["step"] == 1
+    with open_checkpoint(made) as checkpoint:
+        assert threading.active_count() <= threads
+        in_folder = [path for path in opened() if path.startswith(os.fspath(made))]
+        assert sorted(in_folder) == [os.fspath(made / rank_name(rank) / "slot-000") for rank in range(WORLD)]
+        for path in in_folder:
+            fd = os.open(path, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(fd)
+        assert torch.equal(checkpoint["weights"], state_of_rank(0, 1)["weights"])
+    assert not [path for path in opened() if path.startswith(os.fspath(made))]
+
+
+def test_few_descriptors_are_enough(made: Path) -> None:
+    with limited(WORLD + 16):
+        assert load_sync(made, rank=WORLD - 1)["rank"] == WORLD - 1
+
+
+def test_too_few_descriptors_are_an_error_with_the_number_before_anything_is_read(made: Path) -> None:
+    with limited(WORLD + 2), pytest.raises(ReadError, match=rf"{WORLD - 1} and 4 more, .* may open \d+ more") as raised:
+        load_sync(made)
+    assert raised.value.errno == errno.EMFILE
+    assert "ulimit -n" in str(raised.value)
+    assert not [path for path in opened() if path.startswith(os.fspath(made))]
+
+
+def test_dcp_holds_one_part_at_a_time(made: Path) -> None:
+    with limited(16):
+        metadata = dcp.StorageReader(made).read_metadata()
+    assert metadata.state_dict_metadata
+
+
+def test_descriptors_that_are_left(made: Path) -> None:
+    with limited(20):
+        before = available_descriptors()
+        with open(made / "group.json", "rb"):
+            assert available_descriptors() == before - 1
+        assert before <= 20
