@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -221,6 +222,35 @@ def test_fit_again_after_a_stop_inside_a_window(tmp_path: Path) -> None:
     assert steps(tmp_path / "s")[0] == trainer.global_step - 1
 
 
+def resumed_at(
+    folder: Path, loader: Callable[[int], Any], moments: tuple[int, ...], model: Any = None, **options: Any
+) -> list[str]:
+    """Compare runs that fail in a step, and are started again, with one that does not; return what was trained."""
+
+    def start(name: str, die_at: int = -1, seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        saver = adapter.PCcheckCallback(folder / name, interval=1, max_in_flight=1)
+        trainer = kit.make_trainer(folder, saver, **{"max_epochs": 4} | options)
+        fitted = (model or kit.Reloading)(loader, die_at)
+        if die_at < 0:
+            trainer.fit(fitted)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                trainer.fit(fitted)
+        return fitted
+
+    whole = start("whole")
+    for die_at in moments:
+        start(f"at {die_at}", die_at)
+        rest = start(f"at {die_at}", seed=1)
+        assert f"train {die_at - 1}" not in rest.seen
+        assert f"train {die_at}" in rest.seen
+        assert rest.seen == {key: whole.seen[key] for key in rest.seen}
+        assert bits(rest.state_dict()) == bits(whole.state_dict())
+    gc.collect()  # worker processes of loaders that a failed fit refers to
+    return [key for key in whole.seen if key.startswith("train")]
+
+
 def shuffled(epoch: int) -> Any:
     return DataLoader(kit.Samples(14, random=True), 4, shuffle=True)
 
@@ -244,28 +274,46 @@ def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
 ) -> None:
     """Loaders depend on the epoch that they were made in, and on the generators at that moment."""
 
-    def start(folder: str, die_at: int = -1, seed: int = 0) -> Any:
-        torch.manual_seed(seed)
-        saver = adapter.PCcheckCallback(tmp_path / folder, interval=1, max_in_flight=1)
-        trainer = kit.make_trainer(tmp_path, saver, max_epochs=4, reload_dataloaders_every_n_epochs=every)
-        model = kit.Reloading(kind, die_at)
-        if die_at < 0:
-            trainer.fit(model)
-        else:
-            with pytest.raises(ZeroDivisionError):
-                trainer.fit(model)
-        return model
+    whole = resumed_at(tmp_path, kind, (2, 4, 5, 8, 9, 14), reload_dataloaders_every_n_epochs=every)
+    assert len(whole) == ([16, 16 + 1 + 2 + 3, 16 + 2 + 2][every] if kind in (growing, resumable) else 16)
 
-    whole = start("whole")
-    ends = len([key for key in whole.seen if key.startswith("train")])
-    assert ends == ([16, 16 + 1 + 2 + 3, 16 + 2 + 2][every] if kind in (growing, resumable) else 16)
-    for die_at in (2, 4, 5, 8, 9, 14):
-        start(f"at {die_at}", die_at)
-        rest = start(f"at {die_at}", seed=1)
-        assert f"train {die_at - 1}" not in rest.seen
-        assert f"train {die_at}" in rest.seen
-        assert rest.seen == {key: whole.seen[key] for key in rest.seen}
-        assert bits(rest.state_dict()) == bits(whole.state_dict())
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+@pytest.mark.parametrize("kind", ["resumable", "shuffled", "workers", "unsized"])
+def test_several_loaders_go_on_where_each_of_them_was(tmp_path: Path, kind: str, mode: str) -> None:
+    def loader(size: int, batch: int) -> Any:
+        samples = kit.Samples(size, random=kind != "shuffled")
+        if kind == "resumable":
+            return ResumableLoader(samples, batch_size=batch, seed=size)
+        if kind == "unsized":
+            return DataLoader(kit.Unsized(size), batch)
+        workers = int(kind == "workers")
+        return DataLoader(
+            samples, batch, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
+
+    def loaders(_: int) -> Any:
+        return pl.utilities.CombinedLoader({"a": loader(6, 3), "b": [loader(9, 3), loader(10, 2)]}, mode)
+
+    steps = 2 if mode == "min_size" else 5
+    whole = resumed_at(tmp_path, loaders, (1, 3, 4, 5, 6) if mode == "min_size" else (1, 3, 4, 5, 9))
+    assert len(whole) == 4 * steps
+
+
+def test_several_loaders_of_which_some_have_a_position_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    samples = kit.Samples(20, random=False)
+    model = kit.Counting()
+    trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"))
+    with pytest.raises(ValueError, match="its loaders are ResumableLoader, DataLoader; of several loaders all are"):
+        trainer.fit(model, {"a": ResumableLoader(samples, batch_size=4), "b": DataLoader(samples, 4)})
+    assert model.trained == []
+    assert list_checkpoints(tmp_path / "s") == []
+
+
+@pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+def test_a_training_step_that_takes_the_iterator_goes_on_where_it_was(tmp_path: Path) -> None:
+    resumed_at(tmp_path, shuffled, (2, 4, 5, 7), model=kit.Iterating)
 
 
 def test_another_model_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from pccheck_async import Group, ResumableLoader
 from pccheck_async.integrations.lightning import PCcheckCallback
@@ -25,7 +25,8 @@ from tests.support.killed_training import Journal
 from tests.support.ranks import meet
 
 __all__ = [
-    "Counting", "Model", "Ranks", "Reloading", "Samples", "StopAt", "Worsening", "make_trainer", "train", "train_rank",
+    "Counting", "Iterating", "Model", "Ranks", "Reloading", "Samples", "StopAt", "Unsized", "Worsening", "make_trainer",
+    "train", "train_rank",
 ]  # fmt: skip
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -43,6 +44,17 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.inputs[index] + (torch.randn(4) / 10 if self.random else 0.0)
+
+
+class Unsized(IterableDataset[Any]):
+    """As many samples, in an order that it draws when it is iterated over."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = Samples(size, random=False)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(len(self.samples)).tolist():
+            yield self.samples[index]
 
 
 class EpochSampler(RandomSampler):
@@ -125,7 +137,7 @@ class Reloading(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2))
         self.loader = loader
         self.die_at = die_at
-        self.seen: dict[str, float] = {}
+        self.seen: dict[str, Any] = {}
 
     def train_dataloader(self) -> Any:
         return self.loader(self.trainer.current_epoch)
@@ -133,9 +145,11 @@ class Reloading(pl.LightningModule):
     def val_dataloader(self) -> Any:
         return DataLoader(Samples(3 + self.trainer.current_epoch, random=False), 4)
 
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        loss = self.net(batch).square().mean()
-        self.seen[f"train {self.trainer.global_step}"] = float(batch.sum() + loss.detach())
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        parts = [torch.zeros(1, 4) if part is None else part for part in tree_leaves(batch)]
+        loss = self.net(torch.cat(parts)).square().mean()
+        sums = torch.stack([part.sum() for part in parts]).tolist()
+        self.seen[f"train {self.trainer.global_step}"] = [*sums, float(loss.detach())]
         if self.trainer.global_step == self.die_at:
             raise ZeroDivisionError
         return loss  # type: ignore[no-any-return]
@@ -146,6 +160,14 @@ class Reloading(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
+
+
+class Iterating(Reloading):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:  # type: ignore[override]
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
 
 
 class ShardedModel(Model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from pccheck_async.format import Restored
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
+from pccheck_async.training.data import ResumableLoader
 
 __all__ = ["PRIVATE", "PCcheckCallback"]
 
@@ -131,7 +132,7 @@ class PCcheckCallback(Callback):
         _around(loop, "on_advance_end", after=lambda: self._end_step(trainer))
         _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
         _around(loop.epoch_loop, "on_run_start", before=lambda: self._begin_epoch(trainer))
-        _around(loop.epoch_loop, "_on_before_fetch", before=draws.note_fetch)
+        _around(loop.epoch_loop, "_on_before_fetch", before=lambda: draws.note_fetch(loop._combined_loader))
         draws.make_again(loop, "train")
         draws.make_again(loop.epoch_loop.val_loop, "val")
 
@@ -144,6 +145,8 @@ class PCcheckCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
+        if self.engine is not None:
+            _refuse_some_positions(trainer.fit_loop._combined_loader.flattened)
         if self._rng is None:
             return
         if trainer.ckpt_path and self.restored is not None:
@@ -376,15 +379,31 @@ class _Draws:
     def note_iter(self) -> None:
         self._states = {"iter": RNGState().state_dict()}
 
-    def note_fetch(self) -> None:
+    def note_fetch(self, loaders: Any) -> None:
         if "fetch" not in self._states:
             self._states["fetch"] = RNGState().state_dict()
+        self._watch(loaders, {})
 
-    def go_back(self, name: str) -> None:
-        """Put the generators back. The iterator that is made now is that of the saved epoch."""
-        self._states = dict(self._saved)
-        if name in self._saved:
-            RNGState().load_state_dict(self._saved[name])
+    def _watch(self, loaders: Any, saved: Mapping[str, Any]) -> None:
+        """Note the generators when one of several loaders has ended and is iterated over again."""
+        iterator, cycles = loaders._iterator, self._states.setdefault("cycles", {})
+        if len(iterator.iterables) > 1 and not isinstance(iterator.iterables[0], _Cycled):
+            names = map(str, range(len(iterator.iterables)))
+            iterator.iterables = [
+                _Cycled(loader, cycles.setdefault(name, {"number": 0}), saved.get(name, {}))
+                for name, loader in zip(names, iterator.iterables, strict=True)
+            ]
+
+    def go_back(self, loop: Any) -> Any:
+        """Return the iterator of the saved epoch, at its start, and let the generators be those of its first batch."""
+        self._states = {name: state for name, state in self._saved.items() if name in ("iter", "fetch")}
+        if "iter" in self._states:
+            RNGState().load_state_dict(self._states["iter"])
+        batches: Any = iter(loop._data_fetcher)
+        self._watch(loop._combined_loader, self._saved.get("cycles", {}))
+        if "fetch" in self._states:
+            RNGState().load_state_dict(self._states["fetch"])
+        return getattr(batches, "iterator_wrapper", batches)  # of a training_step(dataloader_iter)
 
     def state_dict(self) -> dict[str, Any]:
         return self._states | {"made": self._made}
@@ -392,6 +411,36 @@ class _Draws:
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self._saved = state
         self._made = dict(state.get("made", {}))
+
+
+class _Cycled:
+    """A loader of several, which is iterated over again when it has ended and others have not (``max_size_cycle``).
+
+    Args:
+        loader: The loader.
+        noted: Changed: how often it was begun again, and the generators when it was last, and at its first batch then.
+        saved: The same of the run that is repeated up to a checkpoint: the order of that pass was drawn with these.
+    """
+
+    def __init__(self, loader: Any, noted: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        self._loader, self._noted, self._saved = loader, noted, saved
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._noted["number"] += 1
+        self._note("iter")
+        return self._from_first(iter(self._loader))
+
+    def _from_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._note("fetch")
+        yield from batches
+
+    def _note(self, name: str) -> None:
+        if self._saved.get("number") == self._noted["number"]:
+            RNGState().load_state_dict(self._saved[name])
+        self._noted[name] = RNGState().state_dict()
 
 
 _WRAPPED: Final = ("on_advance_end", "on_run_start", "setup_data", "_load_combined_loader_states", "_on_before_fetch")
@@ -502,17 +551,26 @@ def _forget_restart(loop: Any) -> None:
         each.on_iteration_done()
 
 
+def _refuse_some_positions(loaders: list[Any]) -> None:
+    """Refuse several loaders of which some cannot go on where they were: none has a position, or all that of ours."""
+    kinds = [type(loader).__qualname__ for loader in loaders]
+    own = [isinstance(loader, ResumableLoader) for loader in loaders]
+    if len(loaders) > 1 and not all(own) and any(hasattr(loader, "load_state_dict") for loader in loaders):
+        raise ValueError(
+            f"training would not go on with the same batches after a restart: its loaders are {', '.join(kinds)}; of "
+            "several loaders all are ResumableLoaders, or none has a load_state_dict (DataLoader)"
+        )
+
+
 def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
     """Iterate to a position in loaders that have none of their own."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, epoch)
-    draws.go_back("iter")
-    fetcher = iter(loop._data_fetcher)
-    draws.go_back("fetch")
+    again = draws.go_back(loop)
     for done in range(batches):
-        if next(fetcher, None) is None:
+        if next(again, None) is None:
             raise ValueError(
                 f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
                 "give it the same data in batches of the same size"
             )
-    fetcher.fetched = 0  # the loop adds what the epoch has had
+    loop._data_fetcher.fetched = 0  # the loop adds what the epoch has had
