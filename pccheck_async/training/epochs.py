@@ -194,6 +194,7 @@ class Course:
     def _epochs(
         self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[T]]
     ) -> Iterator[Epoch[T]]:
+        self._leave()  # a loop that was interrupted may not be collected yet
         self._loops += 1
         self._loop = loop = self._loops
         if self._taken and self._origin.position:
@@ -202,7 +203,7 @@ class Course:
                 "a for loop over the loader took batches between the restore and epochs(), which goes on at the "
                 "restored position all the same; look at the data before the restore",
             )
-        self._counter, self._steps, self._moved = "epochs", steps, False
+        self._counter, self._steps = "epochs", steps
         self._move(self._origin)
         self._restored = self._origin
         try:
@@ -224,9 +225,14 @@ class Course:
                     self._origin = self.place
         finally:
             if loop == self._loop:
-                self._loop, self._steps, self._taken = 0, None, False
-                self._move(self._next_epoch() if self._is_over else self.place)
-                self._origin = self.place
+                self._leave()
+
+    def _leave(self) -> None:
+        """End the loop over epochs that is underway, if any; the next one goes on here."""
+        if self._loop:
+            self._move(self._next_epoch() if self._is_over else self.place)
+            self._origin = self.place
+            self._loop, self._steps, self._taken, self._moved = 0, None, False, False
 
     def _next_epoch(self) -> Place:
         used = self._used or self.place.position > 0

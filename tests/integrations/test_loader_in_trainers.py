@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import sys
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from pccheck_async import ResumableLoader
+from pccheck_async import ResumableLoader, RNGState
 from pccheck_async.integrations import versions
 from tests.support.datasets import Numbers
 
@@ -138,6 +140,74 @@ def test_the_position_is_that_of_the_loop(accelerator: Any, workers: int) -> Non
     resumed = accelerated(accelerator)
     resumed.load_state_dict(loader.state_dict())
     assert got + values(resumed) == expected
+
+
+@pytest.mark.parametrize("habit", ["whole", "cut", "second pass"])
+@pytest.mark.parametrize("kind", ["resumable", "prepared", "seedable"])
+def test_epochs_resume_wherever_they_are_killed(accelerator: Any, kind: str, habit: str) -> None:
+    """Six batches per epoch in windows of four, three epochs; killed after each step."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    from pccheck_async.integrations.accelerate import TrackedLoader
+
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=kind == "seedable")
+    synced: list[bool] = []
+
+    def live(saved: dict[str, Any], kill: int | None) -> list[Any]:
+        if kind == "resumable":
+            loader = accelerated(accelerator)
+        else:
+            loader = TrackedLoader(accelerator.prepare(DataLoader(Numbers(18), 3, shuffle=True)))
+        rng = RNGState()
+        if saved:
+            loader.load_state_dict(saved["loader"])
+            rng.load_state_dict(saved["rng"])
+        steps: list[Any] = saved.setdefault("steps", [])
+        for epoch in loader.epochs(3, steps=5 if habit == "cut" else None):
+            assert len(epoch) == (5 if habit == "cut" else 6)
+            for batch in epoch:
+                steps.append((batch["index"] if kind == "resumable" else batch).tolist())
+                synced.append(accelerator.gradient_state.end_of_dataloader)
+                saved |= copy.deepcopy({"loader": loader.state_dict(), "rng": rng.state_dict()})
+                if len(steps) == kill:
+                    return steps
+            if habit == "second pass":
+                assert len([*loader]) == 6
+        assert not accelerator.gradient_state.in_dataloader
+        return steps
+
+    torch.manual_seed(1)
+    whole = live({}, None)
+    per_epoch = 5 if habit == "cut" else 6
+    assert synced == ([False] * (per_epoch - 1) + [True]) * 3
+    assert len(whole) == 3 * per_epoch
+    assert len({*map(tuple, whole)}) > 2 * per_epoch
+    for kill in range(1, len(whole)):
+        torch.manual_seed(1)
+        saved: dict[str, Any] = {}
+        live(saved, kill)
+        torch.manual_seed(kill)
+        assert live(saved, None) == whole, kill
+
+
+def test_a_tracked_loader_reads_positions_of_older_versions(accelerator: Any) -> None:
+    from pccheck_async.integrations.accelerate import TrackedLoader
+
+    def make() -> Any:
+        return TrackedLoader(accelerator.prepare(DataLoader(Numbers(18), 3, shuffle=True)))
+
+    torch.manual_seed(1)
+    whole = [[batch.tolist() for batch in epoch] for epoch in make().epochs(2)]
+    torch.manual_seed(1)
+    first = make()
+    batches = (batch for epoch in first.epochs(2) for batch in epoch)
+    got = [next(batches).tolist() for _ in range(8)]
+    state = first.state_dict()
+    assert (state.pop("outer"), state.pop("earlier")) == (1, [])
+    second = make()
+    second.load_state_dict(state)
+    rest = [[batch.tolist() for batch in epoch] for epoch in second.epochs(2)]
+    assert (got, rest) == (whole[0] + whole[1][:2], [whole[1][2:]])
 
 
 @pytest.mark.parametrize("restored", [False, True])

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pccheck_async import ResumableLoader
-from tests.support.datasets import Numbers
+from tests.support.datasets import Numbers, values
 
 EPOCHS = 3
 LONG, SHORT = 6, 4  # batches of three samples
@@ -471,6 +471,86 @@ def test_a_restore_inside_the_loop_begins_the_epoch_that_was_restored() -> None:
                 loader.load_state_dict(saved)
                 break
     assert got == [(0, expected[0]), (1, expected[1][:4]), (0, expected[0][3:]), (1, expected[1]), (2, expected[2])]
+
+
+def test_a_loop_over_epochs_that_was_left_goes_on_when_it_is_called_again() -> None:
+    loader = ResumableLoader(Numbers(18), 3)
+    expected = [[batch.tolist() for batch in epoch] for epoch in ResumableLoader(Numbers(18), 3).epochs(3)]
+    held = loader.epochs(3)  # as the traceback of an interrupted cell of a notebook holds it
+    first = next(held)
+    batches = iter(first)
+    assert [next(batches).tolist() for _ in range(2)] == expected[0][:2]
+    again = loader.epochs(3)
+    assert [batch.tolist() for batch in next(again)] == expected[0][2:]
+    with pytest.raises(RuntimeError, match="start a new for loop"):
+        next(batches)
+    with pytest.raises(RuntimeError, match="another call of epochs"):
+        next(held)
+    assert [[batch.tolist() for batch in epoch] for epoch in again] == expected[1:]
+    with pytest.raises(RuntimeError, match="epoch 0 is over"):
+        iter(first)
+    assert list(loader.epochs(3)) == []
+    assert loader.epoch == 3
+
+
+def test_an_epoch_has_a_number_and_a_length() -> None:
+    loader = ResumableLoader(Numbers(18), 3)
+    found = [(epoch.number, int(epoch), f"epoch {epoch}", len(epoch), bool(epoch)) for epoch in loader.epochs(2)]
+    assert found == [(0, 0, "epoch 0", 6, True), (1, 1, "epoch 1", 6, True)]
+    assert [repr(epoch) for epoch in loader.epochs(3, steps=4)] == ["<epoch 2, 4 batches>"]
+    assert [len(epoch) for epoch in loader.epochs(4, steps=40)] == [6]
+
+
+@pytest.mark.parametrize("arguments", [{"epochs": -1}, {"epochs": 1, "steps": 0}])
+def test_arguments_of_epochs_that_make_no_sense(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="they are at least 0 and 1"):
+        ResumableLoader(Numbers(9), 3).epochs(**arguments)
+
+
+def test_set_epoch_inside_a_loop_over_epochs_must_name_the_one_underway() -> None:
+    loader, other = ResumableLoader(Numbers(18), 3), ResumableLoader(Numbers(18), 3)
+    got = []
+    for epoch in loader.epochs(2):
+        loader.set_epoch(epoch.number)
+        got.append([batch.tolist() for batch in epoch])
+        with pytest.raises(RuntimeError, match=rf"set_epoch\(5\) in epoch {epoch} of epochs"):
+            loader.set_epoch(5)
+    assert got == [[batch.tolist() for batch in epoch] for epoch in other.epochs(2)]
+
+
+def test_a_position_inside_a_second_pass_is_not_saved_and_that_is_told() -> None:
+    loader = ResumableLoader(Numbers(18), 3)
+    for epoch in loader.epochs(1):
+        assert len(list(epoch)) == 6
+        assert loader.state_dict()["outer"] == 1
+        batches = iter(loader)
+        next(batches)
+        with pytest.warns(UserWarning, match="saved inside a second pass"):
+            assert loader.state_dict()["outer"] == 1
+        assert len(list(batches)) == 5
+
+
+def test_looking_after_a_restore_gives_the_position_back_with_a_warning() -> None:
+    first = ResumableLoader(Numbers(18), 3)
+    expected = values(first)
+    resumed = ResumableLoader(Numbers(18), 3)
+    resumed.load_state_dict(first.state_dict() | {"epoch": 0, "outer": 0, "position": 6})
+    with pytest.warns(UserWarning, match="given up after one batch: this one starts at that position again"):
+        looks = [next(iter(resumed)).tolist() for _ in range(2)]
+    assert looks == [expected[2]] * 2
+    assert values(resumed) == expected[2:]
+
+
+def test_zip_takes_a_restored_position_even_if_it_ends_at_once() -> None:
+    short, long = ResumableLoader(Numbers(12), 3), ResumableLoader(Numbers(18), 3)
+    state = long.state_dict()
+    passes = [values(long) for _ in range(2)]
+    long.load_state_dict(state | {"position": 12})
+    short.load_state_dict(short.state_dict() | {"position": 12})
+    assert list(zip(short, long, strict=False)) == []
+    with pytest.warns(UserWarning, match="given up before its first batch"):
+        pairs = list(zip(short, long, strict=False))
+    assert [batch.tolist() for _, batch in pairs] == passes[1][:4]
 
 
 def main() -> None:
