@@ -130,6 +130,8 @@ def import_checkpoint(
         kind = "lightning"
         held, known = lightning_file.to_state(held, place, missing)
     missing += [f"checksums ({why}: whether it is damaged was not checked)" for why in sorted(reading.unchecked)]
+    if name.is_dir() and place != name:
+        missing += model_files.left_out(name, place)
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(

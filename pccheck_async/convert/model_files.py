@@ -11,10 +11,11 @@ import msgspec
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 
-__all__ = ["Index", "Suffix", "find", "find_all", "is_index", "listed", "read_index", "refuse_other_things"]
+__all__ = ["Index", "Suffix", "find", "find_all", "is_index", "left_out", "listed", "read_index", "refuse_other_things"]
 
 Suffix: TypeAlias = Literal["safetensors", "bin"]
 
+_KINDS: Final = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
 _STEMS: Final[Mapping[Suffix, str]] = {"safetensors": "model", "bin": "pytorch_model"}
 
 
@@ -64,6 +65,15 @@ def find(folder: Path, suffix: Suffix) -> Path:
         names = ", ".join(file.name for file in several)
         raise UnsupportedStateError(f"{folder} has several models or variants of one, {names}; give one of them")
     return several[0]
+
+
+def left_out(folder: Path, taken: Path) -> list[str]:
+    """Return the files of tensors and pickles in a folder that are no part of the model that was taken from it."""
+    titles = {taken.name}
+    if any(is_index(taken, suffix) for suffix in _STEMS):
+        titles.update(read_index(taken).weight_map.values())
+    there = sorted(file.name for file in folder.iterdir() if file.suffix in _KINDS and file.is_file())
+    return [f"{title} (left out: it is no part of {taken.name})" for title in there if title not in titles]
 
 
 def read_index(place: Path) -> Index:

@@ -1300,6 +1300,21 @@ def test_folders_of_models_in_one_file_or_several(tmp_path: Path, suffix: str, v
         import_checkpoint(several, tmp_path / "s")
 
 
+def test_what_else_is_in_a_folder_of_a_model_is_named(tmp_path: Path) -> None:
+    """As Accelerate saves: the state of an optimizer is not left out in silence."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+    for title in ("optimizer.bin", "random_states_0.pkl", "pytorch_model.bin"):
+        torch.save({"y": 1}, tmp_path / title)
+    (tmp_path / "config.json").write_text("{}")
+    info = import_checkpoint(tmp_path, tmp_path / "s")
+    assert info.missing == tuple(
+        f"{title} (left out: it is no part of model.safetensors)"
+        for title in ("optimizer.bin", "pytorch_model.bin", "random_states_0.pkl")
+    )
+    assert import_checkpoint(tmp_path / "model.safetensors", tmp_path / "s").missing == ()
+
+
 class Config(dict[str, Any]):
     """Like those of omegaconf: made by a class of its own, of an enumeration and of other such things."""
 
