@@ -184,6 +184,7 @@ class EngineBase:
         Returns:
             A function that removes the hook.
         """
+        self._core.check_process()
         return self._core.reporter.hooks.add(hook)
 
     def wait_captured(self) -> None:
@@ -200,7 +201,11 @@ class EngineBase:
         return self._core.infos
 
     def statistics(self) -> EngineStatistics:
-        """Return counts, times and decisions so far."""
+        """Return counts, times and decisions so far.
+
+        Raises:
+            ClosedError: the engine was never opened, or this is a forked child.
+        """
         return self._core.statistics()
 
     def metrics(self) -> str:

@@ -207,19 +207,21 @@ class EngineCore:
             failure = error
             raise
         finally:
-            self._say_unawaited()
-            self.training.closed()
-            self.guard.close()
-            forget(self)
-            counts = self.in_flight.counts
-            ended = {"durable": counts.durable, "superseded": counts.superseded, "failed": counts.failed}
-            self.reporter.closed(**ended, skipped=counts.skipped)
             try:
-                if closed:
-                    yield from outlast(self.loop.ask_to_stop())
+                forget(self)
+                self._say_unawaited()
+                self.training.closed()
+                self.guard.close()
+                counts = self.in_flight.counts
+                ended = {"durable": counts.durable, "superseded": counts.superseded, "failed": counts.failed}
+                self.reporter.closed(**ended, skipped=counts.skipped)
             finally:
-                self.state = "closed"
-                self._closed.set_result(failure)
+                try:
+                    if closed:
+                        yield from outlast(self.loop.ask_to_stop())
+                finally:
+                    self.state = "closed"
+                    self._closed.set_result(failure)
             yield Until(self.reporter.hooks.close(), HOOKS_SECONDS if closed else 0.0)
 
     def _gave_up(self, deadline: float | None, left: list[PendingCheckpoint]) -> CheckpointError:
@@ -253,12 +255,16 @@ class EngineCore:
         forget(self)
         self._opening.abandon()
 
-    def check_alive(self) -> Assembly:
-        """Return the parts of an engine that is open, here, in this process; else raise ClosedError."""
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child: a thread that does not exist there may hold any of the locks."""
         if os.getpid() != self.pid:
             raise ClosedError(
                 "this engine belongs to the parent process; open one of your own (another folder) after a fork"
             )
+
+    def check_alive(self) -> Assembly:
+        """Return the parts of an engine that is open, here, in this process; else raise ClosedError."""
+        self.check_process()
         if self.state == "open" and self._assembly is not None:
             return self._assembly
         if self.state in ("new", "opening"):
@@ -550,7 +556,8 @@ class EngineCore:
     # -- statistics
 
     def statistics(self) -> EngineStatistics:
-        """Return a snapshot of everything counted so far."""
+        """Return a snapshot of everything counted so far. Raises ClosedError: never opened, or in a forked child."""
+        self.check_process()
         parts, counts, stalls = self.assembly, self.in_flight.counts, self.stalls
         io, pool = parts.opened.medium.statistics(), parts.pool.statistics()
         store, copying = parts.store.statistics(), parts.backend.statistics()

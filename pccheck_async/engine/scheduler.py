@@ -11,6 +11,7 @@ in one piece with its manifest, without a coroutine for each part. Checkpoints r
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
-from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
+from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced, write
 from pccheck_async.telemetry.events import Abandoned, Captured
 from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Planner
@@ -94,10 +95,13 @@ class Scheduler:
 
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
-        pending = job.pending
-        capture = job.capture
-        self.store.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
-        job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
+        pending, capture, refused = job.pending, job.capture, None
+        try:
+            self.store.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+            refused = error
+        task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {pending.counter}")
+        job.task = task
         self._jobs[pending] = job
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
 
@@ -185,13 +189,16 @@ class Scheduler:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: Job, refused: BaseException | None) -> None:
+        """Save a checkpoint, or end one that the store ``refused`` with that error."""
         pending = job.pending
         about.set({"store": self.path, "step": pending.step, "counter": pending.counter})
         if job.trace is not None:
             traced.set(Traced(job.trace, pending.step, pending.counter))
         try:
             try:
+                if refused is not None:
+                    raise refused
                 await self._turns.acquire()
                 try:
                     await self.store.admit(pending.counter)
@@ -207,19 +214,33 @@ class Scheduler:
             error = job.abandoned or CheckpointError(
                 f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
             )
-            self.ended(pending, error, False, 0)
-            pending.set_failed(error)
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+            self._end(job, error)
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+            if not isinstance(error, Exception):  # a handler of the log that exits: it would end the engine's loop
+                error = CheckpointError(f"the checkpoint of step {pending.step} was ended by {error!r}")
+            self._end(job, error)
+        else:
+            self._end(job, None, info, superseded=superseded)
+            await self.store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+
+    def _end(
+        self, job: Job, error: Exception | None, info: CheckpointInfo | None = None, *, superseded: bool = False
+    ) -> None:
+        """Count the end of a checkpoint, and then tell those who wait for it, whatever goes wrong in counting."""
+        pending, nbytes = job.pending, 0 if info is None else info.nbytes
+        try:
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self.ended(pending, error, False, 0)
-            pending.set_failed(error)
-        else:
-            if job.overlapped is not None:
-                job.overlapped.note_end(None)
-            self.ended(pending, None, superseded, info.nbytes)
-            pending.set_durable(info, superseded=superseded)
-            await self.store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+            self.ended(pending, error, superseded, nbytes)
+        except BaseException as failure:  # noqa: BLE001 - also of a handler of the log that exits
+            with suppress(BaseException):
+                write(logging.ERROR, "miscounted", "the end of a checkpoint is not counted right: %r", failure)
+        finally:
+            if info is None:
+                assert error is not None
+                pending.set_failed(error)
+            else:
+                pending.set_durable(info, superseded=superseded)
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture what is not captured yet, write, and commit: what is durable then, and whether that is newer."""

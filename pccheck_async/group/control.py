@@ -12,7 +12,9 @@ waits for a key of its own can end the waiting by setting it: a thread that is s
 interpreter exits would abort the process.
 
 A rank that died, or was stopped, is not found out here: whoever waits for it waits, until the launcher ends the job. A
-lost connection to rank 0 is told.
+lost connection to rank 0 is told. What makes no sense breaks the group on all ranks: a message that cannot be decoded,
+or that the coordinator fails at, a message that is missing in the inbox, a decision that rank 0 did not publish. The
+waiting calls fail, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ _CONNECT_SECONDS: Final = 20.0
 _SMALL_BYTES: Final = 4096
 """A decision up to this size is sent to each rank, a larger one once: what is found at opening grows with the ranks."""
 _LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeErrors
+_GAP_SECONDS = 60.0
+"""After which a message that others were posted behind counts as missing: its rank died before it had written it."""
 
 
 class Meeting:
@@ -79,7 +83,7 @@ class Server(Meeting):
 
     def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
         super().__init__()
-        self._inbox = self._connect()
+        self._inbox = self._connect(timedelta(seconds=_GAP_SECONDS))
         self._log = self._connect()
         self._coordinator = coordinator
         self._world = world
@@ -100,8 +104,8 @@ class Server(Meeting):
                 ranks = ", ".join(map(str, missing))
                 self._publish([Refused(f"ranks {ranks} did not open this group within {seconds} s")])
 
-    def _connect(self) -> TCPStore:
-        return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
+    def _connect(self, timeout: timedelta = _FOREVER) -> TCPStore:
+        return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     @property
     def step(self) -> int:
@@ -135,12 +139,35 @@ class Server(Meeting):
     def _serve(self) -> None:
         with suppress(*_LOST):
             while self._coordinator.remaining and not self._closing:
-                key = f"in/{self._received + 1}"
-                if data := self._inbox.get(key):
-                    self._inbox.delete_key(key)
-                    with self._lock:
-                        self._publish(self._coordinator.receive(decode_message(data)))
+                data = self._next_message()
+                with self._lock:
+                    try:
+                        if self._closing:
+                            return
+                        if data is None:
+                            raise GroupError(f"message {self._received + 1} is missing, and later ones are there")
+                        decisions = self._coordinator.receive(decode_message(data))
+                    except Exception as error:  # noqa: BLE001 - rank 0 goes on reading: ranks have to say goodbye
+                        why = f"rank 0 cannot take a message in ({type(error).__name__}: {error})"
+                        decisions = self._coordinator.give_up(why)
+                    self._publish(decisions)
                 self._received += 1
+
+    def _next_message(self) -> bytes | None:
+        """Wait for the next message and take it out of the inbox; None: it is missing, and later ones are there."""
+        key, behind = f"in/{self._received + 1}", False
+        while True:
+            try:
+                data: bytes = self._inbox.get(key)
+            except _LOST:
+                # Raises the same again if the store is gone; else only the time was up.
+                posted = self._inbox.add("in", 0)
+                if behind:
+                    return None
+                behind = posted > self._received + 1
+            else:
+                self._inbox.delete_key(key)
+                return data
 
     def _publish(self, decisions: Sequence[AnyDecision]) -> None:
         for decision in decisions:
@@ -160,7 +187,8 @@ class Client:
         address: Of the server.
         rank: This one.
         learn: Called with every decision, on a thread of its own.
-        lost: Called once where the store is gone, with what happened; no decision comes after that.
+        lost: Called once where the store is gone, or a decision cannot be read, with what happened; no decision comes
+            after that.
 
     Raises:
         GroupError: Nothing is reached there.
@@ -210,9 +238,14 @@ class Client:
     def _run(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-        except (*_LOST, msgspec.DecodeError) as error:
-            if self._once.acquire(blocking=False) and not self._closing:
-                self._lost(f"the connection to rank 0 is lost ({str(error).splitlines()[0]})")
+        except msgspec.DecodeError as error:
+            self._end(f"a decision cannot be read ({error})")
+        except _LOST as error:
+            self._end(f"the connection to rank 0 is lost ({str(error).splitlines()[0]})")
+
+    def _end(self, why: str) -> None:
+        if self._once.acquire(blocking=False) and not self._closing:
+            self._lost(why)
 
     def _post_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
@@ -220,10 +253,16 @@ class Client:
             self._inbox.set(f"in/{number}", encode(message))  # type: ignore[arg-type]
 
     def _read_all(self) -> None:
-        while not self._closing and (data := self._log.get(self._key(self._learned))):
+        while not self._closing:
+            data = self._log.get(self._key(self._learned))
+            if self._closing:
+                return
             self._log.delete_key(self._key(self._learned))
             if data == b"@":
-                data = self._log.get(f"large/{self._learned}")
+                large = f"large/{self._learned}"
+                if not self._log.check([large]):  # rank 0 puts it there first
+                    raise msgspec.DecodeError(f"{large} is not there")
+                data = self._log.get(large)
             self._learned += 1
             self._learn(decode_decision(data))
 

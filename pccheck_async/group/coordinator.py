@@ -133,7 +133,12 @@ class Coordinator:
         return {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}
 
     def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
-        """Take the next message of the inbox in; return what is decided, to be published in this order."""
+        """Take the next message of the inbox in; return what is decided, to be published in this order.
+
+        Raises ValueError: there is no such rank. Any error: see :meth:`give_up`.
+        """
+        if not 0 <= message.rank < self.world:
+            raise ValueError(f"there is no rank {message.rank} among {self.world}")
         match message:
             # What is committed stays readable, ranks go when they are asked to, and rank 0 goes after the last one.
             case Ok() | Failed() | Admitted() | Joined() | ChangeRequest() if self.broken is not None:
@@ -304,6 +309,12 @@ class Coordinator:
     def _break(self, why: str, rank: int) -> list[AnyDecision]:
         self.broken = Broken(why, rank)
         return [self.broken]
+
+    def give_up(self, why: str) -> list[AnyDecision]:
+        """Break the group after a message that could not be taken in, whatever it was: somebody may wait for it."""
+        if self.broken is None:
+            self.broken = Broken(why, -1)
+        return [self.broken, self.restore.end(why)]
 
     def _receive_failed(self, message: Failed) -> list[AnyDecision]:
         if message.latched:

@@ -33,7 +33,7 @@ from pccheck_async.errors import (
 )
 from pccheck_async.format import Key, Metadata, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
-from pccheck_async.group.control import Client, Server
+from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.differing import first_few
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
@@ -82,7 +82,13 @@ class _OtherWorld(NamedTuple):
 
 
 class GroupCore(EngineCore):
-    """One rank's engine. The arguments are those of :class:`EngineCore`; ``path`` is the group's folder."""
+    """One rank's engine. The arguments are those of :class:`EngineCore`; ``path`` is the group's folder.
+
+    Attributes:
+        address: Of the control plane, from the opening on.
+    """
+
+    address: Address
 
     store_kind: type[Store] = GroupStore
 
@@ -115,7 +121,7 @@ class GroupCore(EngineCore):
         """
         if self.group.rank == 0 and self.state == "new":
             self._server = serve(self.group.world_size, self.config, self.group.timeout)
-        self._address = self.group.share(self._server.address if self._server is not None else None)
+        self.address = self.group.share(self._server.address if self._server is not None else None)
         try:
             yield from super().open()
         except BaseException as error:
@@ -126,7 +132,7 @@ class GroupCore(EngineCore):
     def _tell_unopened(self, error: BaseException) -> None:
         """Let the others know at once: they wait for this rank, which could not open its store."""
         with suppress(GroupError):
-            client = Client(self._address, self.group.rank, lambda _: None, lambda _: None)
+            client = Client(self.address, self.group.rank, lambda _: None, lambda _: None)
             client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
             client.close()
 
@@ -143,7 +149,7 @@ class GroupCore(EngineCore):
             )  # fmt: skip
             run.server = self._server
             self._met = True
-            await run.join(self._address)
+            await run.join(self.address)
             self.in_flight.counter = run.member.counter
             group = self.group
             self.captures.owners = Owners(

@@ -441,7 +441,7 @@ class Member:
             case _ if self.stopped is not None:
                 return []
             case Broken():
-                return self._stop(decision)
+                return [*self._stop(decision), *self.restore.broke(decision.why)]
             case Start():
                 self.run, self.keep = decision.run, dict(decision.keep)
                 self.unproven = frozenset(decision.unproven)

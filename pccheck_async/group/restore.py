@@ -73,6 +73,13 @@ class Restore:
         self.abandoned = why
         return self.matched("mismatch", why)
 
+    def broke(self, why: str) -> list[Action]:
+        """End a restore without a candidate: a rank that knows that the group is broken may not ask for it any more."""
+        if not self.active or self.attempt >= 0 or self.abandoned is not None:
+            return []
+        self.active = False
+        return [EndRestore("disagreement", why)]
+
     def learn(self, decision: Candidate | Verify | Restored | NotRestored) -> list[Action]:
         """Take a decision in."""
         if self.abandoned is not None:
@@ -84,6 +91,8 @@ class Restore:
             self.active, self.abandoned, asked = False, None, self._next
             self._next = ()
             return self.request(asked[0]) if asked else []
+        if not self.active or decision.index != self.index:
+            return []  # the group broke: this rank's call ended, or it does not ask any more
         match decision:
             case Candidate():
                 self.attempt, self.key = decision.attempt, decision.key
@@ -194,6 +203,10 @@ class LeadRestore:
         ended = Restored(self.index, candidate)
         self._reset()
         return [ended]
+
+    def end(self, why: str) -> NotRestored:
+        """End the restore that is under way or comes next; the group is broken."""
+        return self._end("disagreement", {-1: why})
 
     def _fall_back(
         self, damage: dict[int, str], there: Sequence[There]

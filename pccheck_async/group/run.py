@@ -45,7 +45,7 @@ from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
 from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Ok, Preempted
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, Ok, Preempted
 from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.schedule import Verdict
 from pccheck_async.group.slow import name_slow_ranks
@@ -164,13 +164,18 @@ class GroupRun:
         with self._scheduled:
             actions = self.member.lost(why)
             self._scheduled.notify_all()
-        self._do(actions)
+        # The others wait for this rank's parts, if rank 0 is still there.
+        self._do([*actions, Post(Failed(self.member.rank, self.member.counter, why, latched=True))])
 
     def _learn(self, decision: AnyDecision) -> None:
-        with self._scheduled:
-            actions = self.member.learn(decision)
-            self._scheduled.notify_all()
-        self._do(actions)
+        try:
+            with self._scheduled:
+                actions = self.member.learn(decision)
+                self._scheduled.notify_all()
+            self._do(actions)
+        except Exception as error:  # noqa: BLE001 - else whoever waits for it waits for ever
+            name = type(decision).__name__
+            self._note_lost(f"rank {self.member.rank} cannot take a decision in ({name}: {error!r})")
         if self.member.stopped is not None and not self._opened.done():
             self._opened.set_exception(GroupError(self.member.stopped.why))
 
@@ -468,7 +473,12 @@ class GroupRun:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_task)
+
+    def _note_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._note_lost(f"rank {self.member.rank} failed: {error!r}")
 
     async def _write_record(self, action: WriteRecord) -> None:
         try:
@@ -518,7 +528,11 @@ class GroupRun:
 
     async def _remove(self, stores: tuple[SeenStore, ...]) -> None:
         for store in stores:
-            await asyncio.to_thread(remove_store, self._folder, store.rank)
+            try:
+                await asyncio.to_thread(remove_store, self._folder, store.rank)
+            except (OSError, CheckpointError) as error:  # it costs space, and no checkpoint
+                path = self._folder / rank_name(store.rank)
+                write(logging.WARNING, "surplus", "%s is not needed any more, and cannot be removed: %s", path, error)
 
 
 def _settings(folder: Path, config: EngineConfig) -> str:

@@ -55,7 +55,8 @@ slow_ranks          WARNING  a checkpoint or restore of a group has waited for r
 group_left          WARNING  rank 0 of a group closed although other ranks have not left: which ones
 other_world         WARNING  a group of another number of ranks saved the checkpoint: whose part a rank restores
 other_ranks         WARNING  a group's checkpoint is read without naming a rank, and ranks have different tensors: which
-surplus             WARNING  a slot that is not needed any more could not be removed
+surplus             WARNING  a slot, or a former rank's folder, that is not needed any more could not be removed
+miscounted          ERROR    counting the end of a checkpoint failed; those who waited for it were told all the same
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
 mapped              INFO     files are written through memory, and what kind of memory; when a store is opened
 zeros               INFO     the filesystem reserves no space, so that zeros are written to new files; once

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pickle
 import shutil
+import signal
 import threading
 from contextlib import closing
 from itertools import permutations
@@ -40,6 +41,7 @@ from pccheck_async.format.record import (
     region_offsets,
 )
 from pccheck_async.testing import CrashWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
 from tests.conftest import BACKENDS, need
 from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
@@ -442,6 +444,27 @@ def test_forked_child(tmp_path: Path) -> None:
 
         assert passes_in_a_forked_child(in_the_child)
         assert engine.checkpoint({"a": torch.ones(10)}, step=2).result(60).step == 2
+
+
+def test_a_child_forked_while_another_thread_holds_the_engines_lock_waits_for_nothing(tmp_path: Path) -> None:
+    """That thread does not exist there. The one that writes the status file takes the lock twice a second."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+
+        def in_the_child() -> None:
+            signal.alarm(30)
+            for ask in (engine.statistics, engine.metrics, engine.scalars, lambda: engine.on_event(print)):
+                with pytest.raises(ClosedError, match="parent process"):
+                    ask()
+            assert engine.checkpoints() == []
+            assert engine.latest is None
+            engine.close()
+
+        forked: list[bool] = []
+        with probe(engine).core.in_flight.lock:
+            forking = threading.Thread(target=lambda: forked.append(passes_in_a_forked_child(in_the_child)))
+            forking.start()
+            forking.join()
+        assert forked == [True]
 
 
 @pytest.mark.parametrize(("writing", "reading"), list(permutations(BACKENDS, 2)))

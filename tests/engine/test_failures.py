@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from pccheck_async import (
     recover_store,
     verify_checkpoints,
 )
+from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.errors import read_error, write_error
 from pccheck_async.format import Record
 from pccheck_async.format.record import (
@@ -55,6 +58,7 @@ from pccheck_async.format.record import (
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
+from pccheck_async.store import Store
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
@@ -982,3 +986,93 @@ def test_a_failed_read_costs_no_checkpoint(tmp_path: Path) -> None:
             engine.restore(state_of(9))
         engine.checkpoint(state_of(2), step=2).result(60)
     assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1, 0]
+
+
+class Exiting(logging.Handler):
+    """Exits, as a handler does that ends the process at the first warning."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.event in ("failed", "durable", "superseded"):  # type: ignore[attr-defined]
+            sys.exit("a handler of the log")
+
+
+@pytest.mark.parametrize("end", ["durable", "failed", "cancelled"])
+def test_who_waits_is_told_also_where_a_handler_of_the_log_exits(tmp_path: Path, end: str) -> None:
+    """On the engine's thread that would end the thread, and with it all that goes on there."""
+    device, logger, handler = Device(), logging.getLogger("pccheck_async"), Exiting()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+            device.breaking.broken = ("write",) if end == "failed" else ()
+            device.medium.hold("write")
+            pending = engine.checkpoint({"a": torch.ones(30_000)}, step=1)
+            device.medium.wait_stuck()
+            if end == "cancelled":
+                (task,) = probe(engine).tasks
+                probe(engine).loop.post(task.cancel)
+            device.medium.release()
+            if end == "durable":
+                assert pending.result(30).step == 1
+            else:
+                with pytest.raises(CheckpointError, match="broken" if end == "failed" else "was cancelled"):
+                    pending.result(30)
+            device.breaking.broken = ()
+            assert engine.checkpoint({"a": torch.ones(30_000)}, step=2).result(30).step == 2
+            assert engine.statistics().in_flight == 0
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize("end", ["durable", "failed"])
+def test_who_waits_is_told_whatever_goes_wrong_in_counting(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: InFlight, *_: object) -> None:
+        raise MemoryError("no room to count")
+
+    device = Device()
+    with SyncCheckpointEngine(tmp_path, io=device) as engine:
+        device.breaking.broken = ("write",) if end == "failed" else ()
+        monkeypatch.setattr(InFlight, "note_end", fail)
+        pending = engine.checkpoint({"a": torch.ones(30)}, step=1)
+        with pytest.raises(WriteError, match="broken") if end == "failed" else nullcontext():
+            assert pending.result(30).step == 1
+        engine.drain()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "the end of a checkpoint is not counted right: MemoryError('no room to count')"
+    ]
+
+
+def test_who_waits_is_told_where_the_store_takes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Store, *_: object) -> None:
+        raise MemoryError("no room for a request")
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "request", fail)
+            with pytest.raises(MemoryError, match="no room for a request"):
+                engine.checkpoint({"a": torch.ones(30_000)}, step=1).result(30)
+        assert engine.checkpoint({"a": torch.ones(30_000)}, step=2).result(30).step == 2
+
+
+def test_who_waits_for_the_closing_is_told_where_it_fails_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SyncCheckpointEngine(tmp_path).open()
+    closing = threading.Thread(target=engine.close, daemon=True)
+
+    def fail() -> None:
+        closing.start()
+        raise MemoryError("no room to close")
+
+    monkeypatch.setattr(probe(engine).core.guard, "close", fail)
+    with pytest.raises(MemoryError, match="no room to close"):
+        engine.close()
+    closing.join(30)
+    assert not closing.is_alive()
+    with SyncCheckpointEngine(tmp_path, lock_timeout=0) as again:
+        assert again.checkpoints() == []

@@ -231,6 +231,17 @@ def test_a_broken_group_restores_and_ends_all_the_same() -> None:
     assert not group.coordinator.remaining
 
 
+def test_a_restore_that_not_all_ranks_have_asked_for_ends_with_the_group() -> None:
+    """The others know that the group is broken, and may not ask any more."""
+    group = Group()
+    group.save_all(1)
+    group.carry_out(0, group.members[0].restore.request(None))
+    group.carry_out(1, group.members[1].record_failed("EIO"))
+    group.deliver()
+    assert EndRestore("disagreement", "EIO") in group.done[0]
+    assert not any(isinstance(each, EndRestore) for each in group.done[1])
+
+
 def test_what_is_being_restored_stays() -> None:
     group = Group()
     group.save_all(1)

@@ -1,0 +1,187 @@
+"""The control plane: whatever lies in the store of a group, the ranks get an answer, and closing ends."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pccheck_async import CheckpointError, Group, GroupError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async.group.control import Client, Server, reach
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.core import GroupCore
+from pccheck_async.group.messages import (
+    AnyDecision,
+    Broken,
+    Commit,
+    Found,
+    Goodbye,
+    Joined,
+    Matched,
+    NotRestored,
+    RestoreRequest,
+    encode,
+)
+from pccheck_async.store import Retention
+from pccheck_async.testing.probe import probe
+from tests.support.ranks import run_ranks
+
+SECONDS = 30
+"""After which an answer counts as one that never comes."""
+
+
+class Plane:
+    """A server for two ranks, with the client of rank 0, and a client of the store for what no rank posts."""
+
+    def __init__(self) -> None:
+        self.server = Server(Coordinator(2, Retention(), 7), 2, SECONDS)
+        self.learned: queue.SimpleQueue[AnyDecision] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.client = Client(self.server.address, 0, self.learned.put, self.lost.put)
+        self.store: TCPStore = reach(self.server.address)
+
+    def put(self, data: bytes) -> None:
+        self.store.set(f"in/{self.store.add('in', 1)}", data)  # type: ignore[arg-type]
+
+
+@contextmanager
+def plane() -> Iterator[Plane]:
+    it = Plane()
+    try:
+        yield it
+    finally:
+        for rank in range(2):
+            it.client.post(Goodbye(rank, -1, None))
+        it.client.close()
+        started = time.monotonic()
+        assert it.server.close(SECONDS) == []
+        assert time.monotonic() - started < SECONDS
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"junk",
+        msgspec.msgpack.encode(["Hello", 0]),
+        msgspec.msgpack.encode(["Broken", "why", 0]),  # a decision
+        encode(Found(0, ())),  # nobody said hello
+        encode(Joined(2, b"")),  # there is no such rank
+        encode(Matched(-1, 0, 0, "ok", "")),
+    ],
+    ids=["empty", "junk", "cut", "a decision", "too early", "a rank too many", "a negative rank"],
+)
+def test_a_message_that_makes_no_sense_breaks_the_group_and_closing_ends(data: bytes) -> None:
+    with plane() as it:
+        it.put(data)
+        broken = it.learned.get(timeout=SECONDS)
+        assert isinstance(broken, Broken)
+        assert "rank 0 cannot take a message in" in broken.why
+        assert isinstance(it.learned.get(timeout=SECONDS), NotRestored)
+
+
+def test_a_message_that_its_rank_did_not_live_to_write_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.group.control._GAP_SECONDS", 0.05)
+    with plane() as it:
+        it.store.add("in", 1)
+        it.client.post(RestoreRequest(0, 0, None))
+        broken, ended = (it.learned.get(timeout=SECONDS) for _ in range(2))
+        assert isinstance(broken, Broken)
+        assert "message 1 is missing" in broken.why
+        assert isinstance(ended, NotRestored)
+
+
+def test_a_quiet_inbox_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.group.control._GAP_SECONDS", 0.01)
+    with plane() as it:
+        with pytest.raises(queue.Empty):
+            it.learned.get(timeout=0.2)
+        it.put(b"junk")
+        assert isinstance(it.learned.get(timeout=SECONDS), Broken)
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"@", encode(Goodbye(0, 0, None))], ids=["empty", "junk", "@", "other"])
+def test_a_decision_that_rank_0_did_not_publish_is_told_and_closing_ends(data: bytes) -> None:
+    with plane() as it:
+        it.store.set("out/0/0", data)  # type: ignore[arg-type]
+        assert "a decision cannot be read" in it.lost.get(timeout=SECONDS)
+
+
+# -- engines
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    return {"w": torch.full((5000,), float(100 * step + rank)), "step": step}
+
+
+def junk_in_the_inbox(store: TCPStore) -> None:
+    store.set(f"in/{store.add('in', 1)}", b"junk")  # type: ignore[arg-type]
+
+
+def a_gap_in_the_inbox(store: TCPStore) -> None:
+    store.add("in", 1)
+
+
+def a_forged_decision(store: TCPStore, data: bytes = b"junk") -> None:
+    """Where rank 1 reads next, whatever it has read: it deletes what it reads."""
+    for number in range(20):
+        store.set(f"out/1/{number}", data)  # type: ignore[arg-type]
+
+
+def a_decision_that_makes_no_sense(store: TCPStore) -> None:
+    """A commit of a checkpoint that nobody saved, with a keep-list that keeps nothing, from which all is derived."""
+    a_forged_decision(store, encode(Commit("no number", (), ())))  # type: ignore[arg-type]
+
+
+def run_of(folder: Path, spoil: Callable[[TCPStore], None], group: Group) -> list[str]:
+    """Save a checkpoint, spoil the store on rank 1, and go on; return what became of all that was asked for."""
+    found = []
+    engine = SyncCheckpointEngine(folder, group=group).open()
+    engine.checkpoint(state_of(group.rank, 0), step=0).result(SECONDS)
+    if group.rank == 1:
+        core = probe(engine).core
+        assert isinstance(core, GroupCore)
+        spoil(reach(core.address))
+    for step in range(1, 4):
+        try:
+            engine.checkpoint(state_of(group.rank, step), step=step).result(SECONDS)
+        except CheckpointError as error:
+            found.append(type(error).__name__)
+    try:
+        engine.restore(state_of(group.rank, -1))
+    except CheckpointError as error:
+        found.append(type(error).__name__)
+    engine.close(SECONDS)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.parametrize(
+    "spoil", [junk_in_the_inbox, a_gap_in_the_inbox, a_forged_decision, a_decision_that_makes_no_sense]
+)
+def test_whoever_waits_gets_a_group_error(
+    tmp_path: Path, spoil: Callable[[TCPStore], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccheck_async.group.control._GAP_SECONDS", 0.3)
+    for found in run_ranks(2, partial(run_of, tmp_path, spoil)):
+        assert len(found) >= 2  # that checkpoint, at most one that was decided before, and the restore
+        assert set(found) == {GroupError.__name__}
+    (newest, *_) = list_checkpoints(tmp_path)
+    assert newest.step <= 2
+    assert run_ranks(2, partial(restored_step, tmp_path)) == [newest.step] * 2
+
+
+def restored_step(folder: Path, group: Group) -> int | None:
+    with SyncCheckpointEngine(folder, group=group) as engine:
+        restored = engine.restore(state_of(group.rank, -1))
+        return None if restored is None else restored.step
