@@ -223,14 +223,19 @@ def test_fit_again_after_a_stop_inside_a_window(tmp_path: Path) -> None:
 
 
 def resumed_at(
-    folder: Path, loader: Callable[[int], Any], moments: tuple[int, ...], model: Any = None, **options: Any
+    folder: Path,
+    loader: Callable[[int], Any],
+    moments: tuple[int, ...],
+    model: Any = None,
+    callbacks: Callable[[Any], list[Any]] = lambda saver: [saver],
+    **options: Any,
 ) -> list[str]:
     """Compare runs that fail in a step, and are started again, with one that does not; return what was trained."""
 
     def start(name: str, die_at: int = -1, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         saver = adapter.PCcheckCallback(folder / name, interval=1, max_in_flight=1)
-        trainer = kit.make_trainer(folder, saver, **{"max_epochs": 4} | options)
+        trainer = kit.make_trainer(folder, *callbacks(saver), **{"max_epochs": 4} | options)
         fitted = (model or kit.Reloading)(loader, die_at)
         if die_at < 0:
             trainer.fit(fitted)
@@ -308,6 +313,19 @@ def test_several_loaders_of_which_some_have_a_position_are_refused_before_the_fi
         trainer.fit(model, {"a": ResumableLoader(samples, batch_size=4), "b": DataLoader(samples, 4)})
     assert model.trained == []
     assert list_checkpoints(tmp_path / "s") == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist within another group")
+def test_a_backbone_that_was_unfrozen_is_trained_on(tmp_path: Path, first: bool, whole: bool) -> None:
+    """The callback adds parameters to the optimizer in the second epoch, and changes their learning rate after it."""
+
+    def callbacks(saver: Any) -> list[Any]:
+        tuning = pl.callbacks.BackboneFinetuning(1, lambda_func=lambda epoch: 1.3)
+        return [tuning, saver] if first else [saver, tuning]
+
+    resumed_at(tmp_path, resumable, (2, 4, 5, 8, 9, 13), model=partial(kit.Finetuned, whole=whole), callbacks=callbacks)
 
 
 @pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")

@@ -25,8 +25,8 @@ from tests.support.killed_training import Journal
 from tests.support.ranks import meet
 
 __all__ = [
-    "Counting", "Iterating", "Model", "Ranks", "Reloading", "Samples", "StopAt", "Unsized", "Worsening", "make_trainer",
-    "train", "train_rank",
+    "Counting", "Finetuned", "Iterating", "Model", "Ranks", "Reloading", "Samples", "StopAt", "Unsized", "Worsening",
+    "make_trainer", "train", "train_rank",
 ]  # fmt: skip
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -168,6 +168,20 @@ class Iterating(Reloading):
     def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:  # type: ignore[override]
         batch, index, _ = next(dataloader_iter)
         return super().training_step(batch, index)
+
+
+class Finetuned(Reloading):
+    """Has a backbone for ``BackboneFinetuning``, which is no part of its optimizer at first, or is, frozen."""
+
+    def __init__(self, loader: Callable[[int], Any], die_at: int = -1, *, whole: bool = False) -> None:
+        super().__init__(loader, die_at)
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.net = nn.Sequential(self.backbone, nn.Dropout(0.2), nn.Linear(4, 3))
+        self.whole = whole
+
+    def configure_optimizers(self) -> Any:
+        trained = self.parameters() if self.whole else self.net[2].parameters()
+        return torch.optim.AdamW(trained, 1e-2)
 
 
 class ShardedModel(Model):

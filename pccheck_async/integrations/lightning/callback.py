@@ -12,9 +12,10 @@ import torch.distributed as dist
 from lightning import __version__
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, Timer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine
@@ -44,8 +45,8 @@ PRIVATE: Final = {
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
 }  # fmt: skip
-"""What is used of Lightning beyond its documentation, with ``Timer._duration`` and what is imported above of ``call``
-and ``fabric``.
+"""What is used of Lightning beyond its documentation, with ``Timer._duration``, ``BaseFinetuning._restarting`` and what
+is imported above of ``call`` and ``fabric``.
 
 No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
 the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
@@ -121,7 +122,7 @@ class PCcheckCallback(Callback):
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
         if not goes_on:
-            self.restored = _restore(engine, self._state, trainer.model, self._private)
+            self.restored = _restore(engine, self._state, trainer, self._private)
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
             if self.restored is not None and not self._resume_stopped:
@@ -299,7 +300,7 @@ class _Others:
 
 
 class _Sizes:
-    """What a position inside an epoch is counted in, and the limits of the training."""
+    """What a position inside an epoch is counted in, the limits of the training, and what is frozen."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -312,10 +313,22 @@ class _Sizes:
             "accumulation": trainer.accumulate_grad_batches,
             "stopped": _why_stopped(trainer),
             "limits": _limits(trainer),
+            "frozen": _frozen(trainer),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self._saved = state
+
+    def freeze(self) -> None:
+        """Let what was frozen be frozen, and nothing else, where a callback freezes and unfreezes."""
+        if not _tuners(self._trainer) or not (frozen := self._saved.get("frozen")):
+            return
+        module = self._trainer.lightning_module
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad = name not in frozen["parameters"]
+        for name, part in module.named_modules():
+            if isinstance(part, _BatchNorm):
+                part.track_running_stats = name not in frozen["norms"]
 
     def told_to_stop(self) -> str:
         """Return why the training was told to stop; empty where it was not, or a limit is larger now."""
@@ -464,17 +477,42 @@ def _state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _restore(engine: SyncCheckpointEngine, state: dict[str, Any], model: Any, private: Private) -> Restored | None:
+def _restore(engine: SyncCheckpointEngine, state: dict[str, Any], trainer: Any, private: Private) -> Restored | None:
     if private != "modulo":  # such as averages, of each rank's batches
-        private = ["callbacks.*", "loops.*", "others.*", *_broadcast(model), *private]
+        private = ["callbacks.*", "loops.*", "others.*", *_broadcast(trainer.model), *private]
     try:
-        return engine.restore(state, private=private)
+        restored = engine.restore(state, private=private)
     except StateMismatchError as error:
         missing = {path.split(".")[0] for path in error.missing}
-        if error.mismatched or error.unexpected or not missing <= _UNKNOWN:
+        rebuilt = error.mismatched or error.unexpected
+        if not missing <= _UNKNOWN or (rebuilt and not _tuners(trainer)):
             raise
+        if rebuilt:  # their states say which groups of parameters they have given to the optimizers
+            engine.restore({"callbacks": state["callbacks"]}, strict=False, private=private)
+            for each in _tuners(trainer):
+                each.on_fit_start(trainer, trainer.lightning_module)
         there = {name: part for name, part in state.items() if name not in missing}
-        return engine.restore(there, private=private)
+        restored = engine.restore(there, private=private)
+    for each in _tuners(trainer):
+        each._restarting = False  # its on_fit_start would give the optimizers the groups as they were first
+    state["sizes"].freeze()
+    return restored
+
+
+def _tuners(trainer: Any) -> list[Any]:
+    return [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
+
+
+def _frozen(trainer: Any) -> dict[str, list[str]]:
+    """Return what ``BaseFinetuning`` has frozen, as it does that: parameters, and the averages of BatchNorm."""
+    if not _tuners(trainer):
+        return {}
+    module = trainer.lightning_module
+    norms = [(name, part) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    return {
+        "parameters": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "norms": [name for name, part in norms if not part.track_running_stats],
+    }
 
 
 def _replicated(model: Any) -> list[str]:
