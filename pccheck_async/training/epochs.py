@@ -122,8 +122,7 @@ class Course:
     @property
     def state(self) -> Place:
         """What a resumed process has to begin with."""
-        left = self._delivered > 1 and not self._live and not self._ended
-        return self._next_epoch() if self._loop and (left or self._is_over) else self.place
+        return self._next_epoch() if self._loop and self._is_over else self.place
 
     @property
     def _is_over(self) -> bool:

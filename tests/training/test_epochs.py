@@ -280,7 +280,7 @@ def zipped_and_saved_after_each_epoch(life: Life) -> None:
 
 
 def stopped_and_called_again(life: Life) -> None:
-    """Leaves both loops after the fifth, tenth and fifteenth step and goes on with the same objects."""
+    """Leaves both loops after the fifth, tenth and fifteenth step, saves, and goes on with the same objects."""
     loader = life.loader()
     life.restore()
     for stop in (5, 10, 15, None):
@@ -290,6 +290,7 @@ def stopped_and_called_again(life: Life) -> None:
                 if len(life.saved["steps"]) == stop:
                     break
             if len(life.saved["steps"]) == stop:
+                life.save()  # as at the end of an epoch
                 break
         life.save()
 
