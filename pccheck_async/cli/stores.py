@@ -499,7 +499,7 @@ def _set_pin(path: Path, step: int, pinned: bool, fate: str) -> Report:
 
 
 @reporting
-def reject(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
+def reject(path: AnyFolder, step: StepNumber, json: Json = False) -> Report:
     """Reject every checkpoint from a step on: restores pass them over, and no rule keeps them. It cannot be undone.
 
     No trainer has PATH open.

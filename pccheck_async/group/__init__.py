@@ -25,6 +25,7 @@ from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
 from pccheck_async.group.reading import GroupListing, PartReader, list_group
+from pccheck_async.group.rejecting import reject_in_group
 from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.store import GroupStore
@@ -36,6 +37,6 @@ __all__ = [
     "GroupStore", "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member",
     "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View",
     "decode_decision", "decode_message", "domain_of", "encode", "first_few", "is_group_folder", "list_group",
-    "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "reach", "seen_stores", "stored_domain",
-    "view_of", "warn_of_others",
+    "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "reach", "reject_in_group",
+    "seen_stores", "stored_domain", "view_of", "warn_of_others",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from pccheck_async.group.messages import AnyMessage, Reason
+from pccheck_async.group.messages import AnyMessage, Reason, Refusal
 from pccheck_async.group.parts import Applied, Key, Part, SeenStore
 
 __all__ = [
@@ -125,6 +125,7 @@ class ResolveChange(Action, frozen=True):
 
     index: int
     why: str | None
+    refused: Refusal = "lost"
 
 
 class MatchManifest(Action, frozen=True):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import CheckpointError, StoreFullError
+from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError
 from pccheck_async.format import Entry
 from pccheck_async.group.messages import (
     Abort,
@@ -33,6 +33,7 @@ from pccheck_async.group.messages import (
     Ok,
     Opened,
     Preempted,
+    Refusal,
     Refused,
     RestoreRequest,
     Roster,
@@ -152,8 +153,11 @@ class Coordinator:
             case Preempted() | Acknowledge():
                 return self.schedule.receive(message)
             case RestoreRequest() | Matched() | Verified():
-                there = [(Key(one.counter, run), one.step, one.name) for run, one in self._newest_first()]
-                return self.restore.receive(message, there, self._lacking())
+                there = [(Key(one.counter, run), one.step, one.name) for run, one in self._newest_first(rejected=False)]
+                rejected = [
+                    (Key(one.counter, run), one.step, one.name) for run, one in self._newest_first(rejected=True)
+                ]
+                return self.restore.receive(message, there, self._lacking(), rejected)
             case Hello():
                 return self._receive_hello(message)
             case Found():
@@ -179,9 +183,13 @@ class Coordinator:
         for name in ("version", "world", "settings"):
             if (why := _difference(name, hellos)) is not None:
                 return [Refused(why)]
-        domains = list(dict.fromkeys(hello.domain for hello in hellos))
-        homes = tuple(domains.index(hello.domain) for hello in hellos)
-        return [Roster(homes, tuple(hello.host for hello in hellos))]
+        return [Roster(tuple(self._homes()), tuple(hello.host for hello in hellos))]
+
+    def _homes(self) -> list[int]:
+        """Return the domain of each rank."""
+        names = [self._hellos[rank].domain for rank in range(self.world)]
+        domains = list(dict.fromkeys(names))
+        return [domains.index(name) for name in names]
 
     def _receive_found(self, message: Found) -> list[AnyDecision]:
         self._found[message.rank] = message
@@ -190,8 +198,7 @@ class Coordinator:
         if len(self._found) < len(domains):
             return []
         stores = [store for rank in sorted(self._found) for store in self._found[rank].stores]
-        homes = [domains.index(hello.domain) for hello in hellos]
-        view = self._view = view_of(stores, homes, [hello.host for hello in hellos])
+        view = self._view = view_of(stores, self._homes(), [hello.host for hello in hellos])
         if view.error is not None:
             return [Refused(view.error)]
         self.settled = Settled(view.base + 1)
@@ -221,7 +228,8 @@ class Coordinator:
         assert view is not None
         self.run = Run(view.number, self.nonce, members_digest(self._stores.items()))
         # What was pinned or unpinned since the opening counts; what was unpinned goes with the next commit.
-        there = [replace(one, entry=self.committed[one.entry.counter][1]) for one in view.complete]
+        now = self.committed
+        there = [replace(one, entry=now[one.entry.counter][1]) for one in view.complete if one.entry.counter in now]
         damaged = self.restore.damaged
         kept = {
             one.entry.counter
@@ -368,11 +376,16 @@ class Coordinator:
         return tuple(at for at, one in sorted(older) if not self._would_keep(kept, at, one))
 
     def _would_keep(self, kept: Sequence[Entry], counter: int, ballot: _Ballot) -> bool:
+        if (
+            self.retention.spaced
+        ):  # its time is not known: where no rule keeps it, it goes with the commit after its own
+            return True
         entry = Entry(counter, ballot.step, 0.0, 0, 0, 0, 0, 0, False, ballot.metadata or {})
         return entry in self.retention.retain(kept, entry, self.restore.damaged).entries
 
-    def _newest_first(self) -> list[tuple[Run, Entry]]:
-        return [self.committed[counter] for counter in sorted(self.committed, reverse=True)]
+    def _newest_first(self, *, rejected: bool | None = None) -> list[tuple[Run, Entry]]:
+        there = [self.committed[counter] for counter in sorted(self.committed, reverse=True)]
+        return [one for one in there if rejected in (None, one[1].rejected)]
 
     def _keep_list(self) -> tuple[Kept, ...]:
         return tuple(Kept(Key(entry.counter, run), entry.pinned) for run, entry in self._newest_first())
@@ -385,17 +398,53 @@ class Coordinator:
         del self._changes[message.index]
         wanted = {one.wanted for one in requests.values()}
         if len(wanted) > 1:
-            said = ", ".join(sorted(f"{change} {which!r}" for change, which in wanted))
+            said = ", ".join(sorted(map(str, wanted)))
             return [Change(message.index, (), (), f"ranks asked for different changes: {said}")]
+        chosen: set[int] = set()
         try:
-            changed = self._changed(message.wanted)
+            if message.wanted.change == "reject":
+                chosen = self._rejected(message.wanted)
+            changed = self._changed(message.wanted, chosen)
         except CheckpointError as error:  # there is none of that step, or no room for one more
-            return [Change(message.index, (), (), str(error))]
+            refused: Refusal = "missing" if isinstance(error, NoCheckpointError) else "refused"
+            return [Change(message.index, (), (), str(error), refused)]
         self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in changed}
-        return [Change(message.index, self._keep_list(), self.unproven, None)]
+        keys = [Key(entry.counter, self.committed[entry.counter][0]) for entry in changed if entry.counter in chosen]
+        keys += [key for key in self.unproven if key.counter in chosen]
+        superseded = tuple(sorted(chosen & self._ballots.keys()))
+        for counter in superseded:
+            self.settled.add(counter)
+            del self._ballots[counter]
+        return [Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded)]
 
-    def _changed(self, wanted: Wanted) -> list[Entry]:
+    def _rejected(self, wanted: Wanted) -> set[int]:
+        """Return the counters of what is rejected: complete, in flight, or complete maybe where it is not seen.
+
+        Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises what
+        :meth:`Retention.reject` does; StoreError where no rank could mark it.
+        """
+        assert isinstance(wanted.which, int)
+        view = self._view
+        assert view is not None
+        in_flight = {counter: ballot.step for counter, ballot in self._ballots.items()}
+        in_flight |= {one.key.counter: one.step for one in view.incomplete if one.key in self.unproven}
         entries = [entry for _, entry in self._newest_first()]
+        chosen = self.retention.reject(entries, wanted.which, in_flight, wanted.until)
+        homes = self._homes()
+        for one in view.complete:
+            # The mark stands in the records of stores that this run writes to.
+            own = any(place == home for place, home in zip(one.places, homes, strict=False))
+            if one.entry.counter in chosen & self.committed.keys() and not own:
+                raise StoreError(
+                    f"the checkpoint of step {one.entry.step} is in folders that no rank writes to, as ranks have "
+                    "moved: save once more, then reject; nothing was rejected"
+                )
+        return chosen
+
+    def _changed(self, wanted: Wanted, rejected: Collection[int]) -> list[Entry]:
+        entries = [entry for _, entry in self._newest_first()]
+        if wanted.change in ("reject", "was rejected"):
+            return [entry.as_rejected() if entry.counter in rejected else entry for entry in entries]
         if wanted.change in ("pin", "unpin"):
             assert isinstance(wanted.which, int)
             return self.retention.pin(entries, wanted.which, wanted.change == "pin")

@@ -30,6 +30,7 @@ from pccheck_async.errors import (
     IncompleteCheckpointError,
     NoCheckpointError,
     StateMismatchError,
+    StoreError,
 )
 from pccheck_async.format import Key, Metadata, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
@@ -369,6 +370,7 @@ def _error(reason: str, why: str) -> Exception:
         "no step": NoCheckpointError,
         "mismatch": StateMismatchError,
         "damaged": DamagedError,
+        "rejected": StoreError,
     }.get(reason, GroupError)
     error: Exception = kind(why)
     return error

@@ -73,6 +73,7 @@ from pccheck_async.group.messages import (
     Opened,
     Preempted,
     Propose,
+    Refusal,
     Refused,
     Restored,
     Roster,
@@ -168,6 +169,8 @@ class Member:
         self.keep: dict[Key, bool] = {}
         """The keep-list, each with whether it is pinned."""
         self.unproven: frozenset[Key] = frozenset()
+        self.rejected: set[Key] = set()
+        """Those that restores pass over, and maybe some that are gone."""
         self.settled = Settled()
         self.differing: frozenset[int] = frozenset()
         """Hashes of ranks whose replicas differ: whoever captures a state from now on saves its own."""
@@ -204,6 +207,7 @@ class Member:
     def _open(self, view: View) -> list[Action]:
         self.view = view
         self.counter = view.base
+        self.rejected.update(one.key for one in view.complete if one.entry.rejected)
         self.settled = Settled(view.base + 1)
         return [Ready()]
 
@@ -336,6 +340,14 @@ class Member:
         """Drop all checkpoints of a step, or that of a name."""
         return self._change(Wanted("remove even the last" if force else "remove", which))
 
+    def reject(self, step: int, until: int) -> list[Action]:
+        """Reject all from a step on, up to a counter, in flight too."""
+        return self._change(Wanted("reject", step, until))
+
+    def was_rejected(self, step: int, until: int) -> list[Action]:
+        """Ask whether the records of all ranks say so: called once this rank's does."""
+        return self._change(Wanted("was rejected", step, until))
+
     def _change(self, wanted: Wanted) -> list[Action]:
         """Ask for a change of what is kept. Calls are numbered from 0 on."""
         index = self._changes_asked
@@ -392,6 +404,8 @@ class Member:
         prepares = tuple(counter for counter, job in self._jobs.items() if job.phase is _Phase.WRITTEN)
         # Again under the record's lock: only what is still undecided is prepared.
         parts = apply_decisions(self.parts, run, self.keep, self.unproven, self.settled)
+        for key in self.rejected & parts.keys():
+            parts[key] = replace(parts[key], entry=parts[key].entry.as_rejected())
         applies = self._changes or (parts != self.parts and self._apply_is_due())
         if not prepares and not applies:
             return None
@@ -416,8 +430,10 @@ class Member:
         """
         return self._draining or any(job.phase is _Phase.WAITING or job.differs for job in self._jobs.values())
 
-    def _resolve_changes(self, indices: Collection[int], why: str | None = None) -> list[Action]:
-        actions: list[Action] = [ResolveChange(index, why) for index in indices]
+    def _resolve_changes(
+        self, indices: Collection[int], why: str | None = None, refused: Refusal = "lost"
+    ) -> list[Action]:
+        actions: list[Action] = [ResolveChange(index, why, refused) for index in indices]
         self._unanswered.difference_update(indices)
         return actions
 
@@ -467,9 +483,11 @@ class Member:
 
     def _learn_change(self, decision: Change) -> list[Action]:
         if decision.why is not None:
-            return self._resolve_changes((decision.index,), decision.why)
+            return self._resolve_changes((decision.index,), decision.why, decision.refused)
         self.keep, self.unproven = dict(decision.keep), frozenset(decision.unproven)
-        return [*self._note_change(decision.index), *self._advance()]
+        self.rejected.update(decision.rejected)
+        actions = [action for counter in decision.superseded for action in self._settle(counter, "superseded")]
+        return [*actions, *self._note_change(decision.index), *self._advance()]
 
     def _note_change(self, index: int) -> list[Action]:
         """Let a change's caller wait for the record that says so: until then a crash may undo it."""

@@ -18,7 +18,8 @@ __all__ = [
     "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Change",
     "ChangeRequest", "Commit", "Compare", "Confirm", "Decision", "Digests", "Failed", "Found", "Goodbye", "Hello",
     "Joined", "Kept", "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose",
-    "Reason", "Refused", "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted", "Withdraw",
+    "Reason", "Refusal", "Refused", "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted",
+    "Withdraw",
     "decode_decision", "decode_message", "encode",
 ]  # fmt: skip
 
@@ -174,11 +175,21 @@ class Abort(Decision, frozen=True):
     """Replicas of it differ; the next one holds what each rank has."""
 
 
+Refusal: TypeAlias = Literal["missing", "refused", "lost"]
+"""Why a change was refused: there is no such checkpoint, it may not be, or the ranks do not agree."""
+
+
 class Wanted(NamedTuple):
     """A change of what is kept."""
 
-    change: Literal["pin", "unpin", "remove", "remove even the last"]
+    change: Literal["pin", "unpin", "remove", "remove even the last", "reject", "was rejected"]
+    """``was rejected`` changes nothing: its answer says that every rank's record has the marks of the one before."""
     which: int | str
+    until: int = -1
+    """The last checkpoint that is rejected, where something is."""
+
+    def __str__(self) -> str:
+        return f"{self.change} {self.which!r}" + (f" up to checkpoint {self.until}" if self.until >= 0 else "")
 
 
 class ChangeRequest(Message, frozen=True):
@@ -197,6 +208,11 @@ class Change(Decision, frozen=True):
     unproven: tuple[Key, ...]
     why: str | None
     """Why it was refused; then nothing is changed."""
+    refused: Refusal = "lost"
+    rejected: tuple[Key, ...] = ()
+    """Those that restores pass over from now on, besides earlier ones."""
+    superseded: tuple[int, ...] = ()
+    """Those in flight that were rejected."""
 
 
 class Goodbye(Message, frozen=True):
@@ -306,7 +322,7 @@ class Restored(Decision, frozen=True):
     key: Key
 
 
-Reason: TypeAlias = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
+Reason: TypeAlias = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement", "rejected"]
 """Why no state is changed. ``none``: there is no checkpoint, and that is no error."""
 
 

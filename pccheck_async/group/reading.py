@@ -23,7 +23,7 @@ from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
 from pccheck_async.medium import File
-from pccheck_async.store import LOCK_SECONDS, StoreReader, read_manifest
+from pccheck_async.store import LOCK_SECONDS, StoreReader, choose, only_rejected, read_manifest
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -55,11 +55,14 @@ class GroupListing:
         return replace(one.entry.info, nbytes=sum(part.entry.nbytes for part in self.parts(one.key).values()))
 
     def choose(self, which: Which) -> Complete:
-        """Return the newest complete checkpoint, or the one asked for. Raises what :meth:`nothing` returns."""
-        found = next((one for one in self.complete if one.entry.matches(which)), None)
+        """Return the newest complete checkpoint that is not rejected, or the one asked for.
+
+        Raises what :meth:`nothing` returns; StoreError where all are rejected.
+        """
+        found = choose([one.entry for one in self.complete], which)
         if found is None:
-            raise self.nothing(which)
-        return found
+            raise only_rejected([one.entry for one in self.complete], which, self.folder) or self.nothing(which)
+        return next(one for one in self.complete if one.entry.counter == found.counter)
 
     def folder_of_part(self, which: Which, rank: int) -> Path:
         """Return the folder of a rank that has a part of a complete checkpoint. Raises NoCheckpointError."""
@@ -132,10 +135,12 @@ class PartReader(StoreReader):
     async def record(self) -> Record:
         """Return the newest record as it is now, without what is not complete."""
         self.listing = await self.opened.operations.call(list_group, self.listing.folder)
-        pinned = {one.key: one.entry.pinned for one in self.listing.complete}
+        complete = {one.key: one.entry for one in self.listing.complete}
         parts = self.listing.stores[self.rank].parts if self.rank in self.listing.stores else ()
-        entries = [structs.replace(part.entry, pinned=pinned[part.key]) for part in parts if part.key in pinned]
-        return Record(0, tuple(entries))
+        marks = [(part.entry, complete[part.key]) for part in parts if part.key in complete]
+        entries = [structs.replace(own, pinned=one.pinned) for own, one in marks]
+        rejected = [one.rejected for _, one in marks]
+        return Record(0, tuple(e.as_rejected() if bad else e for e, bad in zip(entries, rejected, strict=True)))
 
     async def of_rank(self, rank: int) -> PartReader:
         """Return what reads the store of another rank, by the same medium. Raises DamagedError: it is gone."""

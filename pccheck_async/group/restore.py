@@ -131,20 +131,25 @@ class LeadRestore:
     """Counters of checkpoints that some rank found damaged: the next commit drops them."""
 
     def receive(
-        self, message: RestoreRequest | Matched | Verified, there: Sequence[There], lacking: str
+        self,
+        message: RestoreRequest | Matched | Verified,
+        there: Sequence[There],
+        lacking: str,
+        rejected: Sequence[There] = (),
     ) -> list[Candidate | Verify | Restored | NotRestored]:
         """Take a message in; return what is decided.
 
         Args:
             message: From any rank.
-            there: The complete checkpoints, newest first.
+            there: The complete checkpoints that are not rejected, newest first.
             lacking: What is known of checkpoints that lack parts; empty for none.
+            rejected: The complete checkpoints that are.
         """
         if message.index != self.index:
             return []
         if isinstance(message, RestoreRequest):
             self.requests[message.rank] = message
-            return self._begin(there, lacking) if len(self.requests) == self.world else []
+            return self._begin(there, lacking, rejected) if len(self.requests) == self.world else []
         if message.attempt != self.attempt or self.candidate is None:
             return []
         if isinstance(message, Matched):
@@ -163,12 +168,19 @@ class LeadRestore:
     def _all_in(self, answers: dict[int, Matched] | dict[int, Verified]) -> bool:
         return len(answers) == self.world
 
-    def _begin(self, there: Sequence[There], lacking: str) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _begin(
+        self, there: Sequence[There], lacking: str, rejected: Sequence[There]
+    ) -> list[Candidate | Verify | Restored | NotRestored]:
         wanted = {request.which for request in self.requests.values()}
         if len(wanted) > 1:
             asked = {rank: _asked(request.which) for rank, request in self.requests.items()}
             return [self._end("disagreement", asked)]
         self.which = wanted.pop()
+        if any(self.which in (None, *named) for _, *named in rejected) and not any(
+            self.which in (None, *named) for _, *named in there
+        ):
+            why = f"none but rejected checkpoints{describe_which(self.which)} are there"
+            return [self._end("rejected", {-1: f"{why}; {lacking}" if lacking else why})]
         if self.which is not None and not any(self.which in named for _, *named in there):
             why = f"there is no complete checkpoint{describe_which(self.which)}"
             return [self._end("no step", {-1: f"{why}; {lacking}" if lacking else why})]

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from pccheck_async.engine import EngineConfig, Lease
-from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError, ReplicasDifferError
+from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError, ReplicasDifferError, StoreError
 from pccheck_async.format import Applied, Entry, Key, Metadata, Which
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group.actions import (
@@ -59,6 +60,7 @@ from pccheck_async.transfer.operations import Operations
 
 __all__ = ["GroupRun", "group_retention", "serve"]
 
+_REFUSED = {"missing": NoCheckpointError, "refused": StoreError, "lost": GroupError}
 _GOODBYE_SECONDS = 60.0
 """Seconds that rank 0 waits for the others to leave before it takes the log away."""
 
@@ -182,13 +184,20 @@ class GroupRun:
     # -- what the engine asks
 
     def complete(self) -> list[Entry]:
-        """Return this rank's entries of the checkpoints that are complete and kept, newest first."""
-        member = self.member
-        if member.run is None:  # nothing was saved in this run
-            there = member.view.complete if member.view is not None else ()
-            return [member.parts[one.key].entry if one.key in member.parts else one.entry for one in there]
-        kept = [member.parts[key].entry for key in member.keep if key in member.parts]
-        return sorted(kept, key=lambda entry: -entry.counter)
+        """Return the entries of the checkpoints that are complete and kept, newest first.
+
+        Those of this rank, or of rank 0 where this one has no part, as it ran elsewhere, or not, when they were saved.
+        """
+        member, found = self.member, []
+        there = {one.key: one.entry for one in member.view.complete} if member.view is not None else {}
+        for key in there if member.run is None else member.keep:  # None: nothing was saved in this run
+            if key in member.parts:
+                found.append(member.parts[key].entry)
+            elif key in there:
+                found.append(structs.replace(there[key], pinned=member.keep.get(key, there[key].pinned)))
+            if key in member.rejected and key in {*member.parts, *there}:
+                found[-1] = found[-1].as_rejected()
+        return sorted(found, key=lambda entry: -entry.counter)
 
     def lease(self, key: Key) -> Lease | None:
         """Return what reads the part of a complete checkpoint that this rank restores; None where it is gone."""
@@ -316,8 +325,15 @@ class GroupRun:
         await self._change(partial(self.member.pin, step, pinned))
 
     async def remove(self, which: int | str, *, force: bool) -> None:
-        """Remove checkpoints; returns when this rank's record says so. Raises NoCheckpointError, GroupError."""
+        """Remove checkpoints; returns when this rank's record says so. Raises StoreError, GroupError."""
         await self._change(partial(self.member.remove, which, force=force))
+
+    async def reject(self, step: int, until: int) -> None:
+        """Reject checkpoints; returns when the records of all ranks say so. Raises what :meth:`remove` does."""
+        await self._change(partial(self.member.reject, step, until))
+        # Each rank asks this once its own record is durable. Without it: a rank that has no part of them returns
+        # first, all are killed, and nothing says that they were rejected.
+        await self._change(partial(self.member.was_rejected, step, until))
 
     async def _change(self, ask: Callable[[], list[Action]]) -> None:
         answer = self._changes[self._changes_asked] = self._loop.create_future()
@@ -454,7 +470,7 @@ class GroupRun:
                     if action.why is None:
                         _set(answer, None)
                     elif answer is not None and not answer.done():
-                        answer.set_exception(NoCheckpointError(action.why))
+                        answer.set_exception(_REFUSED[action.refused](action.why))
                 case MatchManifest():
                     self._send_parts(action.key)
                     self.restoring.put_nowait(action)
@@ -546,6 +562,7 @@ def _settings(folder: Path, config: EngineConfig) -> str:
         "replicated": [*config.replicated],
         "trusted_replicas": [*config.trusted_replicas],
         "keep_best": None if best is None else (best.metric, best.count, best.mode),
+        "spaced": config.retention.spaced,
     }
     return msgspec.json.encode(settings).decode()
 

@@ -42,7 +42,8 @@ class GroupStore(Store):
 
     @property
     def newest(self) -> Entry:
-        return self._run.complete()[0]
+        there = self._run.complete()
+        return next((entry for entry in there if not entry.rejected), there[0])
 
     def request(
         self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
@@ -107,6 +108,12 @@ class GroupStore(Store):
         """Pin the newest checkpoint of ``step`` on all ranks, which call this alike, or leave it to the rules again."""
         await self._run.pin(step, pinned)
         return next(entry for entry in self.entries if entry.step == step)
+
+    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
+        """Reject checkpoints on all ranks, which call this alike; rank 0 knows what is in flight."""
+        before = {entry.counter for entry in self.entries if not entry.rejected}
+        await self._run.reject(step, until)
+        return [entry for entry in self.entries if entry.rejected and entry.counter in before]
 
     async def remove(self, which: Which, *, force: bool) -> list[Entry]:
         """Drop checkpoints on all ranks, which call this alike."""

@@ -39,7 +39,7 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
     run: Run
     world: int
     entry: Entry
-    """Rank 0's: step, metadata, and whether it is pinned are the same for all, places and sizes are not."""
+    """Rank 0's: step, metadata, whether it is pinned or rejected are the same for all, places and sizes are not."""
     places: tuple[int, ...]
     """The domain that has the part of each rank. Its folder there is that rank's."""
 
@@ -114,6 +114,8 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
         if len(there) == world:
             places = {part.rank: store.domain for store, part in found}
             entry = replace(first.entry, pinned=key in pinned)
+            if any(part.entry.rejected for _, part in found):  # the call that rejected it may have ended on that rank
+                entry = entry.as_rejected()
             complete.append(Complete(first.run, first.world, entry, tuple(places[rank] for rank in range(first.world))))
         else:
             committed = any(part.committed for _, part in found)
@@ -235,10 +237,10 @@ def kept_at_start(complete: Sequence[Complete], retention: Retention, damaged: C
     """Return the complete checkpoints that decision 0 keeps.
 
     Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so does what the rules
-    keep without it.
+    keep without it, and what is rejected.
     """
     entries = [one.entry for one in complete]
-    kept: set[int] = set()
+    kept = {entry.counter for entry in entries if entry.rejected}
     for candidates in (entries, [entry for entry in entries if entry.counter not in damaged]):
         if candidates:
             kept.update(entry.counter for entry in retention.retain(candidates[1:], candidates[0]).entries)

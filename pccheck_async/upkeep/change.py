@@ -12,7 +12,7 @@ from pccheck_async.api import open_reader
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError
 from pccheck_async.format import CheckpointInfo, Entry, check_name, describe_which, whole_step
 from pccheck_async.format.record import slot_number
-from pccheck_async.group import is_group_folder
+from pccheck_async.group import is_group_folder, reject_in_group
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.store import KeepAll, Retention, Store, open_store
@@ -107,6 +107,8 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
 def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:
     """Reject every checkpoint from ``step`` on, as :meth:`pccheck_async.CheckpointEngine.reject` does.
 
+    In the folder of a group that does not run, on all ranks that have their folders in it.
+
     Durability: when this returns restores pass them over also after a power failure.
 
     Returns:
@@ -119,6 +121,8 @@ def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "aut
         StoreFailedError: the record could not be written.
     """
     number = whole_step(step)
+    if isinstance(io, str) and is_group_folder(path):
+        return run(reject_in_group(path, number, LOCK_SECONDS))
 
     async def reject(store: Store) -> tuple[CheckpointInfo, ...]:
         rejected = await store.reject(number, {}, store.committed.largest_counter)

@@ -28,8 +28,9 @@ _advance, _record_due = Member._advance, Member._record_due
     [
         Scenario(2, lives=(Life(4, pin=1), Life(4, "killed", nodes=(1, 0), fails=1)), reopened=1),
         Scenario(3, keep_last=2),
+        Scenario(2, keep_last=2, lives=(Life(4, reject=2), Life(4, "mixed", reject=3)), reopened=1),
     ],
-    ids=("2 ranks that are killed, swap nodes, and one fails", "3 ranks"),
+    ids=("2 ranks that are killed, swap nodes, and one fails", "3 ranks", "2 ranks that reject"),
 )
 def test_no_power_loss_breaks_a_promise(scenario: Scenario, tmp_path: Path) -> None:
     found = explore(scenario, tmp_path)

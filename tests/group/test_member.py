@@ -14,7 +14,17 @@ import msgspec
 import pytest
 
 from pccheck_async.format import Entry
-from pccheck_async.group import Coordinator, Member, SeenStore, decode_decision, decode_message, encode
+from pccheck_async.group import (
+    Applied,
+    Coordinator,
+    Member,
+    Part,
+    Run,
+    SeenStore,
+    decode_decision,
+    decode_message,
+    encode,
+)
 from pccheck_async.group.actions import (
     Action,
     Admit,
@@ -46,6 +56,7 @@ from pccheck_async.group.messages import (
     Refused,
     Start,
 )
+from pccheck_async.group.parts import members_digest
 from pccheck_async.group.restore import Restore
 from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.store import Retention
@@ -333,6 +344,102 @@ def test_a_pin_returns_when_this_ranks_record_says_so() -> None:
     assert [(kept.key.counter, kept.pinned) for kept in commit.keep] == [(1, False), (0, True)]
 
 
+def test_a_rejection_returns_when_the_records_of_all_ranks_say_so() -> None:
+    """A rank may have no part of what it rejects: its own record then says nothing of it."""
+    group = Group(retention=Retention(keep_last=3))
+    for step in (1, 2):
+        group.save_all(step)
+    counters = {group.save(rank, 3) for rank in range(2)}  # in flight
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].reject(2, 2))
+    group.deliver()
+    assert counters == {2}
+    assert Resolve(2, "superseded") in group.done[0]
+    assert Cancel(2) in group.done[1]
+    group.flush(1)
+    assert [(part.entry.step, part.entry.rejected) for part in group.last(1, WriteRecord).parts] == [
+        (2, True),
+        (1, False),
+    ]
+    group.carry_out(1, group.members[1].was_rejected(2, 2))  # rank 0's record is not durable
+    group.deliver()
+    assert ResolveChange(1, None) not in group.done[1]
+    group.flush(0)
+    group.carry_out(0, group.members[0].was_rejected(2, 2))
+    group.deliver()
+    for rank in range(2):
+        group.flush(rank)
+        assert group.done[rank][-1] == ResolveChange(1, None)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].released(2))
+    group.save_all(4)
+    commit = [one for one in group.decisions() if isinstance(one, Commit)][-1]
+    assert [kept.key.counter for kept in commit.keep] == [3, 0]
+
+
+@pytest.mark.parametrize(("step", "refused"), [(9, "missing"), (1, "refused")])
+def test_rejections_that_cannot_be(step: int, refused: str) -> None:
+    group = Group(retention=Retention(keep_last=3))
+    for saved in (1, 2):
+        group.save_all(saved)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].reject(step, 1))
+    group.deliver()
+    answer = group.last(1, ResolveChange)
+    assert (answer.refused, bool(answer.why)) == (refused, True)
+    assert not any(entry.rejected for _, entry in group.coordinator.committed.values())
+
+
+@pytest.mark.parametrize("marked", [(0,), (1,), (0, 1)])
+def test_one_marked_part_rejects_a_checkpoint_on_all_ranks(marked: tuple[int, ...]) -> None:
+    """A crash left the others: whoever was told has the mark."""
+    parts = {
+        rank: [entry.as_rejected() if entry.step == 2 and rank in marked else entry for entry in entries_of(2, 1)]
+        for rank in range(2)
+    }
+    group = Group(stores=[seen(rank, *entries) for rank, entries in parts.items()], retention=Retention(keep_last=3))
+    view = group.members[0].view
+    assert view is not None
+    assert [(one.entry.step, one.entry.rejected) for one in view.complete] == [(2, True), (1, False)]
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    assert group.last(0, MatchManifest).key == group.last(1, MatchManifest).key == view.complete[1].key
+    for rank in range(2):
+        group.save(rank, 3)
+    assert [kept.key.counter for kept in group.decisions()[-1].keep] == [1, 0]  # type: ignore[union-attr]
+    for rank in range(2):
+        group.write(rank, 2, 3)
+        record = group.last(rank, WriteRecord)
+        assert [(part.entry.step, part.entry.rejected) for part in record.parts] == [(3, False), (2, True), (1, False)]
+
+
+@pytest.mark.parametrize("which", [None, 2])
+def test_a_restore_that_finds_only_rejected_ones_ends_in_an_error(which: int | None) -> None:
+    marked = [entry.as_rejected() for entry in entries_of(2)]
+    group = Group(stores=[seen(rank, *marked) for rank in range(2)])
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(which))
+    group.deliver()
+    ends = [group.last(rank, EndRestore) for rank in range(2)]
+    assert [end.reason for end in ends] == ["rejected"] * 2
+    for rank in range(2):
+        group.save(rank, 3)
+    assert [kept.key.counter for kept in group.decisions()[-1].keep] == [0]  # type: ignore[union-attr]
+
+
+def entries_of(*steps: int) -> list[Entry]:
+    """Return entries, newest first, with the counters from 0 on."""
+    return [Entry(len(steps) - 1 - n, step, 0.0, 1, n, 0, 0, 0, False, {}) for n, step in enumerate(steps)]
+
+
+def seen(rank: int, *entries: Entry) -> SeenStore:
+    ids = [(each, f"store {each}".encode()) for each in range(2)]
+    run = Run(1, 5, members_digest(ids))
+    parts = tuple(Part(run, rank, 2, True, entry) for entry in entries)
+    return SeenStore(0, rank, ids[rank][1], Applied(run, 3), parts)
+
+
 def test_pins_that_cannot_be() -> None:
     group = Group()
     group.save_all(1)
@@ -344,7 +451,7 @@ def test_pins_that_cannot_be() -> None:
     assert first == "there is no checkpoint of step 5"
     assert second == "ranks asked for different changes: pin 1, pin 2"
     assert ResolveChange(1, second) in group.done[1]
-    assert ResolveChange(0, first) in group.done[0]
+    assert ResolveChange(0, first, "missing") in group.done[0]
 
 
 def test_every_pin_and_restore_that_waits_ends_when_rank_0_is_lost() -> None:

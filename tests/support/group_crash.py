@@ -67,6 +67,7 @@ class Life:
             "flushing" its record, or the power failed; "mixed": they were killed, or the power failed, on each node.
         nodes: Where each rank runs; none: rank r on node r.
         pin: The checkpoint of these to pin, by its place.
+        reject: The checkpoint of these to reject, once it is durable; an older one is there.
         fails: The rank of which a write to a slot fails.
         latches: The rank of which the flush of a record fails.
     """
@@ -75,6 +76,7 @@ class Life:
     before: str = "left"
     nodes: tuple[int, ...] = ()
     pin: int | None = None
+    reject: int | None = None
     fails: int | None = None
     latches: int | None = None
 
@@ -105,16 +107,17 @@ class Scenario:
 
 
 class Promises(NamedTuple):
-    """What was acknowledged: the newest step, those that were not superseded, and the pinned ones."""
+    """What was acknowledged: the newest step, those that were not superseded, the pinned ones, the rejected ones."""
 
     newest: int = -1
     saved: frozenset[int] = frozenset()
     pinned: frozenset[int] = frozenset()
+    rejected: frozenset[int] = frozenset()
 
     @classmethod
     def joined(cls, every: Iterable[Promises]) -> Promises:
-        newest, saved, pinned = zip(*every, strict=True)
-        return cls(max(newest), frozenset().union(*saved), frozenset().union(*pinned))
+        newest, *sets = zip(*every, strict=True)
+        return cls(max(newest), *(frozenset().union(*each) for each in sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +312,7 @@ class Verdict:
 
     complete: tuple[int, ...] = ()
     pinned: frozenset[int] = frozenset()
+    rejected: frozenset[int] = frozenset()
     error: str | None = None
 
     @classmethod
@@ -326,7 +330,13 @@ class Verdict:
             if key in steps and seen.store is not None and number != number_of(steps[key], seen.store.rank)
         ]
         pinned = frozenset(one.entry.step for one in view.complete if one.entry.pinned)
-        return cls(tuple(steps.values()), pinned, view.error or next(iter(wrong), None))
+        rejected = frozenset(one.entry.step for one in view.complete if one.entry.rejected)
+        return cls(tuple(steps.values()), pinned, rejected, view.error or next(iter(wrong), None))
+
+    @property
+    def newest(self) -> int | None:
+        """What a restart restores."""
+        return next((step for step in self.complete if step not in self.rejected), None)
 
     def trouble(self, promised: Promises, failed: set[int], keep_last: int) -> str | None:
         """Say which promise it breaks, None where it keeps all of them."""
@@ -338,6 +348,10 @@ class Verdict:
             return f"only {self.complete} are left of {sorted(promised.saved)}"
         if lost := promised.pinned - self.pinned:
             return f"the pinned steps {sorted(lost)} are lost"
+        if unmarked := promised.rejected.intersection(self.complete) - self.rejected:
+            return f"the rejected steps {sorted(unmarked)} would be restored"
+        if promised.rejected and self.complete and set(self.complete) <= self.rejected:
+            return f"none but rejected ones are left of {sorted(promised.saved)}"
         if back := failed.intersection(self.complete):
             return f"the steps {sorted(back)} came back, of which one rank never had its part"
         return None
@@ -415,7 +429,7 @@ class Exploration:
             with suppress(*(() if life.latches is None else (CheckpointError,))):
                 async with engine:
                     await restore(engine, group.rank)
-                    await self._save(engine, group.rank, steps, life.pin, recording.acknowledge)
+                    await self._save(engine, group.rank, steps, life, recording.acknowledge)
 
         with recording.listening():
             self._run_ranks(root, recording.nodes, be)
@@ -445,7 +459,7 @@ class Exploration:
         engine: CheckpointEngine,
         rank: int,
         steps: Iterable[int],
-        pin: int | None,
+        life: Life,
         acknowledge: Callable[[int, Promises], None],
     ) -> None:
         async def wait(step: int, pending: Any) -> None:
@@ -467,10 +481,15 @@ class Exploration:
                     self.events["refused on a rank"] += 1
                     break  # a store takes no more commits
                 saved = waiting.create_task(wait(step, pending))
-                if index == pin:
+                if index == life.pin:
                     await saved
                     await engine.pin(step)
                     acknowledge(rank, Promises(pinned=frozenset((step,))))
+                if index == life.reject:
+                    await saved
+                    assert [info.step for info in await engine.reject(step)] == [step]
+                    acknowledge(rank, Promises(rejected=frozenset((step,))))
+                    self.events["rejected on a rank"] += 1
 
     def _end(self, last: Recording | None, how: str) -> tuple[list[dict[int, CrashDisk]], Promises]:
         """Return the disks as the next life finds them, and what was promised by then."""
@@ -577,14 +596,14 @@ class Exploration:
         async def be(group: Group, path: Path) -> int | None:
             async with self._engine(path, group) as engine:
                 restored = await restore(engine, group.rank)
-                await self._save(engine, group.rank, [step], None, acknowledge)
+                await self._save(engine, group.rank, [step], Life(), acknowledge)
                 return restored
 
         try:
             restored = self._run_ranks(root, nodes, be)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
             return f"reopening fails: {error!r}"
-        if set(restored) != {next(iter(found.complete), None)} or acknowledged.newest != step:
+        if set(restored) != {found.newest} or acknowledged.newest != step:
             return f"of {found.complete} the ranks restored {restored}; {acknowledged} after step {step}"
         after = Promises.joined((promised._replace(saved=frozenset()), acknowledged))
         return self._found_in(root).trouble(after, self._failed, keep_last)

@@ -72,10 +72,10 @@ def _loaded(identity: bytes, alone: _Alone, slot: bytes | None) -> int | str:
     commit = encode_record(Record(1, (entry,)), decoded.id_bytes, decoded.block_bytes).ljust(COMMIT_NBYTES, b"\0")
     image = Image.of({IDENTITY_NAME: identity, COMMIT_NAME: commit, slot_name(entry.slot): slot})
     try:
-        state = load_sync("image", io=ImageWriter(image), host_memory=1 << 20)
+        state = load_sync("image", step=entry.step, io=ImageWriter(image), host_memory=1 << 20)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
         return repr(error)
-    if entry.metadata != metadata_of(entry.step):
+    if entry.info.metadata != metadata_of(entry.step):
         return f"the metadata of step {entry.step} are not its own"
     number: int = state["step"]
     return number if is_state_of(state, number) else f"the state of step {entry.step} is another one"

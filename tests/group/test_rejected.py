@@ -1,0 +1,158 @@
+"""Engines of several ranks reject alike: what one of them was told is so on all of them, after any end."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pccheck_async import (
+    Group,
+    NoCheckpointError,
+    StoreError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    describe_checkpoint,
+    list_checkpoints,
+    load_sync,
+    reject_checkpoints,
+    verify_checkpoints,
+)
+from pccheck_async.cli import app
+from pccheck_async.group import rank_name
+from pccheck_async.store import read_at_once
+from tests.group.test_group import failure, restore, save, state_of
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")]
+
+
+def marks(folder: Path) -> list[tuple[int, bool]]:
+    return [(info.step, info.rejected) for info in list_checkpoints(folder)]
+
+
+def test_all_ranks_pass_over_what_they_rejected(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=4, max_in_flight=3) as engine:
+            for step in range(4):
+                engine.checkpoint(state_of(group.rank, step), step=step).result()
+            flying = [engine.checkpoint(state_of(group.rank, step), step=step) for step in (4, 5)]
+            rejected = {info.step for info in engine.reject(2)}
+            engine.drain()
+            assert rejected | {pending.step for pending in flying if pending.superseded} >= {2, 3}
+            assert {info.step for info in engine.checkpoints() if not info.rejected} == {0, 1}
+            assert all(pending.superseded or pending.step in rejected for pending in flying)
+            assert engine.latest is not None
+            assert engine.latest.step == 1
+            said = [failure(lambda step=step: engine.reject(step)) for step in (17, 0)]  # type: ignore[misc]
+            assert [kind for kind, _ in said] == [NoCheckpointError.__name__, StoreError.__name__]
+            assert failure(lambda: engine.restore(state_of(group.rank, -1), step=3))[0] == StoreError.__name__
+            state = state_of(group.rank, -1)
+            assert engine.restore(state) is not None
+            assert (state["step"], state["rank"]) == (1, group.rank)
+            engine.checkpoint(state_of(group.rank, 2), step=2).result()
+            return [(info.step, info.rejected) for info in engine.checkpoints()]
+
+    assert run_ranks(2, rank_main) == [[(2, False), (1, False), (0, False)]] * 2
+    assert marks(tmp_path) == [(2, False), (1, False), (0, False)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_it_holds_for_other_numbers_of_ranks(tmp_path: Path, world: int) -> None:
+    def reject(group: Group) -> list[int]:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
+            return [info.step for info in engine.reject(1)]  # before anything is saved: some ranks have no part
+
+    assert run_ranks(2, lambda group: save(tmp_path, group, range(3), keep_last=3)) == [[2, 1, 0]] * 2
+    assert run_ranks(world, reject) == [[2, 1]] * world
+    assert marks(tmp_path) == [(2, True), (1, True), (0, False)]
+    for record in (read_at_once(tmp_path / rank_name(rank)) for rank in range(min(world, 2))):
+        assert record is not None
+        assert [entry.rejected for entry in record[1].entries] == [True, True, False]
+    if world == 2:
+        restored = run_ranks(2, lambda group: restore(tmp_path, group, keep_last=3))
+        assert [one["step"] for one in restored] == [0, 0]
+        assert run_ranks(2, lambda group: save(tmp_path, group, range(1, 2), keep_last=3)) == [[1, 0]] * 2
+
+
+def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    run_ranks(2, lambda group: save(folder, group, range(3), keep_last=3))
+    shutil.copytree(folder, tmp_path / "copy")
+    result = CliRunner().invoke(app, ["reject", str(folder), "1"])
+    assert (result.exit_code, result.stdout) == (0, "Rejected step 2, 1. A trainer resumes from step 0.\n")
+    assert marks(folder) == [(2, True), (1, True), (0, False)]
+    assert load_sync(folder)["step"] == load_sync(folder, rank=1)["step"] == describe_checkpoint(folder).info.step == 0
+    assert {each.info.step for each in verify_checkpoints(folder).checkpoints} == {0}
+    assert load_sync(folder, step=2)["step"] == 2
+    with pytest.raises(NoCheckpointError):
+        reject_checkpoints(folder, 1)
+    with pytest.raises(StoreError, match="would be left"):
+        reject_checkpoints(folder, 0)
+    restored = run_ranks(2, lambda group: restore(folder, group, keep_last=3))
+    assert [one["step"] for one in restored] == [0, 0]
+    # A crash in between left the record of one rank as it was.
+    for rank in range(2):
+        mixed = tmp_path / f"mixed-{rank}"
+        shutil.copytree(folder, mixed)
+        shutil.rmtree(mixed / rank_name(rank))
+        shutil.copytree(tmp_path / "copy" / rank_name(rank), mixed / rank_name(rank))
+        assert marks(mixed) == [(2, True), (1, True), (0, False)]
+        assert load_sync(mixed)["step"] == 0
+        restored = run_ranks(2, lambda group, mixed=mixed: restore(mixed, group, keep_last=3))  # type: ignore[misc]
+        assert [one["step"] for one in restored] == [0, 0]
+
+    def refused(group: Group) -> str:
+        with SyncCheckpointEngine(folder, group=group, keep_last=3):
+            return failure(lambda: reject_checkpoints(folder, 0))[0]
+
+    assert run_ranks(2, refused) == [StoreLockedError.__name__] * 2
+
+
+def test_none_but_rejected_ones_raise_on_all_ranks(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[str]:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
+            for step in range(2):
+                engine.checkpoint(state_of(group.rank, step), step=step).result()
+            engine.reject(1)
+            kept = failure(lambda: engine.remove(step=0))[0]
+            engine.remove(step=0, force=True)
+            return [kept, failure(lambda: engine.restore(state_of(group.rank, -1)))[0]]
+
+    assert run_ranks(2, rank_main) == [["StoreError", "StoreError"]] * 2
+    with pytest.raises(StoreError, match="none but rejected"):
+        load_sync(tmp_path)
+    assert run_ranks(2, lambda group: failure(lambda: restore(tmp_path, group, keep_last=3))[0]) == ["StoreError"] * 2
+    assert run_ranks(2, lambda group: save(tmp_path, group, range(5, 6), keep_last=3)) == [[5]] * 2
+
+
+def test_a_removal_before_the_first_save_of_a_run(tmp_path: Path) -> None:
+    run_ranks(2, lambda group: save(tmp_path, group, range(3), keep_last=3))
+
+    def rank_main(group: Group) -> list[int]:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
+            engine.remove(step=2)
+            engine.checkpoint(state_of(group.rank, 7), step=7).result()
+            return [info.step for info in engine.checkpoints()]
+
+    assert run_ranks(2, rank_main) == [[7, 1, 0]] * 2
+
+
+def test_spaced_ones_are_kept_alike(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[int]:
+        spaced = [(timedelta(days=1), timedelta(days=3))]
+        with SyncCheckpointEngine(tmp_path, group=group, spaced=spaced, max_in_flight=3) as engine:
+            for step in range(6):
+                engine.checkpoint(state_of(group.rank, step), step=step)
+            engine.drain()
+            engine.checkpoint(state_of(group.rank, 6), step=6).result()
+            return [info.step for info in engine.checkpoints()]
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second
+    assert (first[0], first[-1]) == (6, 0)
+    assert len(first) <= 3  # midnight may have passed
