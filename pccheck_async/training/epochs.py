@@ -221,7 +221,6 @@ class Course:
                             "the middle of it, and counts anew how far it goes; use epochs(n, steps=...)",
                         )
                     self._move(self._next_epoch())
-                    self._origin = self.place
         finally:
             if loop == self._loop:
                 self._leave()
@@ -234,8 +233,7 @@ class Course:
             self._loop, self._steps, self._taken, self._moved = 0, None, False, False
 
     def _next_epoch(self) -> Place:
-        used = self._used or self.place.position > 0
-        return Place(self.place.epoch + 1, self.place.number + used)
+        return Place(self.place.epoch + 1, self.place.number + 1)
 
     def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[T]:
         """Return the iterator of one ``for``; what it begins with is decided now, not at its first ``next``.

@@ -279,6 +279,16 @@ def zipped_and_saved_after_each_epoch(life: Life) -> None:
         life.save()
 
 
+def looked_at_and_saved_after_each_epoch(life: Life) -> None:
+    loader = life.loader()
+    life.restore()
+    for epoch in life.epochs(loader):
+        assert len(next(iter(epoch))) == 3
+        for batch in epoch:
+            life.step(batch)
+        life.save()
+
+
 def stopped_and_called_again(life: Life) -> None:
     """Leaves both loops after the fifth, tenth and fifteenth step, saves, and goes on with the same objects."""
     loader = life.loader()
@@ -363,6 +373,7 @@ HABITS: dict[str, tuple[Habit, Numbers4, Numbers4]] = {
 """Loops that are right with ResumableLoader wherever they are killed."""
 OURS: dict[str, Habit] = {
     "zip, saved after each epoch": zipped_and_saved_after_each_epoch,
+    "looked at in each epoch, saved after it": looked_at_and_saved_after_each_epoch,
     "stopped and called again": stopped_and_called_again,
 }
 """Further ones, which the others have no words for."""
@@ -492,6 +503,36 @@ def test_a_loop_over_epochs_that_was_left_goes_on_when_it_is_called_again() -> N
         iter(first)
     assert list(loader.epochs(3)) == []
     assert loader.epoch == 3
+
+
+def test_a_loop_that_is_left_where_zip_ended_goes_on_with_the_next_epoch_of_both() -> None:
+    def train(long: ResumableLoader, short: ResumableLoader, epochs: int) -> list[Any]:
+        got: list[Any] = []
+        for one, other in zip(long.epochs(3), short.epochs(3), strict=True):
+            got.append([(first.tolist(), second.tolist()) for first, second in zip(one, other, strict=False)])
+            if len(got) == epochs:
+                break
+        return got
+
+    loaders = [(ResumableLoader(Numbers(18), 3), ResumableLoader(Numbers(12), 3)) for _ in range(2)]
+    assert train(*loaders[0], 1) + train(*loaders[0], 3) == train(*loaders[1], 3)
+
+
+def test_an_iterator_that_was_only_made_is_no_epoch() -> None:
+    loader, other = ResumableLoader(Numbers(18), 3), ResumableLoader(Numbers(18), 3)
+    for epoch in loader.epochs(1):
+        assert len(list(other)) == 6
+        _made = iter(epoch)
+        assert loader.state_dict()["outer"] == 0
+
+
+def test_looking_at_the_restored_epoch_gives_its_position_back() -> None:
+    loader = ResumableLoader(Numbers(18), 3)
+    expected = values(loader)
+    loader.load_state_dict(loader.state_dict() | {"epoch": 0, "outer": 0, "position": 6})
+    for epoch in loader.epochs(1):
+        assert next(iter(epoch)).tolist() == expected[2]
+        assert [batch.tolist() for batch in epoch] == expected[2:]
 
 
 def test_an_epoch_has_a_number_and_a_length() -> None:
