@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from typing import Any, TypeAlias
 
 import torch
@@ -74,16 +74,16 @@ class StepHooks:
         """What torch calls first; returns the arguments that it goes on with, if they are others."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
         if closure is None or not self.before or not _calls_closure_first(optimizer):
-            self._call_before(optimizer)
+            self.call_before(optimizer)
             return None
         if not _unchanging.get(optimizer, False):
-            self._call_before(optimizer)
+            self.call_before(optimizer)
 
         def closure_and_calls() -> Any:
             versions = _versions(optimizer)
             result = closure()
             _unchanging[optimizer] = versions == _versions(optimizer)
-            self._call_before(optimizer)
+            self.call_before(optimizer)
             return result
 
         if len(args) > 1:
@@ -95,7 +95,8 @@ class StepHooks:
         for callback in self.after:
             callback(optimizer)
 
-    def _call_before(self, optimizer: torch.optim.Optimizer) -> None:
+    def call_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call what comes before a step, or before another change of all parameters by the optimizer."""
         for callback in self.before:
             callback(optimizer)
 
@@ -140,6 +141,22 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _hook_switches(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
+    """Let ``train`` and ``eval`` call the hooks: those of schedule-free optimizers swap the parameters in place."""
+    here = weakref.ref(optimizer)
+    for name in ("train", "eval"):
+        if name not in vars(optimizer) and callable(method := getattr(type(optimizer), name, None)):
+
+            @wraps(method)
+            def switch(*args: Any, method: Callable[..., Any] = method, **kwargs: Any) -> Any:
+                optimizer = here()
+                assert optimizer is not None  # it has this method
+                hooks.call_before(optimizer)
+                return method(optimizer, *args, **kwargs)
+
+            setattr(optimizer, name, switch)
+
+
 def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
     """Return those of an optimizer. Raises TypeError where it has none."""
     try:
@@ -149,6 +166,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
             hooks = StepHooks()
             optimizer.register_step_pre_hook(hooks.before_step)
             optimizer.register_step_post_hook(hooks.after_step)
+            _hook_switches(optimizer, hooks)
             _hooks[optimizer] = hooks
     except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
         raise TypeError(

@@ -94,12 +94,18 @@ class Held:
     """An engine in the middle of an overlapped capture of a module and its optimizer."""
 
     def __init__(
-        self, folder: Path, *, attached: bool = True, extra: dict[str, Any] | None = None, **settings: Any
+        self,
+        folder: Path,
+        *,
+        attached: bool = True,
+        extra: dict[str, Any] | None = None,
+        optimizer: type[torch.optim.SGD] = torch.optim.SGD,
+        **settings: Any,
     ) -> None:
         self.io = Device()
         self.engine = SyncCheckpointEngine(folder, io=self.io, **SMALL, **settings).open()
         self.model = Net()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(extra or {})}
         self.compute()
         self.optimizer.step()
@@ -187,6 +193,37 @@ def closure_of(it: Held, log: list[Any], change: bool = False) -> Callable[[], t
         return torch.ones(())
 
     return closure
+
+
+class Averaging(torch.optim.SGD):
+    """Swaps the parameters for an average and back, as schedule-free optimizers do."""
+
+    def _swap(self, weight: float) -> None:
+        with torch.no_grad():
+            for parameter, state in self.state.items():
+                parameter.lerp_(state["momentum_buffer"], weight)
+
+    def eval(self) -> None:
+        self._swap(0.1)
+
+    def train(self) -> None:
+        self._swap(0.2)
+
+
+@pytest.mark.parametrize("switch", ["train", "eval"])
+def test_an_optimizer_that_swaps_its_parameters_waits_for_the_capture(
+    tmp_path: Path, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(tmp_path, optimizer=Averaging) as it:
+        waited = it.release_when_waited_for(monkeypatch)
+        getattr(it.optimizer, switch)()
+        assert waited == [it.pending]
+        assert not equal(it.want, snapshot(it.state))
+        it.pending.result()
+        other, now = copy.deepcopy(it.optimizer), snapshot(it.state)
+        getattr(other, switch)()  # of the parameters that it has
+        assert equal(snapshot(it.state), now)
+    assert equal(saved(tmp_path), it.want)
 
 
 @pytest.mark.parametrize("how", ["position", "keyword"])
@@ -555,9 +592,10 @@ def test_a_step_goes_on_while_an_engine_that_it_is_attached_to_closes(tmp_path: 
     assert errors == []
 
 
-def test_an_optimizer_that_is_not_used_any_more_is_let_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Averaging])
+def test_an_optimizer_that_is_not_used_any_more_is_let_go(tmp_path: Path, kind: type[torch.optim.SGD]) -> None:
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.attach(optimizer)
         engine.checkpoint({"optimizer": optimizer}, overlap=True).result()
