@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -247,6 +247,7 @@ class GroupCore(EngineCore):
         parts: Parts | None = None
         mismatch: Exception | None = None
         begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
+        differing: Collection[int] = ()
         agreed = False
         yield run.ask_restore(which)
         try:
@@ -257,24 +258,25 @@ class GroupCore(EngineCore):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
-                        same_world = run.has_world_of(key)
+                        other_world = None if run.has_world_of(key) else _OtherWorld(self.group, private)
                         outcome, why, mismatch = yield from _match(
-                            reading, parts, state, begun, None if same_world else _OtherWorld(self.group, private),
+                            reading, parts, state, begun, other_world,
                             strict=strict, dtype=dtype, allow_pickle=pickles,
                         )  # fmt: skip
                         yield run.tell_matched(outcome, why)
                     case FillArrays():
                         assert reading is not None
                         assert parts is not None
-                        begun += reading.restoration.filled
-                        begun += (one.path for one in reading.restoration.resharded)
-                        yield run.tell_verified((yield from _fill(reading, parts)))
+                        begun += [*reading.restoration.filled, *(one.path for one in reading.restoration.resharded)]
+                        damage, differing = yield from self._fill(reading, parts, state)
+                        yield run.tell_verified(damage)
                     case ChangeState(key):
                         agreed = True
                         assert reading is not None
                         assert parts is not None
                         parts.finish()
                         restored = reading.finish()
+                        yield run.note_differing(differing)
                         seconds = time.perf_counter() - start
                         told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
                         self.reporter.tell(events.Restored, **told, seconds=seconds)
@@ -293,6 +295,23 @@ class GroupCore(EngineCore):
             raise
         finally:
             _release(reading, parts)
+
+    def _fill(self, reading: Reading, parts: Parts, state: Mapping[str, Any]) -> Handoff:
+        """Fill the live arrays; return what was damaged or None, and hashes of ranks that saved different replicas.
+
+        These are not believed to have them alike again: else the first checkpoint of every run would be aborted. All
+        ranks compare the same parts, and come to the same.
+        """
+        assert self.captures.owners is not None
+        apart = self.captures.owners.saved_apart(state, reading.manifest)
+        try:
+            reading.begin(parts.take_own())
+            yield reading.fill()
+            yield parts.fill()
+            found = (yield parts.differing(apart.__contains__)) if apart else ()
+        except UnreadableError as error:
+            return str(error), ()
+        return None, {apart[path] for path in found}
 
     def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
         """Return what reads the part that this rank restores, None where it is gone."""
@@ -344,17 +363,6 @@ def _match(
     except (CheckpointError, TypeError, ValueError) as error:
         return "mismatch", str(error), error
     return "ok", "", None
-
-
-def _fill(reading: Reading, parts: Parts) -> Handoff:
-    """Fill the live arrays; return what was damaged, None where nothing was."""
-    try:
-        reading.begin(parts.take_own())
-        yield reading.fill()
-        yield parts.fill()
-    except UnreadableError as error:
-        return str(error)
-    return None
 
 
 def _release(reading: Reading | None, parts: Parts | None) -> None:

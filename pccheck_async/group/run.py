@@ -357,6 +357,10 @@ class GroupRun:
             self.restoring.get_nowait()
         self._do(self.member.restore.abandon(why))
 
+    async def note_differing(self, ranks: Collection[int]) -> None:
+        """Note hashes of ranks whose replicas differ; all ranks do, between the same checkpoints."""
+        self.member.differing |= {*ranks}
+
     async def tell_verified(self, damage: str | None) -> None:
         """Answer whether this rank's part of the candidate is whole."""
         self._do(self.member.restore.verified(damage))

@@ -76,6 +76,37 @@ def test_local_steps_are_found_at_the_first_save_and_each_rank_saves_its_own_fro
     assert not torch.equal(weights[1], weights[2])
 
 
+def test_a_run_that_goes_on_with_local_steps_loses_no_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, partial(locally, tmp_path))
+    (tmp_path / "rendezvous").unlink()
+
+    def goes_on(group: Group) -> list[int]:
+        mesh_of(tmp_path, group)
+        model, optimizer = model_of(group.rank)
+        state = {"model": model, "optimizer": optimizer}
+        with SyncCheckpointEngine(tmp_path / "run", group=group) as engine:
+            engine.restore(state)
+            train(model, optimizer, local=True)
+            engine.checkpoint(state, step=3).result()
+            return [info.step for info in engine.checkpoints()]
+
+    assert run_ranks(2, goes_on) == [[3]] * 2
+
+
+def test_what_was_saved_apart_and_is_alike_is_saved_once_again(tmp_path: Path) -> None:
+    """It was not named the first time."""
+
+    def rank_main(replicated: list[str], group: Group) -> int:
+        state = {"w": torch.arange(50_000.0)}
+        with SyncCheckpointEngine(tmp_path / "run", group=group, replicated=replicated) as engine:
+            engine.restore(state)
+            step = 0 if engine.latest is None else engine.latest.step + 1
+            return engine.checkpoint(state, step=step).result().nbytes
+
+    assert min(run_ranks(2, partial(rank_main, []))) >= 200_000
+    assert min(run_ranks(2, partial(rank_main, ["w"]))) < 200_000
+
+
 def test_what_is_trusted_is_not_compared(tmp_path: Path) -> None:
     found = run_ranks(2, partial(locally, tmp_path, trusted_replicas=["model.*", "optimizer.*"]))
     assert [there for there, _ in found] == [[[0], [1], [2]]] * 2

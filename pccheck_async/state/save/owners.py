@@ -18,8 +18,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.skeleton import ArrayNode
 from pccheck_async.state import paths
 from pccheck_async.state.boxes import Holders, alike, hash_of, holders_in
+from pccheck_async.state.restore.tree import leaves
 from pccheck_async.state.save.replicas import Replica
 from pccheck_async.state.stateful import containers_and_objects
 
@@ -76,6 +79,15 @@ class Owners:
             replicas, trained = _replicas_in(objects)
             self._replicas = key, replicas, trained
         return Tally(self, replicas, trained, self._differing())
+
+    def saved_apart(self, state: Mapping[str, Any], manifest: Manifest) -> dict[str, int]:
+        """Return the paths of replicas that a part has for itself, each with a hash of the ranks that share it."""
+        tally, found = self.begin(state), dict[str, int]()
+        for path, node in leaves(manifest.skeleton):
+            holders = tally.holders_of_replica(path) if isinstance(node, ArrayNode) else None
+            if holders is not None and len(holders.alike) > 1 and not self.trusts(path):
+                found[path] = hash_of(holders.alike)
+        return found
 
     def named(self, path: str) -> Holders | None:
         """Return everyone for a plain tensor of which the user said that all have it alike."""
