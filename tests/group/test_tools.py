@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import time
+from collections import OrderedDict
 from dataclasses import replace as replace_fields
 from itertools import count, product
 from pathlib import Path
@@ -348,6 +349,32 @@ def test_a_copy_of_a_group_has_the_parts_of_all_ranks(made: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_group_keeps_an_outermost_ordered_dict(tmp_path: Path) -> None:
+    def save(group: Group) -> None:
+        torch.set_num_threads(1)
+        with SyncCheckpointEngine(tmp_path / "run", group=group) as engine:
+            state: Any = OrderedDict(state_of_rank(group.rank, 1))
+            state._metadata = {"": {"version": 2}}
+            engine.checkpoint(state, step=1).result(60)
+
+    def go_on(group: Group) -> None:
+        torch.set_num_threads(1)
+        with SyncCheckpointEngine(tmp_path / "run", group=group) as engine:
+            state = OrderedDict(state_of_rank(group.rank, 99))
+            assert engine.restore(state) is not None
+            assert_part(state, group.rank, 1)
+
+    assert end_ranks(start_ranks(2, save)) == [0, 0]
+    assert end_ranks(start_ranks(2, go_on)) == [0, 0]
+    copy_checkpoint(tmp_path / "run", tmp_path / "copy")
+    for rank in (0, 1):
+        loaded = load_sync(tmp_path / "copy", rank=rank)
+        assert type(loaded) is OrderedDict
+        assert vars(loaded) == {"_metadata": {"": {"version": 2}}}
+        assert_part(loaded, rank, 1)
+
+
+@pytest.mark.slow
 def test_a_group_is_copied_while_its_ranks_save(tmp_path: Path) -> None:
     source, target = tmp_path / "run", tmp_path / "copy"
     save_in_group(source, 2, 1)
@@ -382,7 +409,7 @@ def test_a_group_that_cannot_be_copied(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     copy_checkpoint(folder, target, step=1)
     spoil(folder, 1)
-    with pytest.raises(DamagedError, match=r"rank 1: .* of the checkpoint of step 3 is damaged"):
+    with pytest.raises(DamagedError, match=r"rank-00001/.* of the checkpoint of step 3 is damaged"):
         copy_checkpoint(folder, target)
     for other in (folder, tmp_path / "." / folder.name):
         with pytest.raises(ValueError, match="are one folder"):
