@@ -27,6 +27,7 @@ from pccheck_async.group import (
     domain_of,
     is_group_folder,
     members_digest,
+    pinned_keys,
     rank_name,
     seen_stores,
     view_of,
@@ -276,9 +277,7 @@ async def _copy_parts(
             await store.make_data_durable(one.lease, [one.manifest])
             await store.medium.unlock(one.lease.file)  # all writes ended: readers of a record may lock the slot
         entry = written[0].entry
-        pins = {each.key for each in view.complete if each.entry.pinned} | (
-            {Key(counter, made)} if entry.pinned else set()
-        )
+        pins = pinned_keys(seen.values()) | ({Key(counter, made)} if entry.pinned else set())
         applied = Applied(made, 1, tuple(sorted(pins)))
         for committed in (False, True):
             # Crash: parts that are called committed, of a checkpoint that never was complete, count as lost.

@@ -348,6 +348,18 @@ def test_a_copy_of_a_group_has_the_parts_of_all_ranks(made: Path, tmp_path: Path
     assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(4, False), (2, True), (1, True)]
 
 
+def test_a_copy_keeps_the_pins_of_what_is_not_all_there(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    copy_checkpoint(folder, target, step=1)
+    (target / "rank-00001").rename(tmp_path / "aside")  # a disk that is not mounted now
+    assert [one.proven for one in list_group(target).incomplete] == [False]
+    copy_checkpoint(folder, target, step=2)
+    assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(2, False)]
+    shutil.rmtree(target / "rank-00001")
+    (tmp_path / "aside").rename(target / "rank-00001")
+    assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(1, True)]
+
+
 @pytest.mark.slow
 def test_a_group_keeps_an_outermost_ordered_dict(tmp_path: Path) -> None:
     def save(group: Group) -> None:
