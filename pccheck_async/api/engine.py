@@ -70,9 +70,10 @@ class CheckpointEngine(EngineBase):
             a signal of :meth:`on_preemption` this also happens with an error. The state is captured as it is at that
             moment, as one consistent snapshot; random numbers drawn since then are part of it. The step is not saved,
             and the log says why, where the state may no longer be that step's: an optimizer in the state made another
-            step, parameters changed as far as torch counts it (best weights loaded, ``half()``), code reached them
-            through ``.data`` or ``set_()`` (other weights for an evaluation), :meth:`restore` was called, or the step
-            left a window of gradient accumulation open. A step that raised, :meth:`close` and the end of the
+            step, parameters changed or moved as far as torch counts it (best weights loaded, ``half()``), code reached
+            them through ``.data`` or ``set_()`` (other weights for an evaluation; seen only with an optimizer
+            attached, or where they are in other memory then), :meth:`restore` was called, or the step left a window
+            of gradient accumulation open. A step that raised, :meth:`close` and the end of the
             interpreter save nothing.
         chunk_bytes: Unit of copying and writing, in bytes.
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed; a larger one is

@@ -219,10 +219,6 @@ class Captures:
         tally = None if self.owners is None else self.owners.begin(state)
         flatten(state, tally, allow_pickle=self.allow_pickle)
 
-    def note_access(self, owner: Any) -> None:
-        """Note that code reaches for the memory of a tensor or storage, past torch's counters."""
-        self._splitter.constants.note_access(owner)
-
 
 class Capture:
     """A state seen at one instant: plain values as they were, tensors by reference until they are copied.

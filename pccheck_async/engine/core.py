@@ -89,7 +89,7 @@ class EngineCore:
         self.pid = os.getpid()
         self._began = 0.0
         self.captures = Captures(allow_pickle=config.allow_pickle)
-        self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_guarded, self.captures.note_access)
+        self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_guarded)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
         self._closed: Promise[Exception | None] = Promise()  # and what kept all of it from being closed

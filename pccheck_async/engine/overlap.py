@@ -30,7 +30,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.promise import Promise
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state import LazyPart, Versions, no_functions, notify, stop_notifying, storage_address
+from pccheck_async.state import (
+    LazyPart,
+    Versions,
+    call_before_accesses,
+    no_functions,
+    stop_calling,
+    stop_watching_accesses,
+    storage_address,
+    watch_accesses,
+)
 from pccheck_async.transfer.copying import Fence
 
 __all__ = ["Guard", "Overlapped", "StepHooks", "hooks_of", "hooks_of_all", "unwrapped"]
@@ -264,7 +273,6 @@ class Guard:
         max_stall: Most seconds that training waits.
         stop_capture: Ends a capture that takes longer; returns once nothing of it is running.
         waited: Called with a checkpoint and the seconds that training waited for its capture.
-        accessed: Called with tensors and storages for whose memory code reaches, captured or not.
 
     Attributes:
         attached: Whether an optimizer was ever attached.
@@ -276,13 +284,11 @@ class Guard:
         max_stall: float | None,
         stop_capture: Callable[[PendingCheckpoint], None],
         waited: Callable[[PendingCheckpoint, float], None],
-        accessed: Callable[[Any], None],
     ) -> None:
         self._pid = os.getpid()
         self._max_stall = max_stall
         self._stop_capture = stop_capture
         self._waited = waited
-        self._accessed = accessed
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
         self.attached = False
@@ -301,6 +307,7 @@ class Guard:
         if optimizer in self._hooks:
             return
         hooks = hooks_of(optimizer)
+        watch_accesses(self)
         hooks.add(before=self.before_step)
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
         self.attached = True
@@ -313,9 +320,9 @@ class Guard:
         if self._others is None:
             self._others = hooks_of_all()
             self._others.add(before=self.before_any_step)
-            notify(self.before_access)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
+            call_before_accesses(self.before_access)
         if lazy.eager is None:
             pending.set_eager_captured()
         return capture
@@ -367,16 +374,19 @@ class Guard:
             hooks.remove(self.before_step)
         if self._others is not None:
             self._others.remove(self.before_any_step)
-            stop_notifying(self.before_access)
+        stop_calling(self.before_access)
+        stop_watching_accesses(self)
         self._hooks.clear()
         self._captures = []
         self._attached = []
         self._others = None
 
-    def before_access(self, owner: Any, _: bool) -> None:
+    def before_access(self, owner: Any) -> None:
         """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
-        self._accessed(owner)
-        running = [capture for capture in self._captures if capture.running]
+        with self._lock:
+            running = [capture for capture in self._captures if capture.running]
+            if not running:
+                stop_calling(self.before_access)  # until the next capture: every access would take longer
         if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
             return
         self.hold_up([capture for capture in running if address in capture.storages])

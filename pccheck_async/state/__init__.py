@@ -37,7 +37,16 @@ from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
 from pccheck_async.state.stateful import Stateful
 from pccheck_async.state.storages import Layout, arrange
-from pccheck_async.state.tensor_access import exempt_this_thread, notify, stop_notifying, storage_address
+from pccheck_async.state.tensor_access import (
+    accessed_since,
+    begin_period,
+    call_before_accesses,
+    exempt_this_thread,
+    stop_calling,
+    stop_watching_accesses,
+    storage_address,
+    watch_accesses,
+)
 from pccheck_async.state.values import atom, from_node
 
 __all__ = [
@@ -72,15 +81,18 @@ __all__ = [
     "Targets",
     "Versions",
     "Wanted",
+    "accessed_since",
     "allocate",
     "apart",
     "arrange",
     "as_bits",
     "atom",
+    "begin_period",
     "below",
     "boxes_of_range",
     "broadcast_buffers",
     "cached_layout",
+    "call_before_accesses",
     "check_outermost",
     "clear_gradients",
     "exempt_this_thread",
@@ -93,7 +105,6 @@ __all__ = [
     "merge_parts",
     "no_dispatch",
     "no_functions",
-    "notify",
     "opened",
     "private_mesh",
     "rebuild",
@@ -105,9 +116,11 @@ __all__ = [
     "select",
     "sharded_paths",
     "state_dicts",
-    "stop_notifying",
+    "stop_calling",
+    "stop_watching_accesses",
     "storage_address",
     "stored_boxes",
     "unpickle",
     "viewed_ranges",
+    "watch_accesses",
 ]  # fmt: skip

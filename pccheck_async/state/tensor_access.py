@@ -1,10 +1,13 @@
-"""Callbacks that run before Python code reaches for the memory of a tensor in a way that torch does not count.
+"""Python code that reaches for the memory of a tensor in a way that torch does not count: it is seen, or made to wait.
 
 ``Tensor._version`` counts the changes of torch's own operations, not what is written through ``param.data``, a NumPy
 array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or perturbed around a forward
-pass. So while there is a callback, the attributes of torch's classes that lead there call it first. The first callback
-replaces them, they are restored after the last one, and not around each capture: CPython stops caching attributes of a
+pass. So while there are watchers, the attributes of torch's classes that lead there are shadowed. The first watcher
+replaces them, and they are restored after the last one, not around each capture: CPython stops caching attributes of a
 class that changes a thousand times.
+
+An access costs little while nobody has to be called (300 ns), and leaves a flag on the storage that it reaches, which
+is one for all views and lives as long as the memory: the number of the period that it fell into.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import torch
 
 from pccheck_async.state.boxes import is_sharded, local_tensors
 
-Callback: TypeAlias = Callable[[Any, bool], None]
-"""Called with the tensor or storage, and whether the access likely writes; else it may only read."""
+Callback: TypeAlias = Callable[[Any], None]
+"""Called with the tensor or storage, on the thread that reaches for its memory, before it does."""
 
 untyped_storage: Final = torch.Tensor.untyped_storage
 """Torch's own, for the package itself: a capture does not wait for its own end."""
@@ -30,30 +33,74 @@ _PLACES: Final = (
     (torch.UntypedStorage, "resize_"),  # its memory is given back, whatever tensors or captures still read it
 )
 _WRITING: Final = ("data", "set_", "resize_", "resize_as_")
+"""Accesses that likely write; the others may only read."""
 
-_callbacks: list[Callback] = []
+_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Their storages are asked for without code of users, or of DTensor, in between."""
+
+_watchers: list[object] = []
+_callbacks: tuple[Callback, ...] = ()
+_flagged: frozenset[type] = frozenset()
+"""Types of which an access leaves a flag and does nothing else: none while there are callbacks, or no watchers."""
+_period = 1
 _shadows: list[tuple[type, str, Any, Any]] = []  # class, name, the shadow, what the class itself had before
 _lock = threading.RLock()  # a finalizer may close an engine
 _thread = threading.local()
 
 
-def notify(callback: Callback) -> None:
-    """Call ``callback`` from now on, on the thread that reaches for memory, before it does. Idempotent."""
-    if callback in _callbacks:
-        return
+def watch_accesses(watcher: object) -> None:
+    """Flag accesses from now on, until :func:`stop_watching_accesses` for every watcher. Idempotent."""
     with _lock:
+        if not any(each is watcher for each in _watchers):
+            _watchers.append(watcher)
         if not _shadows:
             _replace_all()
-        _callbacks.append(callback)
+        _choose_flagged()
 
 
-def stop_notifying(callback: Callback) -> None:
-    """Do not call ``callback`` any more."""
+def stop_watching_accesses(watcher: object) -> None:
+    """Restore torch's classes if nobody else watches. Idempotent."""
     with _lock:
-        if callback in _callbacks:
-            _callbacks.remove(callback)
-        if not _callbacks:
+        _watchers[:] = [each for each in _watchers if each is not watcher]
+        _choose_flagged()
+        if not _watchers:
             _restore_all()
+
+
+def call_before_accesses(callback: Callback) -> None:
+    """Call ``callback`` before every access from now on: each costs some microseconds. Idempotent."""
+    global _callbacks  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
+    with _lock:
+        if callback not in _callbacks:
+            _callbacks = (*_callbacks, callback)
+        _choose_flagged()
+
+
+def stop_calling(callback: Callback) -> None:
+    """Do not call ``callback`` any more. Idempotent."""
+    global _callbacks  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
+    with _lock:
+        _callbacks = tuple(each for each in _callbacks if each != callback)
+        _choose_flagged()
+
+
+def begin_period() -> int:
+    """Return the number of a period that begins now, for :func:`accessed_since`."""
+    global _period  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
+    with _lock:
+        _period += 1
+        return _period
+
+
+def last_access(owner: Any) -> int:
+    """Return the period in which memory was last accessed, as far as accesses were watched; 0 for never."""
+    storage = _storage_of(owner)
+    return max(getattr(storage, "_pccheck_read", 0), getattr(storage, "_pccheck_written", 0))
+
+
+def accessed_since(owner: Any, period: int, *, writing: bool) -> bool:
+    """Return whether memory was accessed since a period began; ``writing``: by what likely writes."""
+    return (getattr(_storage_of(owner), "_pccheck_written", 0) if writing else last_access(owner)) >= period
 
 
 def exempt_this_thread() -> None:
@@ -74,20 +121,46 @@ def storage_address(owner: Any) -> int:
         return storage_address(local_tensors([owner])[0]) if is_sharded(owner) else 0
 
 
-def _call_all(owner: Any, writes: bool) -> None:
+def _storage_of(owner: Any) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor (of a DTensor: its local tensor's), or a storage itself; None if there is none."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(owner, torch.UntypedStorage):
+                return owner
+            return untyped_storage(local_tensors([owner])[0] if is_sharded(owner) else owner)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _choose_flagged() -> None:
+    global _flagged  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
+    _flagged = _PLAIN if _watchers and not _callbacks else frozenset()
+
+
+def _note(owner: Any, writes: bool) -> None:
+    """Flag an access, and call the callbacks, which takes longer than the shadows may."""
+    if not _watchers:
+        return  # a shadow that somebody else's was laid on, and who put it back
+    if (storage := _storage_of(owner)) is not None:
+        setattr(storage, "_pccheck_written" if writes else "_pccheck_read", _period)
     if _callbacks and not getattr(_thread, "exempt", False):
-        for callback in [*_callbacks]:
-            callback(owner, writes)
+        for callback in _callbacks:
+            callback(owner)
 
 
 def _replace_all() -> None:
     for cls, name in _PLACES:
         original: Any = getattr(cls, name)
-        if callable(original):
-            shadow: Any = _calling(original, name in _WRITING)
+        method = _writing if name in _WRITING else _reading
+        if name == "numpy":
+            shadow: Any = _numpy(original)
+        elif name == "untyped_storage":
+            shadow = _reading_alone(original)
+        elif callable(original):
+            shadow = method(original)
         else:
-            get, put = (_calling(each, name in _WRITING) for each in (original.__get__, original.__set__))
-            shadow = property(get, put, doc=original.__doc__)
+            get = (_writing_alone if name in _WRITING else _reading_alone)(original.__get__)
+            shadow = property(get, method(original.__set__), doc=original.__doc__)
         _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
         setattr(cls, name, shadow)
 
@@ -103,10 +176,79 @@ def _restore_all() -> None:
             setattr(cls, name, before)
 
 
-def _calling(original: Any, writes: bool) -> Any:
+# The shadows are written out: one that does what all do, or calls another function, takes too long. Keywords take long.
+
+
+def _reading_alone(original: Any) -> Any:
     @wraps(original)
-    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        _call_all(self, writes)
+    def access(self: Any) -> Any:
+        if type(self) in _flagged:
+            try:
+                untyped_storage(self)._pccheck_read = _period  # type: ignore[attr-defined]
+            except RuntimeError:  # sparse, or inside a transform of torch.func
+                _note(self, False)
+        else:
+            _note(self, False)
+        return original(self)
+
+    return access
+
+
+def _numpy(original: Any) -> Any:
+    @wraps(original)
+    def access(self: Any, *, force: bool = False) -> Any:
+        if type(self) in _flagged:
+            try:
+                untyped_storage(self)._pccheck_read = _period  # type: ignore[attr-defined]
+            except RuntimeError:
+                _note(self, False)
+        else:
+            _note(self, False)
+        return original(self, force=force) if force else original(self)
+
+    return access
+
+
+def _reading(original: Any) -> Any:
+    @wraps(original)
+    def access(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if type(self) in _flagged:
+            try:
+                untyped_storage(self)._pccheck_read = _period  # type: ignore[attr-defined]
+            except RuntimeError:
+                _note(self, False)
+        else:
+            _note(self, False)
+        return original(self, *arguments, **keywords) if arguments or keywords else original(self)
+
+    return access
+
+
+def _writing_alone(original: Any) -> Any:
+    @wraps(original)
+    def access(self: Any) -> Any:
+        if type(self) in _flagged:
+            try:
+                untyped_storage(self)._pccheck_written = _period  # type: ignore[attr-defined]
+            except RuntimeError:
+                _note(self, True)
+        else:
+            _note(self, True)
+        return original(self)
+
+    return access
+
+
+def _writing(original: Any) -> Any:
+    @wraps(original)
+    def access(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if type(self) in _flagged:
+            try:
+                untyped_storage(self)._pccheck_written = _period  # type: ignore[attr-defined]
+            except RuntimeError:
+                _note(self, True)
+        else:
+            _note(self, True)
         return original(self, *arguments, **keywords)
 
-    return method
+    return access

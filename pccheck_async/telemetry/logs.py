@@ -35,6 +35,8 @@ store_failed        ERROR    a flush or a commit record failed, and nothing more
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
 crowded_out         WARNING  ``keep_every`` keeps more than a record names
 last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
+last_unseen         INFO     leaving the context saves the last step, and no optimizer is attached: changes made past
+                             torch's counters are not seen
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
 unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
 stopped             WARNING  a Trainer trains nothing more: the training that was restored had been told to stop

@@ -33,18 +33,19 @@ from typing import Any, NamedTuple
 import torch
 
 from pccheck_async.engine import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
-from pccheck_async.state import no_functions
+from pccheck_async.state import no_functions, storage_address
 from pccheck_async.telemetry import write
 
 __all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in"]
 
 
 class Mark(NamedTuple):
-    """Steps made by optimizers, and their parameters with versions."""
+    """Steps made by optimizers, and their parameters with versions and addresses."""
 
     steps: int
     parameters: list[torch.Tensor]
     versions: list[int]
+    addresses: list[int]
 
 
 PATIENCE = 64
@@ -144,11 +145,14 @@ class Accumulation:
     def mark(self) -> Mark:
         """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
         parameters = [*chain.from_iterable(map(_parameters, list(self._watched)))]
-        return Mark(self._steps, parameters, _versions(parameters))
+        return self._mark(parameters)
 
     def is_at(self, mark: Mark) -> bool:
-        """Whether no watched optimizer has made a step since, nor the parameters changed as far as torch counts it."""
-        return mark == Mark(self._steps, mark.parameters, _versions(mark.parameters))
+        """Whether no watched optimizer has made a step since, and the parameters are what and where they were."""
+        return mark == self._mark(mark.parameters)
+
+    def _mark(self, parameters: list[torch.Tensor]) -> Mark:
+        return Mark(self._steps, parameters, _versions(parameters), _addresses(parameters))
 
     def close(self) -> None:
         """Let go of all optimizers."""
@@ -226,6 +230,14 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
             return [*map(_version_of, tensors)]
         except RuntimeError:  # made in inference mode, or wrappers of others
             return [*map(_version, tensors)]
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    with no_functions():
+        try:
+            return [*map(torch.Tensor.data_ptr, tensors)]
+        except RuntimeError:  # sparse, or wrappers of others
+            return [*map(storage_address, tensors)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

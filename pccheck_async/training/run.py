@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ from pccheck_async.engine import (
 )
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, UnsupportedStateError
 from pccheck_async.format import WINDOW_KEY, Metadata, check_metadata, new_step
-from pccheck_async.state import check_outermost, notify, state_dicts, stop_notifying, storage_address
+from pccheck_async.state import accessed_since, begin_period, check_outermost, state_dicts
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.preemption import Preemption
@@ -112,7 +111,7 @@ class TrainingRun(TrainingHooks):
         self._save_last = save_last
         self._accumulation = Accumulation(core.guard, core.path)
         self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
-        self._reached: set[tuple[int, bool]] = set()  # storages and tensors, since it ended; to write there?
+        self._last_ended = 0  # the period that began when it ended
         self._reported_stall = 0.0
         self._due = False
         self._postponed, self._postponed_since = 0, 0.0  # contexts in a row that ended in a window while it was due
@@ -155,7 +154,6 @@ class TrainingRun(TrainingHooks):
 
     def closed(self) -> None:
         self._last_finished = None
-        stop_notifying(self._note_access)
         self._accumulation.close()
 
     def ending(self, *, go: bool = True) -> AbstractContextManager[None]:
@@ -179,10 +177,7 @@ class TrainingRun(TrainingHooks):
         self.preemption.go_on()
         if not self.preemption.pending:
             core.in_flight.raise_untold()
-        if self._save_last:
-            notify(self._note_access)
         self._last_finished = None
-        self._reached.clear()
         this.counter = core.in_flight.counter
         this.rejections = self._rejections
         this.window = self._accumulation.begin(this.state)
@@ -274,7 +269,7 @@ class TrainingRun(TrainingHooks):
             return False
         if self._save_last:
             this.mark = self._accumulation.mark() if this.whole else None
-            self._last_finished = this
+            self._last_finished, self._last_ended = this, begin_period()
         if this.whole:
             self._told_postponed = False
         elif self._due or self.stopping:
@@ -367,6 +362,12 @@ class TrainingRun(TrainingHooks):
             if not newest.failed:
                 return
         if not (why := self._what_changed(last, well=well)):
+            if not core.guard.attached:
+                text = (
+                    "step %d is saved on leaving, as the state is now: with no optimizer attached (engine.attach), it "
+                    "is not seen if code has changed weights since through 'param.data.copy_()' or an array"
+                )
+                write(logging.INFO, "last_unseen", text, last.step, step=last.step, store=core.path)
             pending, _ = core.start_checkpoint(last.state, last.step, last.metadata, last=True)
             yield core.wait_ended(last=True)
             if isinstance(pending.error, ReplicasDifferError):
@@ -393,19 +394,12 @@ class TrainingRun(TrainingHooks):
                 "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
                 "before that, or call engine.checkpoint before it"
             )
-        if {at for at, writes in self._reached if writes or not well}.intersection(
-            # new memory, the same ones
-            chain(map(storage_address, this.mark.parameters), map(id, this.mark.parameters))
-        ):
+        if any(accessed_since(each, self._last_ended, writing=well) for each in this.mark.parameters):
             return (
                 "code got at the memory of its parameters since ('param.data'), as evaluations with other weights do; "
                 "leave the context before that, or call engine.checkpoint before it"
             )
         return ""
-
-    def _note_access(self, owner: object, writes: bool) -> None:
-        if self._last_finished is not None:
-            self._reached.update(((storage_address(owner), writes), (id(owner), writes)))
 
 
 class _Context:

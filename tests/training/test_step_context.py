@@ -405,11 +405,20 @@ def load_the_best(engine: SyncCheckpointEngine, model: Model) -> None:
     model.state["model"].load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)})
 
 
+def swap(model: Model) -> None:
+    for parameter in model.state["model"].parameters():
+        parameter.data = torch.zeros_like(parameter)
+
+
 AFTER: dict[str, tuple[Callable[[SyncCheckpointEngine, Model], Any], int | None]] = {
     "nothing": (lambda engine, model: None, 1),
     "an evaluation": (lambda engine, model: model.state["model"].eval()(torch.rand(9, 4)), 1),
     "a file": (lambda engine, model: torch.save(model.state["model"].state_dict(), io.BytesIO()), 1),
-    "other weights": (lambda engine, model: [each.data.zero_() for each in model.state["model"].parameters()], None),
+    "other weights": (lambda engine, model: swap(model), None),
+    "weights changed past torch": (
+        lambda engine, model: [each.data.zero_() for each in model.state["model"].parameters()],
+        None,
+    ),
     "a step that failed": (fail_in_a_step, None),
     "an open window": (leave_a_window_open, None),
     "the best weights": (load_the_best, None),
@@ -426,7 +435,10 @@ def test_what_comes_after_the_last_step(
     tmp_path: Path, after: str, attach: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     act, saved = AFTER[after]
+    if not attach and after == "weights changed past torch":
+        saved = 1  # nothing of torch's is patched with nothing attached, and a line of the log says so
     model = Model(1)
+    caplog.set_level(logging.INFO, "pccheck_async")
     with SyncCheckpointEngine(tmp_path, interval=100) as engine:
         if saved == 7:
             engine.checkpoint(model.state, step=7).result()
@@ -437,10 +449,13 @@ def test_what_comes_after_the_last_step(
         act(engine, model)
     assert last_saved(tmp_path, model) == saved
     said = [record.getMessage() for record in caplog.records if record.event == "last_not_saved"]  # type: ignore[attr-defined]
-    assert len(said) == (after not in ("nothing", "an evaluation", "a file", "a step that failed", "closing"))
+    assert len(said) == (saved != 1 and after not in ("a step that failed", "closing"))
     there = "nothing is saved" if saved is None else f"newest saved: step {saved}"
     text = f"the last step, {2 if 'window' in after else 1}, is not saved on leaving ({there}): "
     assert all(each.startswith(text) for each in said)
+    unseen = [record.getMessage() for record in caplog.records if record.event == "last_unseen"]  # type: ignore[attr-defined]
+    assert len(unseen) == (saved == 1 and not attach)
+    assert all("param.data" in each and "attach" in each for each in unseen)
 
 
 class Strict(nn.Parameter):

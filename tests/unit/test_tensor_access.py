@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -136,29 +137,125 @@ def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
         it.io.medium.release()
 
 
-def test_torch_is_as_it_was_when_the_last_engine_closed(tmp_path: Path) -> None:
-    def found() -> list[Any]:
-        return [cls.__dict__.get(name) for cls, name in access._PLACES]
+def classes() -> list[dict[str, Any]]:
+    """What torch's classes consist of."""
+    return [dict(vars(cls)) for cls in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)]
 
-    before = found()
+
+def test_with_nothing_attached_no_class_of_torch_is_touched(tmp_path: Path) -> None:
+    before = classes()
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with SyncCheckpointEngine(tmp_path / "one") as one:
-        with SyncCheckpointEngine(tmp_path / "other") as other:
-            for engine in (one, other):
-                engine.attach(optimizer)
-                engine.checkpoint({"model": model}, overlap=True).result()
-        assert found() != before
-    assert found() == before
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        for step in range(3):
+            with engine.step({"model": model, "optimizer": optimizer}, step):
+                optimizer.step()
+            engine.checkpoint({"model": model}, step=step, overlap=True).result()
+            assert classes() == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_torch_is_as_it_was_when_the_last_engine_closed(tmp_path: Path, first: int) -> None:
+    """They are patched once, by the first ``attach``, whatever is attached and saved after it."""
+    before = classes()
+    model = torch.nn.Linear(300, 300)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    engines = [SyncCheckpointEngine(tmp_path / name).open() for name in ("one", "other")]
+    assert classes() == before
+    engines[0].attach(optimizers[0])
+    patched = classes()
+    assert patched != before
+    for engine in engines:
+        engine.attach(*optimizers)
+        engine.checkpoint({"model": model}, overlap=True).result()
+        assert classes() == patched
+    engines[first].close()
+    assert classes() == patched
+    engines[1 - first].close()
+    engines[first].close()
+    assert classes() == before
+
+
+def test_accesses_leave_nothing_but_a_flag_on_the_memory(tmp_path: Path) -> None:
+    """Which views share, and which is gone with it."""
+    model = torch.nn.Linear(3, 3)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        objects = len(gc.get_objects())
+        for _ in range(5000):
+            torch.ones(2).numpy()
+        assert len(gc.get_objects()) < objects + 500
+        began = access.begin_period()
+        assert not access.accessed_since(model.weight, began, writing=False)
+        model.weight.detach()[1:].numpy()
+        assert access.accessed_since(model.weight, began, writing=False)
+        assert not access.accessed_since(model.weight, began, writing=True)
+        model.weight.view(-1).data.shape  # noqa: B018
+        gc.collect()
+        assert access.accessed_since(model.weight, began, writing=True)
+        assert not access.accessed_since(model.weight, access.begin_period(), writing=False)
+        assert not access.accessed_since(model.bias, began, writing=False)
+
+
+def test_between_captures_nobody_is_called(tmp_path: Path) -> None:
+    """An access is quick again once what was captured is."""
+    with held(tmp_path) as it:
+        assert access._callbacks
+        it.io.medium.release()
+        it.pending.result()
+        it.model.first.weight.data.shape  # noqa: B018
+        assert not access._callbacks
+        it.io.medium.hold("write")
+        it.engine.checkpoint(it.state, step=2, overlap=True)
+        assert access._callbacks
+        it.io.medium.release()
+    assert not access._callbacks
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "lazy", "transformed", "subclass", "refusing"])
+def test_accesses_of_odd_tensors_are_as_without(tmp_path: Path, kind: str) -> None:
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is access.untyped_storage:
+                raise AssertionError("asked for its storage")
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    makers: dict[str, Callable[[], Any]] = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.ones(3, device="meta"),
+        "lazy": lambda: torch.nn.LazyLinear(3).weight,
+        "transformed": lambda: torch.ones(3),
+        "subclass": lambda: torch.ones(3).as_subclass(Refusing.__base__),  # type: ignore[arg-type]
+        "refusing": lambda: torch.ones(3).as_subclass(Refusing),
+    }
+    part = torch.nn.Linear(3, 3)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(torch.optim.SGD(part.parameters(), lr=0.1))
+        if kind == "transformed":
+            assert torch.func.grad(lambda each: (each * each.data).sum())(torch.ones(3)).sum() == 3
+        else:
+            assert type(makers[kind]().data) is not None
+
+
+def test_keywords_of_what_is_shadowed(tmp_path: Path) -> None:
+    part = torch.nn.Linear(3, 3)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(torch.optim.SGD(part.parameters(), lr=0.1))
+        assert part.weight.numpy(force=True).shape == (3, 3)
+        with pytest.raises(RuntimeError, match="requires grad"):
+            part.weight.numpy()
+        tensor = torch.ones(4)
+        tensor.set_(source=torch.zeros(4).untyped_storage())
+        assert tensor.tolist() == [0.0] * 4
+        assert torch.Tensor.numpy.__doc__
 
 
 def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def note(owner: Any, writes: bool) -> None:
-        seen.append((owner, writes))
-
-    access.notify(note)
+    access.watch_accesses(seen)
+    access.call_before_accesses(seen.append)
     shadow: Any = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor) -> Any:
@@ -167,10 +264,14 @@ def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", numpy)
     tensor = torch.ones(2)
     assert tensor.numpy().tolist() == [1.0, 1.0]
-    access.stop_notifying(note)
-    assert seen == [(tensor, False)]
+    access.stop_calling(seen.append)
+    access.stop_watching_accesses(seen)
+    assert seen == [tensor]
+    flagged = access.last_access(tensor)
+    access.begin_period()
     assert tensor.numpy().tolist() == [1.0, 1.0]
     assert len(seen) == 1
+    assert access.last_access(tensor) == flagged
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,12 +19,12 @@ import torch
 
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state.storages import Layout
-from pccheck_async.state.tensor_access import storage_address
+from pccheck_async.state.tensor_access import begin_period, last_access, storage_address
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Mark: TypeAlias = tuple[int, int, int]
-"""A leaf's version counter, its address, and a number that changes when code reaches for its memory."""
+"""A leaf's version counter, its address, and the period in which code last reached for its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,13 +69,6 @@ class Constants:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
-        self._numbers = count()
-        self._accesses: dict[int, int] = {}  # by address of a candidate's storage: another number after each access
-
-    def note_access(self, owner: Any) -> None:
-        """Note that code reaches for the memory of a tensor or storage, where torch does not count what it changes."""
-        if self._accesses and (address := storage_address(owner)) in self._accesses:
-            self._accesses[address] = next(self._numbers)  # where it is: another thread may be choosing
 
     def choose(self, layout: Layout, candidates: _Which, values: Sequence[Any], paths: Sequence[str]) -> Choice | None:
         """Return which of the ``candidates`` are constant so far; None where none of them ever can be.
@@ -86,9 +78,8 @@ class Constants:
         """
         storage_of = layout.extents[:, 0]
         sources = enumerate(layout.source_of)
-        marks = {leaf: self._mark(values[leaf]) for leaf, source in sources if source >= 0 and candidates[source]}
-        for address in self._accesses.keys() - {mark[1] for mark in marks.values() if mark is not None}:
-            self._accesses.pop(address, None)
+        marks = {leaf: _mark(values[leaf]) for leaf, source in sources if source >= 0 and candidates[source]}
+        begin_period()  # accesses from now on differ from those in the marks
         candidates = candidates.copy()
         candidates[[layout.source_of[leaf] for leaf, mark in marks.items() if mark is None]] = False
         apart = np.ones(len(layout.storage_nbytes), np.bool_)
@@ -120,12 +111,12 @@ class Constants:
             changed = [chunk for chunk, checksum in new.items() if last.checksums[chunk] != checksum]
         self._known = _Known(choice, sources, chunks, new, changed)
 
-    def _mark(self, value: Any) -> _Mark | None:
-        """Return the mark of a leaf; None for arrays and tensors whose changes nobody counts."""
-        if not isinstance(value, torch.Tensor) or value.is_inference():
-            return None
-        address = storage_address(value)
-        return value._version, address, self._accesses.setdefault(address, next(self._numbers))
+
+def _mark(value: Any) -> _Mark | None:
+    """Return the mark of a leaf; None for arrays and tensors whose changes nobody counts."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return None
+    return value._version, storage_address(value), last_access(value)
 
 
 def _same_place(then: Choice, extents: _Numbers, storage_nbytes: tuple[int, ...], candidates: _Which) -> bool:
