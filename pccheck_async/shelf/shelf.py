@@ -22,14 +22,16 @@ for one copy of what is changed in place.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -51,6 +53,7 @@ from pccheck_async.shelf import format as layout
 from pccheck_async.shelf import values
 from pccheck_async.shelf.file import ShelfFile
 from pccheck_async.shelf.format import Extent, Header, Root, StoredVariable, Variable
+from pccheck_async.shelf.interrupts import HoldsBack
 from pccheck_async.shelf.space import Space
 from pccheck_async.state import Array
 from pccheck_async.transfer import PAGE_BYTES
@@ -113,6 +116,10 @@ class Shelf:
     another thread. Other threads must not store into a variable while a transaction on it begins or ends. Memory that
     is pinned or registered with a device by its address follows no transaction.
 
+    **Interrupts.** A KeyboardInterrupt comes before or after a change, never in the middle, and at once in the code of a
+    ``with shelf.transaction()``, which it undoes. For that SIGINT has a handler of the shelf meanwhile, which calls the
+    one from before. Whatever else ends a commit in the middle leaves a shelf that takes no more changes; reopen it.
+
     **Arrays that are left behind.** When a variable is assigned anew or deleted, or the shelf is closed, arrays that
     are still held become private copies: they keep their contents, and no longer reach the file.
 
@@ -142,11 +149,11 @@ class Shelf:
         where = Path(path).absolute()
         if any((where / name).is_file() for name in (IDENTITY_NAME, GROUP_NAME)):
             raise CorruptStoreError(f"{where} is a store of checkpoints, and no shelf: `pccheck ls {where}` lists them")
-        if not readonly and not where.exists():
-            with suppress(FileExistsError):  # another process was faster
-                WindowedFile.create(where, *empty_shelf(nbytes or DEFAULT_BYTES))
-        file = WindowedFile(where, writable=not readonly)
-        self._start(file, nbytes or 0)
+        with HoldsBack():
+            if not readonly and not where.exists():
+                with suppress(FileExistsError):  # another process was faster
+                    WindowedFile.create(where, *empty_shelf(nbytes or DEFAULT_BYTES))
+            self._start(WindowedFile(where, writable=not readonly), nbytes or 0)
 
     @classmethod
     def on(cls, file: ShelfFile) -> Shelf:
@@ -218,7 +225,8 @@ class Shelf:
 
     def __getitem__(self, name: str) -> Any:
         """Return a variable; the same object until it is assigned anew."""
-        with self._entered():
+        with HoldsBack(), self._entered():
+            self._check_open()
             live = self._live.get(name)
             return live.value if live is not None else self._open(name, self._variable(name)).value
 
@@ -233,11 +241,11 @@ class Shelf:
             StoreFullError: There is no space. The old value stays.
         """
         _check_name(name)
-        with self._changing() as layer:
+        with HoldsBack(), self._changing() as layer:
             self._assign(layer, name, value)
 
     def __delitem__(self, name: str) -> None:
-        with self._changing() as layer:
+        with HoldsBack(), self._changing() as layer:
             self._variable(name)
             self._keep_outer(layer, name)
             self._change(layer, name, None)
@@ -245,10 +253,12 @@ class Shelf:
 
     def __contains__(self, name: object) -> bool:
         with self._entered():
+            self._check_open()
             return isinstance(name, str) and self._current(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         with self._entered():
+            self._check_open()
             names = dict.fromkeys(self._committed)
             for layer in self._layers:
                 names |= dict.fromkeys(layer.changes)
@@ -288,8 +298,7 @@ class Shelf:
 
     # -- transactions
 
-    @contextmanager
-    def transaction(self, *names: str) -> Iterator[None]:
+    def transaction(self, *names: str) -> AbstractContextManager[None]:
         """Make all changes inside the block one: all of them are durable at its end, or an exception undoes all.
 
         Args:
@@ -303,27 +312,33 @@ class Shelf:
             KeyError: There is no such variable.
             StoreFullError: There is no space for copies. Nothing has changed.
             StoreFailedError: A flush failed: it is unknown whether the transaction is durable; reopening tells.
+
+        A KeyboardInterrupt inside undoes all. One that comes while the transaction begins or ends is raised after that.
         """
+        return _Transaction(self._transaction(names))
+
+    @contextmanager
+    def _transaction(self, names: Sequence[str]) -> Iterator[None]:
         with self._changing(nested=True) as layer:
             for name in names:
                 self._keep_outer(layer, name)
                 self._protect(layer, name)
             yield
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        # First without the lock: in a forked child a thread may hold it that does not exist there.
+    def _entered(self) -> AbstractContextManager[object]:
+        """Return the lock; whoever holds it calls :meth:`_check_open`."""
+        self._check_open()  # without the lock: in a forked child a thread may hold it that does not exist there
+        return self._lock
+
+    def _check_open(self) -> None:
         if self._file.closed:
             raise ClosedError(f"the shelf {self.path} is closed, or belongs to the process that this was forked from")
-        with self._lock:
-            if self._file.closed:
-                raise ClosedError(f"the shelf {self.path} was closed meanwhile")
-            yield
 
     @contextmanager
     def _changing(self, *, nested: bool = False) -> Iterator[Layer]:
         """Yield the layer that changes go to; where there is none, or it is a nested one, commit or abort it."""
         with self._entered():
+            self._check_open()
             if not self._file.writable:
                 raise StoreError(f"{self.path} was opened to be read")
             if self._failure is not None:
@@ -546,6 +561,8 @@ class Shelf:
             self._space.give(place)
             self._failure = error
             raise _failed(error, self.path) from error
+        # Whatever ends this before memory is what the file is: nothing more is changed.
+        self._failure = _interrupted()
         self._publish(Root(sequence, self._root.nbytes, Extent(place.offset, len(data)), crc32(data)))
         self._layers.pop()
         old, self._committed = self._committed, new
@@ -554,6 +571,7 @@ class Shelf:
                 self._space.give(self._extent(old[name]))
             if name in self._live:
                 self._live[name].variable = new[name]
+        self._failure = None
 
     def _finished(self, variable: Variable, sequence: int, now: float) -> Variable:
         manifest = msgspec.structs.replace(variable.manifest, counter=sequence, time=now)
@@ -583,7 +601,7 @@ class Shelf:
         Raises:
             StoreFullError: There is not so much space; nothing has changed.
         """
-        with self._changing():
+        with HoldsBack(), self._changing():
             end = self._root.nbytes
             if nbytes <= end:
                 return
@@ -591,6 +609,7 @@ class Shelf:
             used = self._header.pages(len(data))
             size = max(self._header.pages(nbytes), end + used)
             self._file.grow(size)
+            self._failure = _interrupted()  # until memory is what the file is
             self._space.give(Extent(end, size - end))
             # At the end of what is new, if need be: what is free before and behind the old end stays one piece.
             place = self._space.take_last(used)
@@ -601,6 +620,7 @@ class Shelf:
                 self._failure = error
                 raise _failed(error, self.path) from error
             self._publish(Root(self._root.sequence + 1, size, Extent(place.offset, len(data)), crc32(data)))
+            self._failure = None
 
     def verify(self) -> tuple[str, ...]:
         """Return the names of the variables that are not what their last transaction made of them.
@@ -608,6 +628,7 @@ class Shelf:
         They were changed outside a transaction, or are damaged.
         """
         with self._entered():
+            self._check_open()
             return tuple(name for name, variable in self._committed.items() if not self._is_whole(name, variable))
 
     def _is_whole(self, name: str, variable: Variable) -> bool:
@@ -626,6 +647,7 @@ class Shelf:
     def variables(self) -> Mapping[str, Variable]:
         """Return what the last transaction left, by name: places, manifests, checksums."""
         with self._entered():
+            self._check_open()
             return dict(self._committed)
 
     def close(self) -> None:
@@ -636,7 +658,7 @@ class Shelf:
         """
         if self._file.closed:
             return
-        with self._lock:
+        with HoldsBack(), self._lock:
             if self._layers:
                 raise RuntimeError("a shelf is not closed inside a transaction")
             self._live.clear()
@@ -661,6 +683,30 @@ class Shelf:
                 del self[name]
             for name, value in state.items():
                 self[name] = value
+
+
+class _Transaction(AbstractContextManager[None]):
+    """A transaction that an interrupt leaves neither half begun nor half ended; its block may be interrupted."""
+
+    def __init__(self, transaction: AbstractContextManager[None]) -> None:
+        self._transaction = transaction
+        self._held_back = HoldsBack()
+
+    def __enter__(self) -> None:
+        self._held_back.__enter__()
+        try:
+            self._transaction.__enter__()
+        except BaseException:
+            self._held_back.__exit__()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._transaction.__exit__(kind, error, traceback)
+        finally:
+            self._held_back.__exit__()
 
 
 def read_shelf(file: ShelfFile) -> tuple[Header, Root, dict[str, Variable]]:
@@ -699,6 +745,11 @@ def _check_name(name: object) -> None:
 def _failed(error: OSError, path: Path) -> StoreFailedError:
     text = f"a flush of the shelf failed ({error.strerror or error}); reopen it to see what is durable"
     return StoreFailedError(error.errno, text, os.fspath(path))
+
+
+def _interrupted() -> OSError:
+    """Return what is the failure of a shelf until a commit that began has ended."""
+    return OSError(errno.EINTR, "a commit was interrupted")
 
 
 def _current_task() -> object:

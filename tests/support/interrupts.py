@@ -1,0 +1,52 @@
+"""Real interrupts, at moments that nobody chose: SIGINT from a process beside, as Ctrl-C in a terminal is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Interrupter", "interrupter"]
+
+
+class Interrupter:
+    """A child process that sends this one a SIGINT, a random while after it is asked to."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._reader, self._writer = os.pipe()
+        parent = os.getpid()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._writer)
+            while len(word := os.read(self._reader, 8)) == 8:
+                until = time.perf_counter() + int.from_bytes(word, "little") / 1e9
+                while time.perf_counter() < until:
+                    pass
+                os.kill(parent, signal.SIGINT)
+            os._exit(0)
+        os.close(self._reader)
+
+    def ask(self, most_seconds: float) -> None:
+        """Let one come within so many seconds."""
+        os.write(self._writer, int(self._random.uniform(0, most_seconds) * 1e9).to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """End the child."""
+        os.close(self._writer)
+        os.waitpid(self._child, 0)
+
+
+@contextmanager
+def interrupter(seed: int) -> Iterator[Interrupter]:
+    """Have one, under Python's own handler of SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    it = Interrupter(seed)
+    try:
+        yield it
+    finally:
+        it.close()
+        signal.signal(signal.SIGINT, before)
