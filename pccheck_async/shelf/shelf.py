@@ -116,9 +116,9 @@ class Shelf:
     another thread. Other threads must not store into a variable while a transaction on it begins or ends. Memory that
     is pinned or registered with a device by its address follows no transaction.
 
-    **Interrupts.** A KeyboardInterrupt comes before or after a change, never in the middle, and at once in the code of a
-    ``with shelf.transaction()``, which it undoes. For that SIGINT has a handler of the shelf meanwhile, which calls the
-    one from before. Whatever else ends a commit in the middle leaves a shelf that takes no more changes; reopen it.
+    **Interrupts.** A KeyboardInterrupt comes before or after a change, never in the middle. Inside the block of a
+    transaction it comes at once, and undoes that. Meanwhile SIGINT has a handler of the shelf, which calls the one from
+    before. Whatever else ends a commit in the middle leaves a shelf that takes no more changes; reopen it.
 
     **Arrays that are left behind.** When a variable is assigned anew or deleted, or the shelf is closed, arrays that
     are still held become private copies: they keep their contents, and no longer reach the file.
@@ -225,6 +225,10 @@ class Shelf:
 
     def __getitem__(self, name: str) -> Any:
         """Return a variable; the same object until it is assigned anew."""
+        with self._entered():
+            self._check_open()
+            if (live := self._live.get(name)) is not None:
+                return live.value
         with HoldsBack(), self._entered():
             self._check_open()
             live = self._live.get(name)
