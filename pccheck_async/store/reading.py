@@ -153,9 +153,9 @@ class Fallback:
 
 
 def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
-    """Say that a checkpoint is passed over for the next older one."""
+    """Warn that a checkpoint is passed over for an older one. In the log it is below what is shown by default."""
     text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
-    write(logging.WARNING, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
+    write(logging.INFO, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
     warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 

@@ -26,7 +26,7 @@ restored            INFO     a checkpoint was restored
 cleared_gradients   WARNING  a restore set gradients of what it restored to None: they were of an interrupted step
 lost_gradients      WARNING  the restored checkpoint was saved inside a window of gradient accumulation
 restored_in_part    WARNING  with ``strict=False``, a checkpoint that lacks paths, or has others
-fell_back           WARNING  a damaged checkpoint was passed over: error; step and counter are those of the damaged one
+fell_back           INFO     a damaged checkpoint was passed over, as a warning says; step, counter and error are its
 preemption          WARNING  a signal asked the process to go, and what became of that
 event_hook          WARNING  a hook of ``on_event`` raised (once for each hook), or was so slow that events were dropped
 status              WARNING  the status file for ``pccheck watch`` cannot be written; once

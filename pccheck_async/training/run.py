@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -72,6 +73,7 @@ class TrainingStep:
         self.mark: Mark | None = None
         self.wanted = False
         self.rejections = 0
+        self.inside: tuple[int, int] | None = None
 
     def save(self) -> None:
         """Ask for a checkpoint of this step, whatever the policy says; call it inside the context.
@@ -122,6 +124,7 @@ class TrainingRun(TrainingHooks):
         best = core.config.retention.keep_best
         self._metric = None if best is None else best.metric
         self._with_metric = 0  # steps in a row that set it
+        self._inside: dict[tuple[int, int], TrainingStep] = {}  # the open one of each thread and task
         core.training = self
 
     most_postponed_seconds = MOST_POSTPONED_SECONDS
@@ -172,6 +175,11 @@ class TrainingRun(TrainingHooks):
         """Note the beginning of a training step, and return it."""
         core = self.core
         core.check_alive()
+        if (outer := self._inside.get(_thread_and_task())) is not None:
+            raise RuntimeError(
+                f"engine.step of step {this.step} inside that of step {outer.step}: it would save a step that has not "
+                "ended; leave the outer context first"
+            )
         core.check_restored(this.step)  # now, and not when the first save is due
         self.preemption.in_use = True
         self.preemption.go_on()
@@ -186,11 +194,22 @@ class TrainingRun(TrainingHooks):
         this.began = time.monotonic()
         return this
 
+    def enter(self, this: TrainingStep) -> None:
+        """Note that this thread and task are inside the context of a step, until :meth:`leave_step`."""
+        this.inside = _thread_and_task()
+        self._inside[this.inside] = this
+
+    def leave_step(self, this: TrainingStep) -> None:
+        """Note that the context of a step is left, or given up. Idempotent."""
+        if this.inside is not None and self._inside.get(this.inside) is this:
+            del self._inside[this.inside]
+
     def end(self, this: TrainingStep, *, failed: bool) -> bool:
         """Note the end of a training step; return whether to checkpoint now, and train on.
 
         Raises UnsupportedStateError after the first one where its state could not be saved.
         """
+        self.leave_step(this)
         if failed:
             self._last_finished = None  # of steps side by side, too: this one may have changed their state
             return False
@@ -402,6 +421,14 @@ class TrainingRun(TrainingHooks):
         return ""
 
 
+def _thread_and_task() -> tuple[int, int]:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        task = None
+    return threading.get_ident(), id(task)
+
+
 class _Context:
     """What both contexts are made of; ``checkpoint`` is the engine's method."""
 
@@ -412,10 +439,14 @@ class _Context:
         if not self._entered:
             text = "engine.step(...) was never entered, and did nothing: write '%s engine.step(state, step):'"
             warnings.warn(text % self._statement, RuntimeWarning, stacklevel=2)
+        elif hasattr(self, "_this"):
+            self._training.leave_step(self._this)  # entered, and never left
 
     def _enter(self) -> TrainingStep:
         self._entered = True
-        return self._training.begin(self._this)
+        this = self._training.begin(self._this)
+        self._training.enter(this)
+        return this
 
     def __init__(self, training: TrainingRun, this: TrainingStep, checkpoint: Callable[..., Any]) -> None:
         self._training = training

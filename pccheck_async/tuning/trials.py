@@ -118,6 +118,7 @@ async def run_trial(folder: Path, io: IO, point: Point, sample: Sample, host_mem
         writers=point.writers,
         chunk_bytes=point.chunk_bytes,
         host_memory=staging_bytes(sample.nbytes, point, host_memory),
+        overwrite=True,  # the sample of the trial before: nothing of it is to be restored
     )
     async with _engine(folder, io, config) as core:
         # Space that was only reserved is slower to write than space that holds data, and staging memory is slow at

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import pccheck_async
-from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError
+from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.telemetry import events, logs
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+from tests.engine.test_failures import flip, slot_of, state_of
 
 ROOT = Path(pccheck_async.__file__).parent
 
@@ -107,6 +108,19 @@ def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Pa
     (line,) = lines.of("no_metric")
     assert (line["level"], line["step"], line["store"]) == ("WARNING", 3, str(tmp_path))
     assert "without a number 'loss' in their metadata; that of step 3 is {'Loss': 0.25}" in line["message"]
+
+
+def test_a_fall_back_is_shown_once(tmp_path: Path, lines: JSONLines) -> None:
+    """Python shows its warning, and a log that nobody has set up shows records from WARNING on."""
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state_of(step), step=step).result()
+    flip(slot_of(tmp_path, 2), 100)
+    with pytest.warns(RuntimeWarning, match="falling back to step 1") as warned:
+        load_sync(tmp_path)
+    assert len(warned) == 1
+    (line,) = lines.of("fell_back")
+    assert (line["level"], line["step"]) == ("INFO", 2)
 
 
 def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:

@@ -667,3 +667,43 @@ def test_a_step_that_rejects_is_not_saved_and_nor_is_the_last_one_before(tmp_pat
             model.optimizer.step()
         engine.reject(1)  # what step 2 made of it is not saved on leaving
     assert [info.step for info in list_checkpoints(tmp_path) if not info.rejected] == [0]
+
+
+def test_a_step_inside_another_one_is_refused(tmp_path: Path) -> None:
+    """The inner one would save the state of an outer step that has not ended."""
+    state = {"x": torch.zeros(1)}
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine, SyncCheckpointEngine(tmp_path / "other") as other:
+        with engine.step(state, 0):
+            with (
+                pytest.raises(RuntimeError, match="of step 1 inside that of step 0"),
+                engine.step(state, 1),
+            ):
+                pass
+            with other.step(state, 7):  # of another engine
+                pass
+            beside = threading.Thread(target=lambda: engine.step(state, 2).__enter__())
+            beside.start()
+            beside.join()
+        with pytest.raises(ValueError, match="failed"), engine.step(state, 3):
+            raise ValueError("failed")
+        engine.step(state, 4).__enter__()  # given up
+        with engine.step(state, 5):
+            pass
+    assert [info.step for info in list_checkpoints(tmp_path)] == [5]
+
+
+def test_steps_of_tasks_side_by_side_are_none_inside_another(tmp_path: Path) -> None:
+    async def train() -> None:
+        async with CheckpointEngine(tmp_path, interval=1, max_in_flight=3) as engine:
+
+            async def step(number: int) -> None:
+                async with engine.step({"x": torch.zeros(1)}, number):
+                    await asyncio.sleep(0)
+
+            await asyncio.gather(*(step(number) for number in range(3)))
+            async with engine.step({"x": torch.zeros(1)}, 3):
+                with pytest.raises(RuntimeError, match="inside that of step 3"):
+                    await step(4)
+                await asyncio.create_task(step(5))
+
+    asyncio.run(train())

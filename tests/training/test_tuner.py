@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import signal
 import threading
@@ -131,7 +132,7 @@ def test_tuned_settings_run_an_engine(tmp_path: Path, io: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_store_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         state = {"x": torch.rand(300_000)}
         async with CheckpointEngine(tmp_path, keep_last=2) as engine:
@@ -151,6 +152,7 @@ def test_a_store_is_left_as_it_is(tmp_path: Path) -> None:
         assert torch.equal(load_sync(tmp_path)["x"], state["x"])
 
     asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.slow
