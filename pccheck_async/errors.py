@@ -169,12 +169,48 @@ class ClosedError(CheckpointError, RuntimeError):
 
 def write_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
     """Map the ``OSError`` of a failed write or flush, keeping errno and naming the file."""
-    return WriteError(error.errno or _errno.EIO, error.strerror or str(error), os.fspath(path))
+    return WriteError(error.errno or _errno.EIO, _advised(error), os.fspath(path))
+
+
+_DESCRIPTORS = "close files, or raise their limit (ulimit -n)"
+_ADVICE = {
+    _errno.EMFILE: _DESCRIPTORS,
+    _errno.ENFILE: "the whole machine has too many files open: see fs.file-max",
+    _errno.ESTALE: "the file server does not know this file any more: mount its filesystem again, and start again",
+}
+_NO_LOCKS = (_errno.ENOLCK, _errno.EOPNOTSUPP, _errno.ENOSYS, _errno.EINVAL)
+
+
+def _advised(error: OSError) -> str:
+    text = error.strerror or str(error)
+    return f"{text}; {_ADVICE[error.errno]}" if error.errno in _ADVICE else text
+
+
+def lock_error(error: OSError) -> OSError:
+    """Return the error of ``flock`` with what to do if the filesystem has none."""
+    if error.errno not in _NO_LOCKS:
+        return error
+    text = (
+        f"flock: {error.strerror}; the filesystem has no locks, which keep writers and readers apart: mount it with "
+        "them (Lustre: -o flock; NFS: without nolock, or with local_lock=flock on a single host), or use another folder"
+    )
+    return OSError(error.errno, text, error.filename)
+
+
+def machine_error(error: OSError | RuntimeError, what: str) -> ReadError:
+    """Map the error of starting threads or an event loop: it says nothing of a store."""
+    number = error.errno if isinstance(error, OSError) and error.errno is not None else _errno.EAGAIN
+    todo = _ADVICE.get(number, "see ulimit -u and the cgroup's pids.max")
+    return ReadError(number, f"{what} cannot be started ({getattr(error, 'strerror', None) or error}); {todo}")
 
 
 def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
     """Map the ``OSError`` of a store's folder that cannot be made or opened; names what is in the way."""
     why, use = error.strerror or str(error), "use a folder that this process may write"
+    if error.errno in _ADVICE:
+        use = _ADVICE[error.errno]
+    elif error.errno == _errno.EACCES:
+        use += ", below folders that it may enter"
     at, folder = os.fspath(error.filename or path), os.fspath(path)
     if error.errno in (_errno.EEXIST, _errno.ENOTDIR):
         why, use = "it is a file" if os.path.isfile(at) else "it is no folder", "give a folder"
@@ -196,4 +232,4 @@ def is_forbidden(error: BaseException) -> bool:
 
 def read_error(error: OSError, path: str | os.PathLike[str]) -> ReadError:
     """Map the ``OSError`` of a failed read, keeping errno and naming the file."""
-    return ReadError(error.errno or _errno.EIO, error.strerror or str(error), os.fspath(path))
+    return ReadError(error.errno or _errno.EIO, _advised(error), os.fspath(path))

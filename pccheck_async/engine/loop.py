@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
-from pccheck_async.errors import ClosedError
+from pccheck_async.errors import ClosedError, machine_error
 from pccheck_async.state import exempt_this_thread
 from pccheck_async.telemetry import fill_standard_files
 from pccheck_async.transfer import uninterrupted
@@ -35,7 +35,10 @@ class EngineLoop:
 
     def __init__(self, name: str = "pccheck-engine") -> None:
         fill_standard_files()  # before the files of a store are opened
-        self.loop: asyncio.AbstractEventLoop = new_event_loop()
+        try:
+            self.loop: asyncio.AbstractEventLoop = new_event_loop()
+        except OSError as error:
+            raise machine_error(error, "an event loop") from error
         self.kind = new_event_loop.__module__.partition(".")[0]
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()
@@ -45,8 +48,10 @@ class EngineLoop:
         self._stopping = False
         try:
             self._thread.start()
-        except BaseException:
+        except BaseException as error:
             self.loop.close()
+            if isinstance(error, RuntimeError):
+                raise machine_error(error, "a thread") from error
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:

@@ -12,11 +12,12 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.errors import CorruptStoreError, ReadError, StoreError, read_error
+from pccheck_async.errors import CheckpointError, CorruptStoreError, ReadError, StoreError, folder_error, read_error
 from pccheck_async.format import Identity, Membership, NewerFormatError, Parts, Record
 from pccheck_async.format.record import (
     GROUP_NAME,
@@ -42,6 +43,8 @@ __all__ = [
     "stored_domain",
 ]
 
+_MAKING_SECONDS = 2.0
+_POLL_SECONDS = 0.01
 _RANK_NAME = re.compile(r"rank-(\d{5,9})")
 
 
@@ -92,30 +95,62 @@ def domain_of(folder: Path) -> str:
     Raises:
         StoreError: The folder is the store of one process.
         CorruptStoreError: The file is damaged.
-        ReadError: The device failed.
+        ReadError, WriteError: The device failed, or the folder cannot be made.
     """
-    Folder(folder).create()
-    if (folder / IDENTITY_NAME).exists():
-        raise StoreError(f"{folder} holds the checkpoints of one process: give the group another folder")
-    domain = stored_domain(folder)
-    while domain is None:
-        new = folder / f".{GROUP_NAME}.{secrets.token_hex(8)}"
-        with new.open("xb") as file:
-            file.write(encode_domain(secrets.token_hex(16)))
-            file.flush()
-            os.fsync(file.fileno())
-        with suppress(FileExistsError):  # another rank was faster: all take its id
-            (folder / GROUP_NAME).hardlink_to(new)
-        new.unlink()
-        sync(folder)
-        domain = stored_domain(folder)
+    try:
+        Folder(folder).create()
+        if (folder / IDENTITY_NAME).exists():
+            raise StoreError(f"{folder} holds the checkpoints of one process: give the group another folder")
+        deadline = time.monotonic() + _MAKING_SECONDS
+        while (domain := stored_domain(folder, time.monotonic() < deadline)) is None:
+            _make_domain(folder)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise folder_error(error, folder) from error
     return domain
 
 
-def stored_domain(folder: Path) -> str | None:
-    """Return the id in a folder's ``group.json``, None without one. Raises CorruptStoreError, ReadError."""
+def _make_domain(folder: Path) -> None:
+    """Make ``group.json`` if there is none, durably. Without hard links another rank may see it before its bytes."""
+    path, data = folder / GROUP_NAME, encode_domain(secrets.token_hex(16))
+    new = folder / f".{GROUP_NAME}.{secrets.token_hex(8)}"
     try:
-        return decode_domain(Folder(folder).read_small(GROUP_NAME))
+        _write_new(new, data)
+        try:
+            path.hardlink_to(new)
+        except FileExistsError:  # another rank was faster: all take its id
+            pass
+        except OSError:  # no hard links here
+            with suppress(FileExistsError):
+                _write_new(path, data)
+    finally:
+        new.unlink(missing_ok=True)
+    sync(folder)  # crash: the id that other ranks were told is gone, and another one is there
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # crash: the name without its bytes
+        except BaseException:
+            path.unlink()
+            raise
+
+
+def stored_domain(folder: Path, wait: bool = False) -> str | None:
+    """Return the id in a folder's ``group.json``, None without one. Raises CorruptStoreError, ReadError.
+
+    With ``wait`` also None, after a moment, if it is empty: another rank may be writing it.
+    """
+    try:
+        data = Folder(folder).read_small(GROUP_NAME)
+        if not data and wait:
+            time.sleep(_POLL_SECONDS)
+            return None
+        return decode_domain(data)
     except FileNotFoundError:
         return None
     except NewerFormatError as error:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
+from pccheck_async.errors import ClosedError, StoreFullError, folder_error, lock_error, read_error, write_error
 from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part, Unsure, ignore
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder
@@ -123,7 +123,8 @@ class Files(Medium):
         except BlockingIOError:
             return False
         except OSError as error:
-            raise (read_error if shared else write_error)(error, self._folder.path / file.name) from error
+            mapped = read_error if shared else write_error
+            raise mapped(lock_error(error), self._folder.path / file.name) from error
         return True
 
     async def unlock(self, file: File) -> None:

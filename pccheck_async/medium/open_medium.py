@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from pccheck_async.errors import machine_error
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
@@ -82,7 +83,11 @@ async def open_medium(
     else:
         name, why = "python", "the C extension was not built here"
     backend = PythonOperations if name == "python" else NativeOperations
-    operations: Operations = backend(io_threads=writers, copy_threads=copiers)
+    operations: Operations
+    try:
+        operations = backend(io_threads=writers, copy_threads=copiers)
+    except (OSError, RuntimeError) as error:
+        raise machine_error(error, "threads for I/O") from error
     try:
         if not isinstance(io, str):
             given = io if isinstance(io, Medium) else io(os.fspath(path), operations)

@@ -221,6 +221,7 @@ async def open_commit(
                 holder = f" (process {published.status.pid} on {published.status.host!r})"
         raise StoreLockedError(
             f"another writer has held {os.fspath(path)} for {lock_timeout} s{holder}: close it first, or {_ELSEWHERE}"
+            f"{_forgotten_group(version)}"
         )
     # Read only now, when no one else can change it any more, not even a dying writer's last request.
     found = await read_identity(medium)
@@ -228,6 +229,17 @@ async def open_commit(
         raise StoreError(f"{os.fspath(path)} {_OTHER_KIND[found.format]}")
     identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES), version)
     return CommitFile(file, identity, is_new=found is None)
+
+
+def _forgotten_group(version: int) -> str:
+    """Return what to do if the other writer is a rank of the same job."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if version == GROUP_VERSION or not world.isdigit() or int(world) < 2:
+        return ""
+    return (
+        f"; this process is one of WORLD_SIZE={world}: where all of them save into this folder, give each engine "
+        "group=, such as group=dist.group.WORLD"
+    )
 
 
 def _refuse_own(path: str | os.PathLike[str]) -> None:
