@@ -160,7 +160,7 @@ def _replace_all() -> None:
             shadow = method(original)
         else:
             get = (_writing_alone if name in _WRITING else _reading_alone)(original.__get__)
-            shadow = property(get, method(original.__set__), doc=original.__doc__)
+            shadow = property(get, _writing_value(original.__set__), doc=original.__doc__)
         _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
         setattr(cls, name, shadow)
 
@@ -235,6 +235,20 @@ def _writing_alone(original: Any) -> Any:
         else:
             _note(self, True)
         return original(self)
+
+    return access
+
+
+def _writing_value(put: Any) -> Any:
+    def access(self: Any, value: Any) -> None:
+        if type(self) in _flagged:
+            try:
+                untyped_storage(self)._pccheck_written = _period  # type: ignore[attr-defined]
+            except RuntimeError:
+                _note(self, True)
+        else:
+            _note(self, True)
+        put(self, value)
 
     return access
 
