@@ -154,6 +154,10 @@ def test_any_mapping_may_be_the_state() -> None:
         (object(), "state_dict"),
         (torch.Generator(), "get_state"),
         (MyTensor(), "plain tensor"),
+        (
+            torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            "save those tensors (an engine with allow_pickle=True",
+        ),
         (torch.zeros(2).to_sparse(), "to_dense"),
         (torch.zeros(2, device="meta"), "meta"),
         (torch._neg_view(torch.zeros(2, dtype=torch.bool)), "negate"),

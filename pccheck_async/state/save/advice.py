@@ -50,6 +50,9 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
 """What to save instead of a value of these types; the first that fits."""
 
 
+_COMPOSED: Final = (
+    "it consists of other tensors (__tensor_flatten__), as moments of low-bit optimizers do: save those tensors"
+)
 _LOADER_ITERATOR: Final = "torch.utils.data.dataloader"
 """The module of a DataLoader's iterators, whose class has no public name."""
 _SHARD: Final = (
@@ -63,6 +66,8 @@ def _advice(value: Any) -> str:
         return _SHARD  # without importing DTensor, which takes a second
     if isinstance(value, FlatShard):
         return _SHARD
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        return _COMPOSED
     if isinstance(value, Iterator) and any(base.__module__ == _LOADER_ITERATOR for base in type(value).__mro__):
         return "save the loader, not its iterator: pccheck_async.ResumableLoader, or torchdata's StatefulDataLoader"
     for kind, advice in _ADVICE:
