@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +32,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pccheck_async import CheckpointEngine, CheckpointError, Group, StoreFailedError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
-from pccheck_async.group import Coordinator, Key, SeenStore, elsewhere, rank_folders, rank_name, run, view_of
+from pccheck_async.group import Coordinator, Key, SeenStore, rank_folders, rank_name, run, view_of
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import seen_store
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit
 from pccheck_async.group.run import GroupRun
+from pccheck_async.medium import File, Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, open_medium
 from pccheck_async.testing import (
     Access,
@@ -242,7 +245,7 @@ class Recording:
             patch.setattr(GroupRun, "_learn", learns)
             patch.setattr(run, "seen_stores", seen_stores)
             patch.setattr(run, "open_medium", opens)
-            patch.setattr(elsewhere, "open_medium", opens)
+            patch.setattr(run, "Files", partial(_FolderOfDisks, self.disk))
             patch.setattr(run, "remove_store", removes)
             yield
 
@@ -615,6 +618,49 @@ class Exploration:
             for rank, folder in rank_folders(root / str(node) / "run").items()
         ]
         return Verdict.of(there, self.scenario.world)
+
+
+class _FolderOfDisks(Files):
+    """A group's folder on a node: the disks of its ranks in memory, and true folders, for what ranks receive."""
+
+    def __init__(self, disk: Callable[[Path], CrashDisk], path: Path, *arguments: Any) -> None:
+        super().__init__(path, *arguments)
+        self._place = path
+        self._disk = disk
+        self._disks_of: dict[File, Medium] = {}
+
+    def _writer(self, name: str) -> tuple[Medium, str] | None:
+        folder, _, within = name.partition("/")
+        if os.path.lexists(self._place / name) or not within:
+            return None
+        return CrashWriter(self._disk(self._place / folder), read_only=True), within
+
+    async def read_small(self, name: str) -> bytes | None:
+        found = self._writer(name)
+        return await (super().read_small(name) if found is None else found[0].read_small(found[1]))
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        if (found := self._writer(name)) is None:
+            return await super().open(name, writable=writable)
+        file = await found[0].open(found[1], writable=writable)
+        self._disks_of[file] = found[0]
+        return file
+
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        medium = self._disks_of.get(file)
+        return await (super().read(file, offset, into) if medium is None else medium.read(file, offset, into))
+
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        medium = self._disks_of.get(file)
+        return await (super().lock(file, shared=shared) if medium is None else medium.lock(file, shared=shared))
+
+    async def close(self, file: File | None = None) -> None:
+        for each in [*self._disks_of] if file is None else [file]:
+            if (medium := self._disks_of.pop(each, None)) is not None:
+                await medium.close(each)
+                if each is file:
+                    return
+        await super().close(file)
 
 
 async def restore(engine: CheckpointEngine, rank: int) -> int | None:
