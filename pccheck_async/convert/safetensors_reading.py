@@ -89,10 +89,11 @@ def _facts(about: Mapping[str, Any], own: Metadata, missing: list[str]) -> Metad
 
 def _refuse_torch(file: Path) -> None:
     with file.open("rb") as opened:
-        if opened.read(4).startswith((b"PK\3\4", b"\x80")):
-            raise UnsupportedStateError(
-                f"{file} is a file of torch.save, whatever it is called: import it alone (--from torch, source='torch')"
-            )
+        head = opened.read(9)
+    if head.startswith((b"PK\3\4", b"\x80")) and head[8:] != b"{":  # the header of one may be 128 bytes long
+        raise UnsupportedStateError(
+            f"{file} is a file of torch.save, whatever it is called: import it alone (--from torch, source='torch')"
+        )
 
 
 def _structure(text: object) -> StoredStructure | None:

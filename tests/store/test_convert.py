@@ -1265,6 +1265,20 @@ def test_a_file_of_torch_that_has_the_name_of_another_format(tmp_path: Path) -> 
         import_checkpoint(tmp_path / "f", tmp_path / "s")
 
 
+def test_a_file_of_safetensors_that_begins_like_a_pickle(tmp_path: Path) -> None:
+    """It begins with the length of its header, of which the lowest byte may be any multiple of eight."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "f").mkdir()
+    file, seen = tmp_path / "f" / "model.safetensors", set()
+    for length in range(32):
+        save_file({"x": torch.ones(3)}, file, {"note": "n" * 8 * length})
+        seen.add(file.read_bytes()[0])
+        if file.read_bytes()[0] == 0x80:
+            for place in (file, tmp_path / "f"):
+                assert import_checkpoint(place, tmp_path / "s").source == "safetensors"
+    assert len(seen) == 32
+
+
 @pytest.mark.parametrize("variant", ["", ".fp16"])
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
 def test_folders_of_models_in_one_file_or_several(tmp_path: Path, suffix: str, variant: str) -> None:
