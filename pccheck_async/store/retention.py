@@ -408,11 +408,9 @@ def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> 
     Slices lie on one grid, whatever was saved: what is the first of its slice stays it. One that claims to be newer
     than the newest, as after a clock was set back, is not too old.
     """
-    first: dict[float, int] = {}
-    for entry in entries:
-        if entries[0].time - entry.time <= seconds:
-            first[entry.time // every] = entry.counter
-    return first.values()
+    first = {entry.time // every: entry for entry in entries}
+    # Only now: else the next one of its slice would be wanted once the first is too old, and that one is gone by then.
+    return [entry.counter for entry in first.values() if entries[0].time - entry.time <= seconds]
 
 
 def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]) -> list[Entry]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pccheck_async.errors import NoCheckpointError, StoreError
@@ -103,6 +103,7 @@ def test_the_first_of_each_slice_of_time(
     st.lists(st.integers(0, 30), min_size=1, max_size=40),
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 60)).map(lambda each: (each[0], sum(each))), max_size=2),
 )
+@example([0, 1, 0, 30], [(2, 30)])
 def test_what_is_the_first_of_a_slice_stays_it(gaps: list[int], spaced: list[tuple[int, int]]) -> None:
     """What one commit drops is nothing that the rules would want later."""
     times, now = [], 0
