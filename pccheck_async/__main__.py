@@ -1,6 +1,20 @@
-"""``python -m pccheck_async`` is the ``pccheck`` command."""
+"""``python -m pccheck_async`` is the ``pccheck`` command, and so is its installed script."""
 
-from pccheck_async.cli import main
+from __future__ import annotations
+
+import signal
+import sys
+
+
+def main() -> None:
+    """Run the command. A Ctrl-C ends it with status 130 and no traceback, also while it is being imported."""
+    try:
+        from pccheck_async.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ import typer
 from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
 from pccheck_async.cli.demo import demo
-from pccheck_async.cli.output import complain, flow_help
+from pccheck_async.cli.output import FAILED, complain, drop_output, flow_help
 from pccheck_async.cli.shelf import shelf
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
@@ -62,7 +62,7 @@ app.add_typer(shelf)
 
 
 def main() -> None:
-    """Run the ``pccheck`` command. Ends quietly, with status 1, where nobody reads its output to the end.
+    """Run the ``pccheck`` command. Ends quietly where nobody reads its output to the end.
 
     A SIGTERM or a SIGHUP ends it as Ctrl-C does: what it began to write is removed.
     """
@@ -78,8 +78,8 @@ def main() -> None:
         with suppress(OSError):
             if not isinstance(error, BrokenPipeError):
                 complain(error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at exit
-        sys.exit(1)
+        drop_output()
+        sys.exit(0 if isinstance(error, BrokenPipeError) else FAILED)
 
 
 def _prepare() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json as jsonlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from pccheck_async.errors import CheckpointError, NoCheckpointError
+from pccheck_async.errors import (
+    CheckpointError,
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    NoCheckpointError,
+    ReadError,
+    is_exhausted,
+    is_forbidden,
+)
 
 if TYPE_CHECKING:
     from pccheck_async.format import CheckpointInfo
@@ -32,9 +41,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 FAILED = 1
+MISUSED = 2
 NOTHING = 3
 DIFFERENT = 4
-"""Exit statuses: the command failed; there is no checkpoint to work on; it succeeded, and its answer is bad news."""
+"""Exit statuses: the command failed; it was used wrongly; there is no checkpoint to work on; something is lost or
+damaged, or otherwise the answer is bad news. Of all commands alike."""
 
 _MOST_JSON_BITS = 4096
 _LONG_WORD = 20
@@ -53,27 +64,52 @@ class Report(NamedTuple):
 def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
     """Make a typer command of a function that takes ``json`` and returns a report, or an exit status.
 
-    An error of the package or of the system becomes one line on stderr and an exit status.
+    An error of the package or of the system becomes one line on stderr and an exit status. Where nobody reads the
+    output to the end, as before ``| head``, the rest is dropped, and the status is that of the answer.
     """
 
     @wraps(command)
     def run(*arguments: P.args, **options: P.kwargs) -> None:
+        report: Report | int = 0
         try:
-            report = command(*arguments, **options)
+            try:
+                report = command(*arguments, **options)
+            except BrokenPipeError:
+                raise
+            except typer.Abort as abort:  # at a question
+                raise typer.Exit(130 if isinstance(abort.__context__, KeyboardInterrupt) else FAILED) from None
+            except (CheckpointError, ImportError, OSError, ValueError, MemoryError, RecursionError) as error:
+                complain(error)
+                raise typer.Exit(_status_of(error)) from None
+            if not isinstance(report, int):
+                if options["json"]:
+                    dump(report.document)
+                else:
+                    show(report.text)
+            sys.stdout.flush()
         except BrokenPipeError:  # nobody reads the output any more
-            raise
-        except (CheckpointError, ImportError, OSError, ValueError, MemoryError, RecursionError) as error:
-            complain(error)
-            raise typer.Exit(NOTHING if isinstance(error, NoCheckpointError) else FAILED) from None
-        if isinstance(report, int):
-            raise typer.Exit(report)
-        if options["json"]:
-            dump(report.document)
-        else:
-            show(report.text)
-        raise typer.Exit(report.status)
+            drop_output()
+        raise typer.Exit(report if isinstance(report, int) else report.status)
 
     return run
+
+
+def _status_of(error: Exception) -> int:
+    from pccheck_async.format.record import NewerFormatError
+
+    if isinstance(error, NewerFormatError):  # it is whole
+        return FAILED
+    unreadable = isinstance(error, ReadError) and not (is_exhausted(error) or is_forbidden(error))
+    if unreadable or isinstance(error, CorruptStoreError | IncompleteCheckpointError):
+        return DIFFERENT
+    if isinstance(error, NoCheckpointError | FileNotFoundError):
+        return NOTHING
+    return MISUSED if isinstance(error, ValueError) and not isinstance(error, CheckpointError) else FAILED
+
+
+def drop_output() -> None:
+    """Let what is left to be written to stdout go nowhere: it would be flushed at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flow_help(app: typer.Typer) -> None:
@@ -237,11 +273,17 @@ def _strict(value: Any) -> Any:
 # -- on the terminal
 
 
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Called for a BrokenPipeError, which goes on: a console of rich would end the process with status 1."""
+        raise BrokenPipeError from None
+
+
 def terminal(*, stderr: bool = False, markup: bool = False, width: int | None = None) -> Console:
     """Return stdout, or stderr. Names and reasons come from files: they are no markup."""
     if width is None and not stderr and not sys.stdout.isatty():
         width = 200
-    return Console(stderr=stderr, width=width, markup=markup, emoji=False, highlight=False)
+    return _Screen(stderr=stderr, width=width, markup=markup, emoji=False, highlight=False)
 
 
 def show(text: Iterable[str | Table | Tree]) -> None:

@@ -38,7 +38,7 @@ shelf = typer.Typer(
 def ls(path: ShelfPath, json: Json = False) -> Report:
     """List the variables of a shelf. Refused while a process writes to it.
 
-    Exit status: 0 listed, 1 it cannot be read, 2 wrong usage.
+    Exit status: 0 listed, 1 it failed, 2 wrong usage, 4 it is damaged, or no shelf.
     """
     with pccheck.Shelf(path, readonly=True) as opened:
         variables = opened.variables()
@@ -57,7 +57,7 @@ def ls(path: ShelfPath, json: Json = False) -> Report:
 def show(path: ShelfPath, json: Json = False) -> Report:
     """Show every value in the variables of a shelf: plain ones, and dtype and shape of arrays.
 
-    Exit status: 0 shown, 1 it cannot be read, 2 wrong usage.
+    Exit status: 0 shown, 1 it failed, 2 wrong usage, 4 it is damaged, or no shelf.
     """
     with pccheck.Shelf(path, readonly=True) as opened:
         variables = opened.variables()
@@ -71,7 +71,7 @@ def show(path: ShelfPath, json: Json = False) -> Report:
 def verify(path: ShelfPath, json: Json = False) -> Report:
     """Compare every variable of a shelf with its checksum, as of its last transaction.
 
-    Exit status: 0 all are what their last transactions made of them, 1 it cannot be read, 2 wrong usage, 4 some were
+    Exit status: 0 all are what their last transactions made of them, 1 it failed, 2 wrong usage, 4 some were
     changed outside a transaction, or are damaged.
     """
     with pccheck.Shelf(path, readonly=True) as opened:

@@ -70,8 +70,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
 
     Of a group's folder those that are complete, with the bytes of all ranks, and below them those that lack parts.
 
-    Exit status: 0 at least one checkpoint is listed, 1 the store cannot be read, 2 wrong usage, 3 there is no committed
-    checkpoint in this folder.
+    Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
+    this folder, 4 something is lost or damaged.
     """
     listing = group_listing(path)
     infos = pccheck.list_checkpoints(path) if listing is None else [listing.info(one) for one in listing.complete]
@@ -122,7 +122,7 @@ def show(
     Reads no tensor, but of a group without --rank those that ranks may have different, and writes nothing. Safe while a
     trainer writes to the store.
 
-    Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
+    Exit status: 0 shown, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 something is lost or damaged.
     """
     if ranks:
         if rank is not None or step is not None or name is not None:
@@ -237,8 +237,8 @@ def verify(
 
     Of a group's folder, the records and parts of all ranks. Writes nothing. Safe while a trainer writes to the store.
 
-    Exit status: 0 every byte is what was written, 1 the store cannot be read, 2 wrong usage, 3 there is no such
-    checkpoint, 4 something is damaged.
+    Exit status: 0 every byte is what was written, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4
+    something is lost or damaged.
     """
     if every and (step is not None or name is not None):
         raise typer.BadParameter("--all excludes --step and --name")
@@ -324,8 +324,8 @@ def diff(
     Of groups, tensors that lie on several ranks are compared in full, however they were divided. Verifies what it reads
     and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
 
-    Exit status: 0 all leaves are equal in every bit, 1 one cannot be read, 2 wrong usage, 3 there is no such
-    checkpoint, 4 they differ.
+    Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
+    differ, or something is lost or damaged.
     """
     first, second = parse_place(one), parse_place(other)
     if first.path is None:
@@ -413,7 +413,7 @@ def copy(
     A trainer may write to SOURCE meanwhile, not to TARGET.
 
     Exit status: 0 the copy is durable, 1 it failed and nothing was committed, 2 wrong usage, 3 there is no such
-    checkpoint.
+    checkpoint, 4 something is lost or damaged.
     """
     start = time.perf_counter()
     with progress_bar("copying") as progress:
@@ -444,7 +444,7 @@ def rm(
     No trainer has PATH open.
 
     Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps, or
-    with one of the names.
+    with one of the names, 4 the store is damaged.
     """
     steps, names = steps or [], names or []
     if not steps and not names:
@@ -479,7 +479,7 @@ StepNumber = Annotated[int, typer.Argument(help="Step of the checkpoint.")]
 def pin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
     """Keep the newest checkpoint of a step whatever a trainer's rules say. No trainer has PATH open.
 
-    Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
+    Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
     return _set_pin(path, step, True, "is kept whatever a trainer's rules say")
 
@@ -488,7 +488,7 @@ def pin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
 def unpin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
     """Leave a pinned checkpoint to a trainer's rules again. No trainer has PATH open.
 
-    Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
+    Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
     return _set_pin(path, step, False, "goes with a trainer's next commit unless a rule keeps it")
 
@@ -504,7 +504,8 @@ def reject(path: AnyFolder, step: StepNumber, json: Json = False) -> Report:
 
     No trainer has PATH open.
 
-    Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this step on.
+    Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this step on, 4 the
+    store is damaged.
     """
     rejected = pccheck.reject_checkpoints(path, step)
     newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)
@@ -611,7 +612,7 @@ def export(
     """Write a checkpoint, or a part of it, as a file or folder that others read without this package.
 
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
-    checkpoint.
+    checkpoint, 4 something is lost or damaged.
     """
     most = None if max_file_size is None else parse_size(max_file_size)
     if most is not None and to != "safetensors":
@@ -677,7 +678,7 @@ def import_(
 
     Says what it took it for, and what a run that goes on from it will not find in it.
 
-    Exit status: 0 imported, 1 it failed, 2 wrong usage.
+    Exit status: 0 imported, 1 it failed, 2 wrong usage, 3 there is nothing to import, 4 it is damaged.
     """
     info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root, skip_unreadable=skip_unreadable)
     document = as_json(info) | {"source": info.source, "missing": [printable(line) for line in info.missing]}

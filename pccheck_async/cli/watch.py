@@ -208,9 +208,9 @@ def watch(
     gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
     engine ends; where none runs, one line. Of a group's folder each rank has a line, and the slowest is named.
 
-    Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 the store
-    cannot be read; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed
-    before, or has not saved yet).
+    Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 it
+    failed; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed before, or has
+    not saved yet), or something is lost or damaged.
     """
     watching = GroupWatch(path) if _is_group(path) else Watch(path)
     if once:

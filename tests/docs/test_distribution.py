@@ -138,7 +138,7 @@ def test_the_wheel_has_the_package_and_the_extension(wheel: Path) -> None:
     wanted = _files(ROOT, *PACKAGE)
     wanted.add(f"pccheck_async/_ext{sysconfig.get_config_var('EXT_SUFFIX')}")
     assert _files(wheel, "pccheck_async/**/*") == wanted
-    assert "pccheck = pccheck_async.cli:main" in (facts / "entry_points.txt").read_text()
+    assert "pccheck = pccheck_async.__main__:main" in (facts / "entry_points.txt").read_text()
     assert (facts / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 

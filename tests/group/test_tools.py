@@ -595,7 +595,7 @@ def test_the_heat_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> 
     assert found["slowest"] is None
     with SyncCheckpointEngine(tmp_path / "single") as engine:
         engine.checkpoint({"x": 1}, step=1).result(60)
-    assert "is no folder of a group's checkpoints" in pccheck("show", tmp_path / "single", "--ranks", status=1)
+    assert "is no folder of a group's checkpoints" in pccheck("show", tmp_path / "single", "--ranks", status=2)
     pccheck("show", folder, "--ranks", "--rank=1", status=2)
 
 

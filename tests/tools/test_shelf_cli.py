@@ -35,7 +35,7 @@ def test_the_store_of_checkpoints_is_no_shelf(tmp_path: Path) -> None:
     for place, says in ((tmp_path / "run", f"`pccheck ls {tmp_path / 'run'}`"), (tmp_path / "folder", "is a folder")):
         for command in ("ls", "show", "verify"):
             result = CliRunner().invoke(app, ["shelf", command, str(place)])
-            assert result.exit_code == 1
+            assert result.exit_code == 4
             assert says in result.stderr.replace("\n", " ")
             assert "remove" not in result.stderr  # what was not understood may be somebody's only copy
     with pytest.raises(CorruptStoreError, match="a store of checkpoints, and no shelf"):
@@ -75,6 +75,6 @@ def test_verify(path: Path) -> None:
 def test_what_is_no_shelf(path: Path, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"nothing")
     with Shelf(path):
-        for argument in (str(path), str(tmp_path / "other"), str(tmp_path / "missing")):
+        for argument, status in ((path, 1), (tmp_path / "other", 4), (tmp_path / "missing", 3)):  # the first is locked
             for command in ("ls", "show", "verify"):
-                assert run(command, argument)[0] == 1
+                assert run(command, str(argument))[0] == status

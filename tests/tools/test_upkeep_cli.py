@@ -191,7 +191,7 @@ def test_copy(made: Path, tmp_path: Path) -> None:
     ]
     assert pccheck("diff", f"{made}@2", tmp_path / "new").exit_code == 0
     assert pccheck("verify", tmp_path / "new", "--all").exit_code == 0
-    assert pccheck("copy", made, made).exit_code == 1
+    assert pccheck("copy", made, made).exit_code == 2
 
 
 @pytest.mark.slow
@@ -333,11 +333,11 @@ def test_nothing_there_is_3(tmp_path: Path, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments", [["show"], ["verify"], ["diff", "@1"], ["copy", "new"], ["rm", "1", "-y"], ["pin", "1"]]
 )
-def test_a_store_that_cannot_be_read_is_1(store: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_a_store_that_cannot_be_read_is_4(store: Path, tmp_path: Path, arguments: list[str]) -> None:
     (store / "commit").write_bytes(os.urandom(1 << 18))
     command, *rest = (str(tmp_path / "new") if word == "new" else word for word in arguments)
     result = pccheck(command, store, *rest)
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert result.stderr.startswith("pccheck: CorruptStoreError: ")
 
 

@@ -79,7 +79,7 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
     assert json.loads(look(store, "--json").stdout)["state"] == "died"
     (store / "commit").write_bytes(os.urandom((store / "commit").stat().st_size))
     unreadable = look(store)
-    assert unreadable.exit_code == 1
+    assert unreadable.exit_code == 4
     assert unreadable.stderr.startswith("pccheck: CorruptStoreError: ")
 
 
