@@ -150,7 +150,9 @@ def exists(dotted: str) -> bool:
         name = ".".join(parts[:length])
         try:
             value: object = importlib.import_module(name) if find_spec(name) is not None else None
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if error.name is not None and not error.name.startswith("pccheck_async"):
+                return True  # a framework that is not installed
             continue
         except ImportError as error:  # of an adapter, whose framework need not be here
             return "is not installed" in str(error)
