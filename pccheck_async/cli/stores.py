@@ -542,7 +542,7 @@ def recover(
     with progress_bar("searching") as progress:
         recovery = pccheck.recover_store(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
-        **pick(recovery, "needed", "identity", "record", "written", "kept"),
+        **pick(recovery, "needed", "missing", "identity", "record", "written", "kept"),
         "slots": [
             pick(one, "chunks", "whole", "note", slot="file")
             | {
@@ -554,7 +554,7 @@ def recover(
         "names": [as_json(info) for info in recovery.named],
     }
     status = 0 if recovery.written or not recovery.needed else NOTHING
-    if status and (recovery.named or recovery.record == "valid"):
+    if recovery.missing or (status and (recovery.named or recovery.record == "valid")):
         status = DIFFERENT
     return Report(document, _recovered(recovery, path), status)
 
@@ -568,13 +568,20 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
         yield rows
     yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
     steps = _steps(recovery.named)
+    if recovery.missing:
+        yield (
+            f"LOST: {', '.join(recovery.missing)}, which the newest record names. A trainer falls back to the newest "
+            f"checkpoint that is whole: `pccheck verify {path} --all` says which are."
+        )
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
         yield f"Written: {', '.join(recovery.written)}{kept}."
         names = f"The store names step {steps}, newest first" if recovery.named else "The store names no checkpoint"
         yield f"{names}. `pccheck verify {path}` checks them."
-    elif not recovery.needed:
+    elif not recovery.needed and not recovery.missing:
         yield "Nothing is missing: a trainer can open this store."
+    elif not recovery.needed:
+        yield "Nothing was written: a trainer can open this store."
     elif recovery.named:
         yield f"Nothing was written. With --write the store names step {steps}, newest first."
     elif recovery.record == "valid":

@@ -25,8 +25,9 @@ from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import StoreReader
 from pccheck_async.transfer import aligned_buffer, available_descriptors
 
-__all__ = ["FetchedLease", "FolderLease", "check_descriptors", "send_part"]
+__all__ = ["FetchedLease", "FolderLease", "check_descriptors", "remove_fetched", "send_part"]
 
+_PREFIX: Final = ".fetched-"
 _PIECE_BYTES: Final = 4 << 20
 _AHEAD: Final = 4
 """Pieces that may wait on rank 0's host for their receiver."""
@@ -99,6 +100,13 @@ def check_descriptors(parts: int) -> None:
         )
 
 
+def remove_fetched(folder: Path) -> None:
+    """Remove parts that a rank had received when it was killed; the owner of a store receives one at a time."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            left.unlink()
+
+
 async def send_part(store: Any, prefix: str, lease: FolderLease) -> None:
     """Send a part to the rank that receives under ``prefix``; an error is sent, too.
 
@@ -149,7 +157,7 @@ class FetchedLease:
         self._store = store
         self._prefix = prefix
         self.medium = opened.medium
-        self._name = f"{folder}/.fetched-{secrets.token_hex(8)}"
+        self._name = f"{folder}/{_PREFIX}{secrets.token_hex(8)}"
         self._path = root / self._name
 
     async def acquire(self) -> File:
@@ -162,6 +170,7 @@ class FetchedLease:
         return self._file
 
     def _receive(self) -> None:
+        remove_fetched(self._path.parent)
         pieces = self._pieces()
         with self._path.open("xb") as file:
             self.entry, self.block_bytes, nbytes = msgspec.msgpack.decode(next(pieces), type=tuple[Entry, int, int])

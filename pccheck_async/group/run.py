@@ -43,7 +43,7 @@ from pccheck_async.group.actions import (
 )
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
+from pccheck_async.group.elsewhere import FetchedLease, FolderLease, remove_fetched, send_part
 from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, Ok, Preempted
@@ -513,6 +513,7 @@ class GroupRun:
             async with self._store.slots.lock:
                 self._store.latch.check()
                 await self._store.take_over()
+            await asyncio.to_thread(remove_fetched, self._folder / rank_name(self.member.rank))
             for orphan in action.orphans:
                 await self._take_over_orphan(orphan)
         except Exception as error:  # noqa: BLE001 - all ranks are told

@@ -69,6 +69,7 @@ class Recovery:
         written: Names of the files that were written.
         kept: Names that the files which they replace have now.
         identity_name: The file that ``identity`` is the state of.
+        missing: Slots that a valid record names and that are not there: their checkpoints are lost.
     """
 
     identity: FileState
@@ -78,6 +79,7 @@ class Recovery:
     written: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     identity_name: str = IDENTITY_NAME
+    missing: tuple[str, ...] = ()
 
     @property
     def needed(self) -> bool:
@@ -103,7 +105,7 @@ def recover_store(
     (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
     died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest
     flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). What
-    was pinned is known only where a record is valid.
+    was pinned or rejected is known only where a record is valid.
 
     Of a group's folder it reads the records of all ranks, and makes a ``group.json`` that is lost or damaged anew; a
     rank's store is recovered by its own folder.
@@ -157,11 +159,14 @@ def recover_store(
                 unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
                 found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
             entries, notes = arrange(found)
-            entries = _pinned_as_before(entries, record)
+            entries = _marked_as_before(entries, record)
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:
             entries = list(record.entries)
-        recovery = Recovery(identity_state, record_state, tuple(found), tuple(entry.info for entry in entries))
+        missing = [slot_name(entry.slot) for entry in (record.entries if record else ()) if entry.slot not in numbers]
+        recovery = Recovery(
+            identity_state, record_state, tuple(found), tuple(entry.info for entry in entries), missing=tuple(missing)
+        )
         if not write:
             return recovery
         version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
@@ -227,9 +232,15 @@ def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -
         raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
 
 
-def _pinned_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:
-    pinned = {(entry.counter, entry.slot) for entry in (record.entries if record else ()) if entry.pinned}
-    return [structs.replace(entry, pinned=(entry.counter, entry.slot) in pinned) for entry in entries]
+def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:
+    before = {(entry.counter, entry.slot): entry for entry in (record.entries if record else ())}
+    marked = []
+    for entry in entries:
+        named = before.get((entry.counter, entry.slot))
+        marked.append(structs.replace(entry, pinned=named is not None and named.pinned))
+        if named is not None and named.rejected:
+            marked[-1] = marked[-1].as_rejected()
+    return marked
 
 
 def _commit_file(identity: Identity, entries: Sequence[Entry]) -> bytes:

@@ -142,6 +142,16 @@ def test_a_removal_before_the_first_save_of_a_run(tmp_path: Path) -> None:
     assert run_ranks(2, rank_main) == [[7, 1, 0]] * 2
 
 
+def test_what_a_killed_receiver_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    run_ranks(2, lambda group: save(tmp_path, group, range(1)))
+    left = tmp_path / rank_name(1) / ".fetched-0123456789abcdef"
+    left.write_bytes(b"part of a checkpoint")
+    run_ranks(2, lambda group: restore(tmp_path, group) and None)
+    assert left.exists()  # opening and restoring write nothing
+    run_ranks(2, lambda group: save(tmp_path, group, range(1, 2)))
+    assert not left.exists()
+
+
 def test_spaced_ones_are_kept_alike(tmp_path: Path) -> None:
     def rank_main(group: Group) -> list[int]:
         spaced = [(timedelta(days=1), timedelta(days=3))]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from pccheck_async import (
     CorruptStoreError,
@@ -37,6 +38,7 @@ from pccheck_async import (
     remove_checkpoints,
     verify_checkpoints,
 )
+from pccheck_async.cli import app
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import COMMIT_NBYTES, MOST_ENTRIES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
@@ -717,3 +719,23 @@ def test_verifying_holds_one_slot_at_a_time() -> None:
             engine.checkpoint(small(), step=step).result(30)
     assert len(verify_checkpoints(FOLDER, every=True, io=Counting(disk, read_only=True)).checkpoints) == 3
     assert held == {0, 1}
+
+
+def test_a_slot_that_is_gone_is_named_as_lost(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert recover_store(tmp_path).missing == ()
+    newest = describe_checkpoint(tmp_path).slot
+    (tmp_path / newest).unlink()
+    recovery = recover_store(tmp_path)
+    assert (recovery.needed, recovery.missing) == (False, (newest,))
+    result = CliRunner().invoke(app, ["recover", str(tmp_path)])
+    assert result.exit_code == 4
+    assert f"LOST: {newest}" in result.stdout
+    assert "Nothing is missing" not in result.stdout
+
+
+def test_a_search_keeps_what_was_rejected(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    reject_checkpoints(tmp_path, 2)
+    recover_store(tmp_path, search=True, write=True)
+    assert [(info.step, info.rejected) for info in list_checkpoints(tmp_path)] == [(2, True), (1, False)]
