@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -75,7 +75,11 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     """
     listing = group_listing(path)
     infos = pccheck.list_checkpoints(path) if listing is None else [listing.info(one) for one in listing.complete]
-    notes = [rank_of_store(path)] if listing is None else list(describe_incomplete(listing))
+    notes, gone = [rank_of_store(path)] if listing is None else list(describe_incomplete(listing)), dict[int, str]()
+    if listing is not None or not notes[0]:
+        gone = _missing_slots(path) if listing is None else {}
+        lost = [f"LOST: step {info.step}: {gone[info.counter]} is gone." for info in infos if info.counter in gone]
+        notes = [*notes, *lost, _restart(infos, gone)]
     document = [as_json(info) for info in infos] if listing is None else group_as_json(listing)
     if not infos:
         complain(f"no committed checkpoint: {nothing_in(path)}" if listing is None else listing.nothing(None))
@@ -90,7 +94,40 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         )
         name = [printable(info.name or "")] if names else []
         rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
-    return Report(document, [rows, *filter(None, notes)])
+    return Report(document, [rows, *filter(None, notes)], DIFFERENT if gone else 0)
+
+
+def _missing_slots(path: Path) -> dict[int, str]:
+    """Return the slots of the store of one process whose files are gone, by the counters of their checkpoints."""
+    from pccheck_async.format.record import slot_name
+    from pccheck_async.store import read_at_once
+
+    def gone() -> dict[int, str]:
+        found = read_at_once(path)
+        slots = {} if found is None else {entry.counter: slot_name(entry.slot) for entry in found[1].entries}
+        return {counter: slot for counter, slot in slots.items() if not (path / slot).exists()}
+
+    return gone() and gone()  # once more: a writer may have removed one after its record was read
+
+
+def _restart(
+    infos: Iterable[pccheck.CheckpointInfo], lost: Container[int], whole: Mapping[int, str] | None = None
+) -> str:
+    """Say which of the committed checkpoints, newest first, a restart restores.
+
+    Args:
+        infos: All of them.
+        lost: Counters of those that are known to be lost or damaged.
+        whole: Counters of those that were found whole, with where they lie; None where nothing was checked.
+    """
+    newest = next((info for info in infos if not info.rejected and info.counter not in lost), None)
+    if newest is None:
+        return "A restart restores none of them: all are rejected, lost or damaged."
+    if whole is None:
+        return f"A restart restores step {newest.step}, if it is whole (`pccheck verify` checks it)."
+    if newest.counter not in whole:
+        return f"A restart tries step {newest.step}, which was not checked (--all checks it)."
+    return f"A restart restores step {newest.step}, from {whole[newest.counter]}."
 
 
 def _marks(info: pccheck.CheckpointInfo) -> list[str]:
@@ -255,7 +292,15 @@ def verify(
         ],
         **pick(verification, "nbytes", "seconds", "direct"),
     }
-    return Report(document, _verified(verification), 0 if verification.whole else DIFFERENT)
+    lines = [*_verified(verification)]
+    if group_listing(path) is not None or not rank_of_store(path):
+        lost = {each.info.counter for each in verification.checkpoints if each.damage}
+        whole = {
+            each.info.counter: each.slot if each.rank is None else "the parts of all its ranks"
+            for each in verification.checkpoints
+        }
+        lines.append(_restart(pccheck.list_checkpoints(path), lost, whole))
+    return Report(document, lines, 0 if verification.whole else DIFFERENT)
 
 
 def _verified(verification: pccheck.Verification) -> Iterator[str | Table]:

@@ -129,6 +129,29 @@ def test_verify_names_the_damage(store: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_restart_restores_is_said(store: Path) -> None:
+    slots = {step: describe_checkpoint(store, step=step).slot for step in (1, 2, 3)}
+    assert "A restart restores step 3, if it is whole" in pccheck("ls", store).stdout
+    assert f"A restart restores step 3, from {slots[3]}." in pccheck("verify", store).stdout
+    assert pccheck("reject", store, "3").exit_code == 0
+    assert "A restart restores step 2, if it is whole" in pccheck("ls", store).stdout
+    flip(store / slots[2], 5000)
+    assert "A restart tries step 1, which was not checked" in pccheck("verify", store, "--step=2").stdout
+    assert f"A restart restores step 1, from {slots[1]}." in pccheck("verify", store, "--all").stdout
+    flip(store / slots[1], 5000)
+    assert "A restart restores none of them" in pccheck("verify", store, "--all").stdout
+
+
+def test_a_slot_that_is_gone_is_listed_as_lost(store: Path) -> None:
+    slot = describe_checkpoint(store).slot
+    (store / slot).unlink()
+    result = pccheck("ls", store)
+    assert result.exit_code == 4
+    assert f"LOST: step 3: {slot} is gone." in result.stdout
+    assert "A restart restores step 2" in result.stdout
+
+
+@pytest.mark.slow
 def test_diff(made: Path) -> None:
     result = pccheck("diff", f"{made}@1", "@3")
     assert result.exit_code == 4
