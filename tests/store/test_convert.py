@@ -1100,7 +1100,7 @@ def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
 def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": 1})
     done = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o"), "--to=torch", f"--step={1 << 64}"])
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("pccheck: ValueError: step must fit into a signed 64-bit integer")
 
 

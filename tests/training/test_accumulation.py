@@ -322,20 +322,6 @@ def test_steps_outside_of_contexts_end_no_window(tmp_path: Path) -> None:
     assert found == [False, True, False, True]
 
 
-def test_a_step_counts_for_all_contexts_around_it(tmp_path: Path) -> None:
-    part = Part()
-    state = state_of({"a": part})
-    with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
-        engine.attach(part.optimizer)
-        with engine.step(state, 0) as outer:
-            with engine.step(state, 0) as inner:
-                part.backward(0)
-                part.apply()
-            with engine.step(state, 0) as idle:
-                pass
-    assert (inner.whole, idle.whole, outer.whole) == (True, False, True)
-
-
 def test_gradients_from_before_another_joined_are_not_taken_for_used(tmp_path: Path) -> None:
     parts = {name: Part() for name in "ab"}
     found = []

@@ -828,6 +828,8 @@ def test_weights_of_an_evaluation_that_a_preemption_ends_are_not_saved(tmp_path:
         kept = [parameter.detach().clone() for parameter in model.parameters()]
         with SyncCheckpointEngine(tmp_path / "store", interval=NEVER) as engine:
             engine.on_preemption(deadline=60.0)
+            if how == "data":
+                engine.attach(optimizer)  # else nothing of it is seen
             with engine.step({"model": model, "optimizer": optimizer}, 0):
                 model(torch.ones(4)).sum().backward()
                 optimizer.step()
