@@ -406,11 +406,13 @@ def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> 
     """Return the counters of the first checkpoint of each slice; ``entries`` are newest first.
 
     Slices lie on one grid, whatever was saved: what is the first of its slice stays it. One that claims to be newer
-    than the newest, as after a clock was set back, is not too old.
+    than the newest, as after a clock was set back, is not too old; but these are no more slices than those of a clock
+    that goes on, or a record would have no room for them.
     """
     first = {entry.time // every: entry for entry in entries}
     # Only now: else the next one of its slice would be wanted once the first is too old, and that one is gone by then.
-    return [entry.counter for entry in first.values() if entries[0].time - entry.time <= seconds]
+    kept = [entry.counter for entry in first.values() if entries[0].time - entry.time <= seconds]
+    return kept[: _slices(every, seconds)]  # those of the newest checkpoints
 
 
 def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]) -> list[Entry]:

@@ -85,6 +85,7 @@ def saved_at(*times: float, rejected: tuple[int, ...] = ()) -> list[Entry]:
         (((10, 30),), [5, 100, 101], [100, 101]),  # after a pause
         (((10, 30),), [5, 25, 7, 8, 26], [5, 25, 26]),  # the clock was set back, and slices are those of the clock
         (((10, 30),), [500, 5, 8, 15], [5, 15, 500]),  # from a clock that went wrong
+        (((10, 30),), [*range(500, 600, 10), *range(0, 60, 10)], [20, 30, 40, 50]),  # for long
     ],
 )
 def test_the_first_of_each_slice_of_time(
@@ -93,7 +94,7 @@ def test_the_first_of_each_slice_of_time(
     rules, entries = Retention(spaced=spaced), list[Entry]()
     for new in saved_at(*times):
         entries = rules.retain(entries, new).entries
-        assert len(entries) <= rules.reserved + len(times) * (times[0] == 500)
+        assert len(entries) <= rules.reserved  # else a record may have no room for them
         assert entries[0] == new
     assert sorted(each.time for each in entries) == kept
     assert not rules.dropped(entries)  # nor by a restart
