@@ -329,7 +329,13 @@ class GroupRun:
         await self._change(partial(self.member.remove, which, force=force))
 
     async def reject(self, step: int, until: int) -> None:
-        """Reject checkpoints; returns when the records of all ranks say so. Raises what :meth:`remove` does."""
+        """Reject checkpoints; returns when the records of all ranks say so. Raises what :meth:`remove` does.
+
+        Cancellation: raised when it has ended: the others wait for what this rank asks second.
+        """
+        await uninterrupted(self._reject(step, until))
+
+    async def _reject(self, step: int, until: int) -> None:
         await self._change(partial(self.member.reject, step, until))
         # Each rank asks this once its own record is durable. Without it: a rank that has no part of them returns
         # first, all are killed, and nothing says that they were rejected.
@@ -428,6 +434,9 @@ class GroupRun:
                     await asyncio.wait(set(self._tasks))
         if self._naming is not None:
             self._naming.cancel()
+        for answer in self._changes.values():
+            if not answer.done():
+                answer.set_exception(GroupError("this rank left before all ranks had asked for this change"))
         client, server, self._client = self._client, self.server, None
         await uninterrupted(self.call(client.close))
         if server is not None:

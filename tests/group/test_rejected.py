@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pccheck_async import (
+    CheckpointEngine,
     Group,
     NoCheckpointError,
     StoreError,
@@ -111,6 +114,24 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
             return failure(lambda: reject_checkpoints(folder, 0))[0]
 
     assert run_ranks(2, refused) == [StoreLockedError.__name__] * 2
+
+
+def test_a_call_that_is_cancelled_holds_up_no_other_rank(tmp_path: Path) -> None:
+    async def reject(group: Group) -> list[int]:
+        async with CheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
+            for step in range(3):
+                await (await engine.checkpoint(state_of(group.rank, step), step=step)).durable()
+            rejecting = asyncio.create_task(engine.reject(2))
+            await asyncio.sleep(0)
+            if group.rank == 1:
+                rejecting.cancel()
+            with suppress(asyncio.CancelledError):
+                await rejecting
+            await engine.pin(0)  # ranks count what they ask for alike
+            return [info.step for info in engine.checkpoints() if info.rejected]
+
+    assert run_ranks(2, lambda group: asyncio.run(reject(group))) == [[2], [2]]
+    assert marks(tmp_path) == [(2, True), (1, False), (0, False)]
 
 
 def test_none_but_rejected_ones_raise_on_all_ranks(tmp_path: Path) -> None:
