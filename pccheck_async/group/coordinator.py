@@ -128,7 +128,10 @@ class Coordinator:
 
     def awaited(self) -> dict[str, list[int]]:
         """Return whom the others wait for, by what for; nobody aborts it, however long it takes."""
-        answered = {f"the checkpoint of step {one.step}": one.prepared for one in self._ballots.values()}
+        answered: dict[str, Collection[int]] = {
+            f"the checkpoint of step {one.step}": one.digests if self._is_complete(one) else one.prepared
+            for one in self._ballots.values()
+        }
         if self.restore.requests:
             answered["a restore"] = set(self.restore.answered)
         return {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}

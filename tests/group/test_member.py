@@ -50,6 +50,7 @@ from pccheck_async.group.messages import (
     Change,
     Commit,
     Compare,
+    Digests,
     Found,
     Hello,
     Ok,
@@ -562,6 +563,17 @@ def test_replicas_that_differ_are_named_and_saved_by_each_rank_from_then_on() ->
         group.flush(rank)
     save(3, 3, 4)
     assert [one.counter for one in group.decisions() if isinstance(one, Commit)] == [0, 2]
+
+
+def test_whom_a_comparison_waits_for() -> None:
+    group = Group(world=3)
+    group.save_all(1)
+    start = next(one for one in group.decisions() if isinstance(one, Start))
+    for rank in range(3):
+        entry = Entry(1, 2, 0.0, 1, 0, 0, 0, 0, False, {}) if rank == 0 else None
+        group.coordinator.receive(Ok(rank, start.run, 1, 2, entry, replicas={5: (0, rank)}))
+    group.coordinator.receive(Digests(1, 1, {"weight": 1}))
+    assert group.coordinator.awaited() == {"the checkpoint of step 2": [0, 2]}
 
 
 def test_samples_of_other_parts_are_not_compared() -> None:
