@@ -483,7 +483,7 @@ class EngineCore:
             raise TypeError("give the step or the name of what is to be removed")
         assembly = self.check_alive()
         in_flight = self.in_flight.checkpoints()
-        others = any(which not in (info.step, info.name) for info in self.infos)
+        others = any(which not in (info.step, info.name) for info in self.infos if not info.rejected)
         for pending in in_flight:
             if which in (pending.step, pending.name) or not others:
                 yield pending.until_ended

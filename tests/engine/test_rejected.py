@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,22 @@ def test_what_is_in_flight_is_dropped_and_never_replaces_what_is_gone_back_to() 
         assert marks(engine.checkpoints()) == [(1, False)]
         engine.checkpoint(large, step=2).result()
         assert marks(engine.checkpoints()) == [(2, False)]
+    finally:
+        engine.close()
+
+
+def test_a_removal_waits_for_what_would_be_left_beside_rejected_ones() -> None:
+    engine, stuck, _ = stuck_engine(keep_last=3, max_in_flight=2)
+    try:
+        save(engine, 1, 2)
+        engine.reject(2)
+        stuck.hold("write", "flush")
+        engine.checkpoint({"w": torch.ones(1 << 20)}, step=3)
+        release = threading.Timer(0.1, stuck.release)
+        release.start()
+        assert [info.step for info in engine.remove(step=1)] == [1]
+        release.join()
+        assert marks(engine.checkpoints())[0] == (3, False)
     finally:
         engine.close()
 
