@@ -91,7 +91,7 @@ def open_checkpoint(
     connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank)
     connection.allow_pickle = allow_pickle
     try:
-        warn_of_others(connection.differing(), path)
+        warn_of_others(connection.differing(is_needed=False), path)
     except BaseException:
         connection.close()
         raise
@@ -165,12 +165,15 @@ class Connection:
             self.check_open()
             raise
 
-    def differing(self, among: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """Return paths under which other ranks have different tensors; none where the caller named a rank."""
+    def differing(self, among: Callable[[str], bool] = lambda _: True, *, is_needed: bool = True) -> list[str]:
+        """Return paths under which other ranks have different tensors; none where the caller named a rank.
+
+        Raises what :meth:`MergedPayload.differing` does.
+        """
         chunks = self.chunks
         if self._has_named_rank or not isinstance(chunks, MergedPayload):
             return []
-        return self.call(chunks.differing(among))
+        return self.call(chunks.differing(among, is_needed=is_needed))
 
     def check_open(self) -> None:
         """Raise ClosedError where this was closed, or belongs to the parent of this process."""

@@ -164,7 +164,7 @@ async def _load(
                     if rank is None:
                         chosen = payload.manifest.skeleton if keys is None else select(payload.manifest.skeleton, keys)
                         read = {name for name, _ in leaves(chosen)}
-                        warn_of_others(await payload.differing(read.__contains__), path)
+                        warn_of_others(await payload.differing(read.__contains__, is_needed=False), path)
             else:
                 loading = allocate(manifest, keys, device, allow_pickle=allow_pickle)
                 buffers = pool_for(manifest, pool)

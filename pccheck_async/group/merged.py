@@ -7,6 +7,7 @@ reads bytes of them gets what the boxes in all parts hold.
 from __future__ import annotations
 
 import ctypes
+import logging
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from msgspec import structs
 
-from pccheck_async.errors import CorruptStoreError, StateMismatchError
+from pccheck_async.errors import CorruptStoreError, StateMismatchError, is_exhausted
 from pccheck_async.format import align, dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
@@ -26,6 +27,7 @@ from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Target, Targets, Wanted, boxes_of_range, merge_parts, sharded_paths
 from pccheck_async.store import UnreadableError, VerifiedChunks, pool_for
+from pccheck_async.telemetry import write
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -96,12 +98,19 @@ class MergedPayload:
         self.manifest, self._tensors = _in_full(manifest)
         self._end = self._tensors[0].start if self._tensors else manifest.payload_nbytes
 
-    async def differing(self, among: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """Return paths of tensors under which other ranks hold other ones. Raises DamagedError, ReadError."""
+    async def differing(self, among: Callable[[str], bool] = lambda _: True, *, is_needed: bool = True) -> list[str]:
+        """Return paths of tensors under which other ranks hold other ones.
+
+        Raises DamagedError, ReadError; where the answer is not needed these are logged, and it is none.
+        """
         try:
             return await self._parts.differing(among)
         except UnreadableError as unreadable:
-            raise unreadable.error from None
+            if is_needed or is_exhausted(unreadable.error):
+                raise unreadable.error from None
+            text = "whether other ranks have different tensors is not known, as a part of theirs cannot be read: %s"
+            write(logging.WARNING, "not_compared", text, unreadable.error)
+            return []
 
     async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill targets in host memory; ``advance`` hears of the open part's chunks.

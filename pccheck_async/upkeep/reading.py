@@ -181,7 +181,7 @@ async def _differing(held: Held) -> list[str]:
     pool = make_pool(held.manifest)
     try:
         async with aclosing(await held.reader.merged(held.entry, held.file, held.manifest, pool)) as merged:
-            return await merged.differing()
+            return await merged.differing(is_needed=False)
     finally:
         pool.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 from pccheck_async import (
+    DamagedError,
     Group,
     RNGState,
     StateMismatchError,
@@ -31,6 +33,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.group import differing
+from tests.engine.test_failures import flip
 from tests.group.test_sharded import mesh_of
 from tests.support.ranks import run_ranks
 
@@ -243,6 +246,24 @@ def test_load_and_open_say_that_other_ranks_have_other_tensors(folder: Path, cap
     assert not warned(lambda: load_sync(folder, rank=0))
     assert not warned(lambda: open_checkpoint(folder, rank=1).close())
     assert not warned(lambda: load_sync(folder, keys=["alike"]))
+
+
+def test_what_is_damaged_in_another_ranks_part_is_in_nobodys_way(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "run"
+    shutil.copytree(folder, damaged)
+    (slot,) = [each for each in damaged.glob("rank-00001/slot-*") if any(each.read_bytes())]
+    flip(slot, 0)
+    assert torch.equal(load_sync(damaged)["expert00"], torch.zeros(3))
+    with open_checkpoint(damaged) as checkpoint:
+        assert torch.equal(checkpoint["expert00"], torch.zeros(3))
+    assert describe_checkpoint(damaged).differing == ()
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 3
+    assert "is not known, as a part of theirs cannot be read: rank-00001/slot-" in said[0]
+    with pytest.raises(DamagedError):  # which may be the ones that are meant
+        export_checkpoint(damaged, tmp_path / "out.pt", to="torch")
 
 
 def test_export_wants_to_know_the_rank(folder: Path, tmp_path: Path) -> None:
