@@ -83,7 +83,7 @@ class Server(Meeting):
 
     def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
         super().__init__()
-        self._inbox = self._connect(timedelta(seconds=_GAP_SECONDS))
+        self._inbox = self._connect()
         self._log = self._connect()
         self._coordinator = coordinator
         self._world = world
@@ -91,8 +91,11 @@ class Server(Meeting):
         self._received = 0
         self._published = 0
         self._closing = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="pccheck-group-inbox", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="pccheck-group-gaps", daemon=True)
         self._thread.start()
+        self._watcher.start()
         self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
         self._timer.daemon = True
         self._timer.start()
@@ -104,8 +107,8 @@ class Server(Meeting):
                 ranks = ", ".join(map(str, missing))
                 self._publish([Refused(f"ranks {ranks} did not open this group within {seconds} s")])
 
-    def _connect(self, timeout: timedelta = _FOREVER) -> TCPStore:
-        return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    def _connect(self) -> TCPStore:
+        return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
 
     @property
     def step(self) -> int:
@@ -134,17 +137,21 @@ class Server(Meeting):
             self._closing = True
             self._log.set(f"in/{self._received + 1}", b"")  # type: ignore[arg-type]
             self._thread.join()
+        self._closed.set()
+        self._watcher.join()
         return self._coordinator.remaining
 
     def _serve(self) -> None:
         with suppress(*_LOST):
             while self._coordinator.remaining and not self._closing:
-                data = self._next_message()
+                key = f"in/{self._received + 1}"
+                data = self._inbox.get(key)
+                self._inbox.delete_key(key)
                 with self._lock:
                     try:
                         if self._closing:
                             return
-                        if data is None:
+                        if not data:
                             raise GroupError(f"message {self._received + 1} is missing, and later ones are there")
                         decisions = self._coordinator.receive(decode_message(data))
                     except Exception as error:  # noqa: BLE001 - rank 0 goes on reading: ranks have to say goodbye
@@ -153,21 +160,19 @@ class Server(Meeting):
                     self._publish(decisions)
                 self._received += 1
 
-    def _next_message(self) -> bytes | None:
-        """Wait for the next message and take it out of the inbox; None: it is missing, and later ones are there."""
-        key, behind = f"in/{self._received + 1}", False
-        while True:
-            try:
-                data: bytes = self._inbox.get(key)
-            except _LOST:
-                # Raises the same again if the store is gone; else only the time was up.
-                posted = self._inbox.add("in", 0)
-                if behind:
-                    return None
-                behind = posted > self._received + 1
-            else:
-                self._inbox.delete_key(key)
-                return data
+    def _watch(self) -> None:
+        """Put an empty message where one is missing and later ones are there: rank 0 would wait for it for ever.
+
+        Not by a timeout of the waiting: torch writes lines to stderr for each.
+        """
+        missing = -1
+        while not self._closed.wait(_GAP_SECONDS):
+            with self._lock, suppress(*_LOST):
+                number = self._received + 1
+                if self._log.add("in", 0) > number and not self._log.check([f"in/{number}"]):
+                    if missing == number:
+                        self._log.set(f"in/{number}", b"")  # type: ignore[arg-type]
+                    missing = number
 
     def _publish(self, decisions: Sequence[AnyDecision]) -> None:
         for decision in decisions:
