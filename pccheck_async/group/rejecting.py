@@ -26,7 +26,8 @@ async def reject_in_group(path: str | os.PathLike[str], step: int, lock_timeout:
 
     Durability: when this returns all records that have marks survive power loss.
 
-    Raises what :meth:`Retention.reject` does; StoreLockedError where a rank runs; StoreFailedError.
+    Raises what :meth:`Retention.reject` does; IncompleteCheckpointError where all lack parts that are in other folders;
+    StoreLockedError where a rank runs; StoreFailedError.
     """
     stores: list[GroupStore] = []
     async with AsyncExitStack() as stack:
@@ -48,9 +49,11 @@ async def reject_in_group(path: str | os.PathLike[str], step: int, lock_timeout:
             assert isinstance(store, GroupStore)
             stores.append(store)
         listing = list_group(path)  # only now, when none of the records can change any more
+        if not listing.complete:
+            raise listing.nothing(None)
         others = {one.key.counter: one.step for one in listing.incomplete}
         entries = [one.entry for one in listing.complete]
-        until = max([*others, *(entry.counter for entry in entries)], default=-1)
+        until = max([*others, *(entry.counter for entry in entries)])
         chosen = Retention.reject(entries, step, others, until)
         for store in stores:
             record = store.committed.record

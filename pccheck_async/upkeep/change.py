@@ -116,6 +116,7 @@ def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "aut
 
     Raises:
         NoCheckpointError: there is none from ``step`` on that is not rejected.
+        IncompleteCheckpointError: of a group, parts of all are in folders of other nodes.
         StoreError: none would be left to restore; nothing was rejected.
         StoreLockedError: a trainer has the store open: use its ``engine.reject``.
         StoreFailedError: the record could not be written.

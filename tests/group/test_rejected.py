@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pccheck_async import (
     CheckpointEngine,
     Group,
+    IncompleteCheckpointError,
     NoCheckpointError,
     StoreError,
     StoreLockedError,
@@ -108,6 +109,10 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
         assert load_sync(mixed)["step"] == 0
         restored = run_ranks(2, lambda group, mixed=mixed: restore(mixed, group, keep_last=3))  # type: ignore[misc]
         assert [one["step"] for one in restored] == [0, 0]
+
+    shutil.rmtree(tmp_path / "copy" / rank_name(1))  # it is on another node
+    with pytest.raises(IncompleteCheckpointError, match="step 2 lacks the parts of rank 1"):
+        reject_checkpoints(tmp_path / "copy", 1)
 
     def refused(group: Group) -> str:
         with SyncCheckpointEngine(folder, group=group, keep_last=3):
