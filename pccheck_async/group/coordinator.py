@@ -269,7 +269,9 @@ class Coordinator:
             why = f"the ranks call it differently: {', '.join(sorted(map(repr, ballot.names)))}"
             return [self._abort(counter, why, -1)]
         if self._is_mixed(ballot):
-            return [self._abort(counter, _MIXED, -1, differs=True)]
+            # All know the same from here on, whatever each of them knew: else the next one may be mixed, too.
+            known = tuple(sorted({ranks for some in ballot.differing for ranks in some}))
+            return [Compare(counter, known), self._abort(counter, _MIXED, -1, differs=True)]
         if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
             return [self._abort(counter, _UNEVEN.format(", ".join(names)), -1)]
         if differing := self._differing(ballot):

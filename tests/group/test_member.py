@@ -599,6 +599,7 @@ def test_captures_of_before_and_after_are_not_mixed() -> None:
     outcome = group.last(0, Resolve)
     assert outcome.outcome == "differs"
     assert "before they knew" in outcome.why
+    assert [member.differing for member in group.members] == [{5}, {5}]  # so that the next one is not
 
 
 def test_ranks_of_two_versions_are_refused() -> None:
