@@ -128,6 +128,28 @@ def test_other_ranks_of_local_steps_are_refused_by_name(tmp_path: Path) -> None:
     assert r"different tensors under one name: model.module\.0\.bias" in said
 
 
+def test_a_run_goes_on_where_ranks_share_replicas_with_some_others_only(tmp_path: Path) -> None:
+    def rank_main(run: int, group: Group) -> list[int]:
+        mesh_of(tmp_path / f"{run}", group)
+        pair, alone = torch.distributed.new_group([0, 1]), torch.distributed.new_group([2])
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Linear(20, 30), process_group=alone if group.rank == 2 else pair)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.manual_seed(group.rank)
+        state = {"model": model, "optimizer": optimizer}
+        with SyncCheckpointEngine(tmp_path / "run", group=group, interval=1, save_last=False) as engine:
+            engine.restore(state)
+            for step in range(3 * run, 3 * run + 3):
+                with engine.step(state, step):
+                    train(model, optimizer, local=True)
+                engine.drain()
+            return [info.step for info in engine.checkpoints()]
+
+    for run in range(2):
+        (tmp_path / f"{run}").mkdir()
+        assert run_ranks(3, partial(rank_main, run)) == [[3 * run + 2]] * 3
+
+
 def test_the_last_step_is_saved_though_it_is_the_first_to_differ(tmp_path: Path) -> None:
     def rank_main(group: Group) -> None:
         mesh_of(tmp_path, group)
