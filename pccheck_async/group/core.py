@@ -31,6 +31,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
     StateMismatchError,
     StoreError,
+    is_exhausted,
 )
 from pccheck_async.format import Key, Metadata, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
@@ -310,6 +311,8 @@ class GroupCore(EngineCore):
             yield parts.fill()
             found = (yield parts.differing(apart.__contains__)) if apart else ()
         except UnreadableError as error:
+            if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
+                raise error.error from None
             return str(error), ()
         return None, {apart[path] for path in found}
 
@@ -359,6 +362,8 @@ def _match(
         if reading.restoration.resharded:
             yield parts.match(reading.restoration.resharded)
     except UnreadableError as error:
+        if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
+            return "mismatch", str(error), error.error
         return "damaged", str(error), None
     except (CheckpointError, TypeError, ValueError) as error:
         return "mismatch", str(error), error

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pccheck_async import ReadError, load_sync, open_checkpoint
+from pccheck_async import Group, ReadError, SyncCheckpointEngine, load_sync, open_checkpoint
 from pccheck_async.group import rank_name
 from pccheck_async.integrations import dcp
 from pccheck_async.transfer import available_descriptors
 from tests.support.group_folders import save_in_group, state_of_rank
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 WORLD = 12
@@ -99,3 +100,30 @@ def test_descriptors_that_are_left(made: Path) -> None:
         with open(made / "group.json", "rb"):
             assert available_descriptors() == before - 1
         assert before <= 20
+
+
+def test_too_few_descriptors_are_no_damage(tmp_path: Path) -> None:
+    def restore(group: Group) -> tuple[str, list[int]]:
+        state = {"w": torch.zeros(3), "step": 0}
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            used = limits[0] - available_descriptors()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, limits[1]))
+            try:
+                with pytest.raises(ReadError, match="ulimit -n") as caught:
+                    engine.restore(state)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            engine.restore(state)
+            assert state["step"] == 2
+            engine.checkpoint(state, step=3).result()
+            return str(caught.value), [info.step for info in engine.checkpoints()]
+
+    def save(group: Group) -> None:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
+            for step in (1, 2):
+                engine.checkpoint({"w": torch.ones(3), "step": step}, step=step).result()
+
+    run_ranks(2, save)
+    ((_, steps),) = run_ranks(1, restore)
+    assert steps == [3, 2, 1]
