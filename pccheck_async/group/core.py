@@ -300,8 +300,8 @@ class GroupCore(EngineCore):
     def _fill(self, reading: Reading, parts: Parts, state: Mapping[str, Any]) -> Handoff:
         """Fill the live arrays; return what was damaged or None, and hashes of ranks that saved different replicas.
 
-        These are not believed to have them alike again: else the first checkpoint of every run would be aborted. All
-        ranks compare the same parts, and come to the same.
+        These are not believed to have them alike again: else the first checkpoint of every run would be aborted. Ranks
+        that see other parts, or share replicas with other ranks, find others: the first checkpoint tells all of them.
         """
         assert self.captures.owners is not None
         apart = self.captures.owners.saved_apart(state, reading.manifest)
