@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 __all__ = ["Course", "Epoch", "Place"]
 
@@ -75,6 +76,18 @@ class Epoch(Generic[T]):
         return f"<epoch {self.number}, {self._steps} batches>"
 
 
+class _Together(threading.local):
+    """What tells the end of a loop over several loaders (``zip``) from ``break``: all loaders of a thread share it."""
+
+    ended_last: Course | None = None
+    """Whose pass ended, with no batch of an epoch of any loader since."""
+    delivered = 0
+    """Batches of epochs of all loaders."""
+
+
+_together = _Together()
+
+
 class Course:
     """The passes over the data of one loader in this process, and the place where they are.
 
@@ -82,11 +95,10 @@ class Course:
     counts epochs is decided by the first use: :meth:`epochs`, or :meth:`set_epoch`; else every pass is an epoch.
     """
 
-    _ended_last: ClassVar[Course | None] = None  # whose pass ended, with no batch of an epoch of any loader since
-
     def __init__(self) -> None:
         self._counter: Literal["passes", "set_epoch", "epochs"] = "passes"
         self._steps: int | None = None  # that each pass of epochs() is cut to
+        self._own = 0  # batches in the call of epochs() that is underway
         self._loop = self._loops = 0  # which call of epochs() is underway, 0 for none; how many there were
         self._moved = False  # by load(), while a call of epochs() is underway
         self._asides = 0  # iterators underway that leave the place alone
@@ -111,6 +123,7 @@ class Course:
 
     def _fresh_pass(self) -> None:
         self._delivered = 0  # batches of the pass, by this process
+        self._beside = -1  # batches of epochs of all loaders at its last one
         self.complete = self._ended = self._live = False
         self._left_alone: bool | None = None  # not because another loader's pass ended; None: not left yet
 
@@ -131,12 +144,12 @@ class Course:
         Where one is over several loaders, it ends with one of them (``zip``) or goes on without it (``zip_longest``).
         """
         if self._ended:
-            return Course._ended_last is not None
+            return _together.ended_last is not None
         return self._used and not self._live and not self._alone
 
     @property
     def _alone(self) -> bool:
-        return Course._ended_last in (None, self) if self._left_alone is None else self._left_alone
+        return _together.ended_last in (None, self) if self._left_alone is None else self._left_alone
 
     @property
     def epoch(self) -> int:
@@ -196,6 +209,7 @@ class Course:
         self._leave()  # a loop that was interrupted may not be collected yet
         self._loops += 1
         self._loop = loop = self._loops
+        self._own, before = 0, (_together.delivered, _together.ended_last)
         if self._taken and self._origin.position:
             self._warn(
                 "before",
@@ -224,6 +238,8 @@ class Course:
         finally:
             if loop == self._loop:
                 self._leave()
+                if _together.delivered == before[0] + self._own:  # the loop ran within a step of others
+                    _together.ended_last = before[1]
 
     def _leave(self) -> None:
         """End the loop over epochs that is underway, if any; the next one goes on here."""
@@ -277,7 +293,7 @@ class Course:
             place, self._restored = self._next_pass(), None
         self._pending, self.place = None, place
         if self._loop:
-            Course._ended_last = None
+            _together.ended_last = None
         self._started = self._used = True
         self._iterator += 1
         self._fresh_pass()
@@ -330,7 +346,10 @@ class Course:
                 self._delivered += 1
                 self._taken = self._taken or epoch is None
                 if self._loop:
-                    Course._ended_last = None
+                    _together.ended_last = None
+                    _together.delivered += 1
+                    self._own += 1
+                self._beside = _together.delivered
                 yield batch
                 if mine != self._iterator:
                     raise RuntimeError(
@@ -338,7 +357,8 @@ class Course:
                         "the position; start a new for loop"
                     )
             self._ended, self._restored = True, None
-            Course._ended_last = self
+            if self._loop or self._beside != _together.delivered:  # else it ran within a step of others: a validation
+                _together.ended_last = self
             if self._counter == "passes":
                 self._move(Place(self.place.epoch + 1, self.place.number + 1))
         finally:

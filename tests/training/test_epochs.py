@@ -8,6 +8,7 @@ one anew. That of StatefulDataLoader saves the number, too, and continues in the
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -593,6 +594,32 @@ def test_zip_takes_a_restored_position_even_if_it_ends_at_once() -> None:
     with pytest.warns(UserWarning, match="given up before its first batch"):
         pairs = list(zip(short, long, strict=False))
     assert [batch.tolist() for _, batch in pairs] == passes[1][:4]
+
+
+@pytest.mark.parametrize("how", ["for", "epochs", "thread"])
+def test_an_epoch_that_is_left_after_a_validation_goes_on_at_its_position(how: str) -> None:
+    loader, validation = (ResumableLoader(list(range(size)), shuffle=False) for size in (6, 2))
+
+    def validate() -> None:
+        for epoch in validation.epochs(1) if how == "epochs" else [validation]:
+            assert len([*epoch]) == 2
+
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            if batch == 2:
+                if how == "thread":
+                    thread = threading.Thread(target=validate)
+                    thread.start()
+                    thread.join()
+                else:
+                    validate()
+                break
+        break
+    resumed = ResumableLoader(list(range(6)), shuffle=False)
+    resumed.load_state_dict(loader.state_dict())
+    epochs = resumed.epochs(2)
+    epoch = next(epochs)
+    assert (epoch.number, [int(batch) for batch in epoch]) == (0, [3, 4, 5])
 
 
 def main() -> None:
