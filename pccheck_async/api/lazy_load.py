@@ -31,6 +31,8 @@ from pccheck_async.state import (
     Targets,
     apart,
     below,
+    check_classes,
+    compose,
     opened,
     paths,
     rebuild,
@@ -203,10 +205,11 @@ class Connection:
         refuse_boxes(node)
         pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
         with apart():
+            check_classes(node)
             allocation = Allocation(self.manifest, sorted(arrays(node)))
             self.call(self.chunks.fill(Targets(allocation.targets())))
             # On the caller's thread: what was pickled runs code.
-            return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
+            return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled, composed=compose)
 
     def read(self, entry: TensorEntry) -> Array:
         """Read what ``entry`` views."""

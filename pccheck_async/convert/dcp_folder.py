@@ -143,8 +143,8 @@ class _Planner(DefaultSavePlanner):
                 def refuse(value: PickledNode) -> None:  # one in an OrderedDict's _metadata is no leaf
                     selection.refused.append(f"{names.get(id(value), path)} (a pickled {value.kind})")
 
-                # Arrays that are not leaves (an OrderedDict's _metadata) were refused in select_part.
-                return rebuild(node, stand_ins.get, pickled=refuse)
+                # Arrays that are not leaves (an OrderedDict's _metadata) and composed ones were refused in select_part.
+                return rebuild(node, stand_ins.get, pickled=refuse, composed=lambda *_: None)
 
     def _stored_tensor(self, node: ArrayNode, path: str, selection: Selection, *, pickled: bool) -> StoredTensor:
         entry = self._connection.manifest.tensors[node.index]

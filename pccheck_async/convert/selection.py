@@ -95,7 +95,9 @@ def select_part(connection: Connection, keys: Sequence[str] | None, root: str | 
     node = opened(node)
     refuse_boxes(node)
     chosen = Selection(manifest, node, dict(leaves(node)) if below(node) else {})
-    named = {leaf.index for leaf in chosen.leaves.values() if isinstance(leaf, ArrayNode)}
+    composed = [(path, leaf.name) for path, leaf in chosen.leaves.items() if isinstance(leaf, nodes.ComposedNode)]
+    chosen.refused += [f"{path} (a {name}, which is composed of other tensors)" for path, name in composed]
+    named = {index for leaf in chosen.leaves.values() for index in arrays(leaf)}
     if named != set(arrays(node)):
         chosen.refused.append("an array in the _metadata of an OrderedDict")
     return chosen

@@ -208,6 +208,7 @@ class Captures:
                 sources.release()
             marks = backend.mark_queued_work(sources.devices)
             capture = Capture(flat.skeleton, layout, backend, marks, lazy, captured)
+            capture.has_composed = flat.has_composed
             if tally is not None:
                 capture.differing = tally.differing
                 if flat.has_sharded:
@@ -231,6 +232,7 @@ class Capture:
         sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None where none does,
         sample: and of those that others are believed to have alike;
         differing: and who of them are not.
+        has_composed: Whether there are tensors in it that are composed of others.
         layout: Where the tensors' bytes lie; holds their storages alive.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
@@ -244,6 +246,7 @@ class Capture:
     sums: Mapping[str, int] | None = None
     sample: Sample | None = None
     differing: frozenset[int] = frozenset()
+    has_composed = False
     _stopped = False
     _copying = 0
 

@@ -416,7 +416,9 @@ class Scheduler:
         capture = job.capture
         return self._manifests.encode(
             Manifest(
-                version=version_of(capture.skeleton, with_pieces=capture.sums is not None),
+                version=version_of(
+                    capture.skeleton, with_pieces=capture.sums is not None, composed=capture.has_composed
+                ),
                 counter=job.pending.counter,
                 step=job.pending.step,
                 time=capture.time,

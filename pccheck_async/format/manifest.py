@@ -23,6 +23,7 @@ from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.format.skeleton import (
     MAX_DEPTH,
     ArrayNode,
+    ComposedNode,
     DictNode,
     Node,
     OrderedDictNode,
@@ -34,9 +35,9 @@ from pccheck_async.format.skeleton import (
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2
 """Of a manifest with boxes of tensors that lie on several ranks: others read parts of them."""
-ORDERED_VERSION: Final = 3
-"""Of a manifest whose outermost mapping is an OrderedDict, with boxes or without; earlier versions of the package,
-which expect a dict there, refuse this number."""
+LATEST_VERSION: Final = 3
+"""Of a manifest whose outermost mapping is an OrderedDict, or with tensors that are composed of others, with boxes or
+without; earlier versions of the package, which know neither, refuse this number."""
 ALIGNMENT: Final = 64
 """Bytes. Every storage starts at a multiple of it in the payload."""
 _MAX_DIMENSIONS: Final = 64
@@ -118,10 +119,10 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Manifest)
 
 
-def version_of(skeleton: Node, *, with_pieces: bool) -> int:
-    """Return the version of a manifest with this skeleton, and with checksums of pieces or without."""
-    if isinstance(skeleton, OrderedDictNode):
-        return ORDERED_VERSION
+def version_of(skeleton: Node, *, with_pieces: bool, composed: bool = False) -> int:
+    """Return the version of a manifest with this skeleton, with checksums of pieces and composed tensors or without."""
+    if composed or isinstance(skeleton, OrderedDictNode):
+        return LATEST_VERSION
     return SHARDED_VERSION if with_pieces else VERSION
 
 
@@ -166,15 +167,20 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise CorruptStoreError(f"the manifest cannot be read: {error}") from error
-    if not VERSION <= manifest.version <= ORDERED_VERSION:
-        known = f"this package reads formats {VERSION} to {ORDERED_VERSION}"
+    if not VERSION <= manifest.version <= LATEST_VERSION:
+        known = f"this package reads formats {VERSION} to {LATEST_VERSION}"
         raise CorruptStoreError(f"the manifest has format {manifest.version}; {known}")
     _check_outermost(manifest)
     _check_payload(manifest)
     for index, entry in enumerate(manifest.tensors):
         if trouble := _tensor_trouble(entry, manifest.storages):
             raise CorruptStoreError(f"array {index} of the manifest is impossible ({trouble}): {str(entry)[:200]}")
-    _check_skeleton(manifest.skeleton, manifest.tensors)
+    composed = _check_skeleton(manifest.skeleton, manifest.tensors)
+    pieces = manifest.pieces is not None
+    if manifest.version != version_of(manifest.skeleton, with_pieces=pieces, composed=composed):
+        raise CorruptStoreError(
+            f"a manifest of version {manifest.version} with the checksums or the content of another version"
+        )
     return manifest
 
 
@@ -197,10 +203,6 @@ def _check_outermost(manifest: Manifest) -> None:
         isinstance(key, (str, SurrogateStrNode)) for key in outermost.keys
     ):
         raise CorruptStoreError("the outermost node of a state is a mapping from strings")
-    if manifest.version != version_of(outermost, with_pieces=manifest.pieces is not None):
-        raise CorruptStoreError(
-            f"a manifest of version {manifest.version} with the checksums or the outermost mapping of another version"
-        )
 
 
 def _check_payload(manifest: Manifest) -> None:
@@ -259,22 +261,29 @@ def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str
     return ""
 
 
-def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
-    arrays = len(tensors)
-    seen = bytearray(arrays)
+def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> bool:
+    """Return whether there are composed tensors in it. Raises CorruptStoreError where it is impossible."""
+    count = len(tensors)
+    seen = bytearray(count)
     sharded: list[ShardedNode] = []
+    composed = False
     level: list[Any] = [skeleton]
     for _ in range(MAX_DEPTH + 2):
         below: list[Any] = []
         for node in level:
             if isinstance(node, ArrayNode):
-                if not 0 <= node.index < arrays or seen[node.index]:
-                    raise CorruptStoreError(f"the state names array {node.index} of {arrays} wrongly or twice")
+                if not 0 <= node.index < count or seen[node.index]:
+                    raise CorruptStoreError(f"the state names array {node.index} of {count} wrongly or twice")
                 seen[node.index] = 1
             elif isinstance(node, msgspec.Struct):
                 below.extend(children(node))  # type: ignore[arg-type]
                 if isinstance(node, ShardedNode):
                     sharded.append(node)
+                elif isinstance(node, ComposedNode):
+                    composed = True
+                    kinds = {*map(type, node.items)}
+                    if kinds - {ArrayNode} or not len(node.items) == len(node.names) == len({*node.names}):
+                        raise CorruptStoreError(f"a {node.name[:200]} is composed of something else than tensors")
         if not below:
             break
         level = below
@@ -285,6 +294,7 @@ def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
     for node in sharded:
         if trouble := _box_trouble(node, [tensors[box.index] for box in node.boxes]):
             raise CorruptStoreError(f"a tensor of shape {node.shape} on several ranks is impossible ({trouble})")
+    return composed
 
 
 def _box_trouble(node: ShardedNode, boxes: Sequence[TensorEntry]) -> str:

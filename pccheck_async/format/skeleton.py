@@ -78,6 +78,21 @@ class FrozenSetNode(_Items, frozen=True, tag="frozenset"):
     """A frozenset."""
 
 
+class ComposedNode(_Items, frozen=True, tag="composed"):
+    """A tensor of a class that composes it of other tensors (``__tensor_flatten__``): their arrays are the items."""
+
+    names: list[str]
+    """The attributes that have them."""
+    context: Node
+    """What ``__tensor_flatten__`` returned beside the names: plain values."""
+    module: str
+    """Of its class,"""
+    name: str
+    """and the qualified name there."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class _Mapping(_Struct, frozen=True):
     """A mapping in its order, one key per value; keys of any hashable supported type."""
 
@@ -172,7 +187,7 @@ _Container: TypeAlias = MappingNode | ListNode | TupleNode | SetNode | FrozenSet
 _Value: TypeAlias = BigIntNode | ComplexNode | SurrogateStrNode | BytesNode | BytearrayNode | PickledNode
 _Torch: TypeAlias = SizeNode | TorchDtypeNode | TorchDeviceNode
 _Numpy: TypeAlias = NumpyScalarNode | NumpyDtypeNode
-_Array: TypeAlias = ArrayNode | ShardedNode
+_Array: TypeAlias = ArrayNode | ShardedNode | ComposedNode
 Node: TypeAlias = bool | int | float | str | _Array | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
@@ -195,6 +210,8 @@ def children(node: Node) -> Iterator[Node]:
     """Yield the direct children of a node: keys and values of a mapping, items of a sequence or set."""
     if isinstance(node, _Items):
         yield from node.items
+        if isinstance(node, ComposedNode):
+            yield node.context
     elif isinstance(node, _Mapping):
         yield from node.keys
         yield from node.values
@@ -211,7 +228,7 @@ def replace_arrays(node: Node, place: Callable[[ArrayNode | ShardedNode], ArrayN
     if isinstance(node, (ArrayNode, ShardedNode)):
         return place(node)
     if isinstance(node, _Items):
-        return type(node)([replace_arrays(item, place) for item in node.items])
+        return structs.replace(node, items=[replace_arrays(item, place) for item in node.items])
     if isinstance(node, _Mapping):
         return structs.replace(node, values=[replace_arrays(value, place) for value in node.values])
     return StatefulNode(replace_arrays(node.child, place)) if isinstance(node, StatefulNode) else node

@@ -47,6 +47,10 @@ def take_apart(name: str, value: Any) -> Parts:
     flat = flatten({name: value})
     if flat.objects:
         raise UnsupportedStateError(f"{name}: objects are not kept on a shelf; put their state_dict() there")
+    if flat.has_composed:
+        raise UnsupportedStateError(
+            f"{name}: no tensors that are composed of others are kept on a shelf; put those there"
+        )
     return Parts(flat.skeleton, list(flat.leaves.values), arrange(flat.leaves))
 
 

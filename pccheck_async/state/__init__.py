@@ -8,6 +8,7 @@ from pccheck_async.state.ambient import apart, no_dispatch, no_functions, refuse
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.composed import check_classes, compose
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
@@ -93,8 +94,10 @@ __all__ = [
     "broadcast_buffers",
     "cached_layout",
     "call_before_accesses",
+    "check_classes",
     "check_outermost",
     "clear_gradients",
+    "compose",
     "exempt_this_thread",
     "flatten",
     "flatten_unchecked",

@@ -35,7 +35,8 @@ class Leaves:
         self.paths: list[str] = []
         self.values: list[Array] = []
         self.wrappers: dict[int, torch.Tensor] = {}
-        """The DTensors whose boxes are leaves, by the numbers of those: they count changes."""
+        """The DTensors whose boxes are leaves, and the tensors composed of leaves, by the numbers of those: they count
+        changes."""
 
     def check(self) -> None:
         """Raise UnsupportedStateError for the first one that cannot be saved by its bytes; says what to do."""

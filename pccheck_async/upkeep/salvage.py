@@ -10,7 +10,7 @@ import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
-from pccheck_async.format.manifest import ORDERED_VERSION, SHARDED_VERSION, VERSION, Manifest, decode, encode
+from pccheck_async.format.manifest import LATEST_VERSION, SHARDED_VERSION, VERSION, Manifest, decode, encode
 from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, slot_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import OpenMedium
@@ -201,7 +201,7 @@ def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, st
 
 # -- manifests in bytes that no record points to: pure decisions
 
-_PIECES: Final = ((VERSION, None), (SHARDED_VERSION, ()), (ORDERED_VERSION, None), (ORDERED_VERSION, ()))
+_PIECES: Final = ((VERSION, None), (SHARDED_VERSION, ()), (LATEST_VERSION, None), (LATEST_VERSION, ()))
 _FIRST: Final = [encode(Manifest(each, 0, 0, 0.0, {}, None, (), (), (), 0, its)) for each, its in _PIECES]
 SIGNATURES: Final = [first[: first.index(b"counter") + len(b"counter")] for first in _FIRST]
 """What manifests of each version begin with: a map of so many entries, its version, the name of the second."""

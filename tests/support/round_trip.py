@@ -68,7 +68,7 @@ def save(state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 5
             source.copy(low, high, buffer[offset : offset + high - low])
         chunks.append(ChunkEntry(chunk.offset, chunk.nbytes, crc32(buffer)))
     manifest = Manifest(
-        version=version_of(flat.skeleton, with_pieces=False),
+        version=version_of(flat.skeleton, with_pieces=False, composed=flat.has_composed),
         counter=3,
         step=7,
         time=1.5,

@@ -221,7 +221,7 @@ def chosen(constants: Constants, state: dict[str, Any], candidates: list[str]) -
     layout = arrange(flat.leaves)
     which = np.zeros(len(layout.extents), np.bool_)
     which[[layout.source_of[flat.leaves.paths.index(name)] for name in candidates]] = True
-    choice = constants.choose(layout, which, flat.leaves.values, flat.leaves.paths)
+    choice = constants.choose(layout, which, flat.leaves)
     assert choice is not None
     plan = Planner(PAGE_BYTES, PAGE_BYTES).plan(replace(layout, breaks=choice.breaks))
     memory = [np.ascontiguousarray(value).view(np.uint8).reshape(-1) for value in flat.leaves.values]

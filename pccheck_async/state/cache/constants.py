@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import TornCaptureError
+from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.storages import Layout
 from pccheck_async.state.tensor_access import begin_period, last_access, storage_address
 
@@ -70,15 +71,16 @@ class Constants:
     def __init__(self) -> None:
         self._known: _Known | None = None
 
-    def choose(self, layout: Layout, candidates: _Which, values: Sequence[Any], paths: Sequence[str]) -> Choice | None:
+    def choose(self, layout: Layout, candidates: _Which, leaves: Leaves) -> Choice | None:
         """Return which of the ``candidates`` are constant so far; None where none of them ever can be.
 
-        They are sources that no optimizer owns and that are too large to be copied on the caller's thread; ``values``
-        and ``paths`` are those of all leaves.
+        They are sources that no optimizer owns and that are too large to be copied on the caller's thread.
         """
         storage_of = layout.extents[:, 0]
         sources = enumerate(layout.source_of)
-        marks = {leaf: _mark(values[leaf]) for leaf, source in sources if source >= 0 and candidates[source]}
+        values, paths, wrappers = leaves.values, leaves.paths, leaves.wrappers
+        wanted = [leaf for leaf, source in sources if source >= 0 and candidates[source]]
+        marks = {leaf: _mark(values[leaf], wrappers.get(leaf)) for leaf in wanted}
         begin_period()  # accesses from now on differ from those in the marks
         candidates = candidates.copy()
         candidates[[layout.source_of[leaf] for leaf, mark in marks.items() if mark is None]] = False
@@ -112,11 +114,12 @@ class Constants:
         self._known = _Known(choice, sources, chunks, new, changed)
 
 
-def _mark(value: Any) -> _Mark | None:
+def _mark(value: Any, wrapper: torch.Tensor | None) -> _Mark | None:
     """Return the mark of a leaf; None for arrays and tensors whose changes nobody counts."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
+    if not isinstance(value, torch.Tensor) or value.is_inference() or (wrapper is not None and wrapper.is_inference()):
         return None
-    return value._version, storage_address(value), last_access(value)
+    version = value._version + (0 if wrapper is None else wrapper._version)
+    return version, storage_address(value), last_access(value)
 
 
 def _same_place(then: Choice, extents: _Numbers, storage_nbytes: tuple[int, ...], candidates: _Which) -> bool:

@@ -16,6 +16,8 @@ from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import (
     ArrayNode,
+    ComposedNode,
+    ListNode,
     MappingNode,
     Node,
     OrderedDictNode,
@@ -24,11 +26,14 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
     children,
 )
+from pccheck_async.state import paths
 from pccheck_async.state.pickles import Pickled
 from pccheck_async.state.restore.tree import below, has_parts, rebuild
 
 _METADATA: Final = "._metadata"
 """Component for the ``_metadata`` that ``nn.Module`` sets on its state; a dot in a key would be escaped."""
+_CONTEXT: Final = "._context"
+"""Component for what a tensor that is composed of others has beside these."""
 _MOST_COMPARED: Final = 256
 """Views of one storage that are searched for one that overlaps."""
 _DATA: Final = nodes.BytesNode | nodes.BytearrayNode | nodes.SurrogateStrNode
@@ -154,6 +159,12 @@ class _Walk:
             self.visit(node.child, names, f"{kind}object of ")
         elif isinstance(node, ArrayNode):
             leaves.append(self._array(node.index, names))
+        elif isinstance(node, ComposedNode):
+            for name, child in zip(node.names, node.items, strict=True):
+                self.visit(child, (*names, paths.components([name])[0]))
+            sizes: list[Node] = [ListNode([*node.shape]), ListNode([*node.stride])]
+            about = ListNode([node.module, node.name, *sizes, node.context])
+            leaves.append(StoredLeaf((*names, _CONTEXT), node=about))
         elif isinstance(node, ShardedNode):
             place = range(len(leaves), len(leaves) + len(node.boxes))
             self.listing.sharded.append(ShardedLeaf(names, node.dtype, node.shape, node.mesh, node.plain, place))

@@ -23,6 +23,7 @@ from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import (
     ArrayNode,
+    ComposedNode,
     DictNode,
     ListNode,
     MappingNode,
@@ -35,6 +36,7 @@ from pccheck_async.format.skeleton import (
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
+from pccheck_async.state.composed import check_classes, class_of, compose, is_composed
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore import objects
@@ -60,7 +62,7 @@ from pccheck_async.state.restore.tree import (
 )
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
-from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
+from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner, take_apart
 from pccheck_async.state.stateful import can_check, is_stateful
 from pccheck_async.state.tensor_access import storage_address
 from pccheck_async.telemetry import write
@@ -71,6 +73,7 @@ _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes
 """Containers that take other content and stay the same object."""
 _LIVE_ARRAYS: Final = (torch.Tensor, np.ndarray, FlatShard)
 _NOWHERE: Final = object()
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
 _EXTRA_STATE: Final = "_extra_state"  # the key of what nn.Module's get_extra_state() returned
 
 _Replace = Callable[[Any], None]
@@ -104,7 +107,7 @@ def allocate(
         allow_pickle: Whether pickled values are unpickled; else they are refused, before any byte is read.
 
     Raises:
-        UnsupportedStateError: There is a pickled value.
+        UnsupportedStateError: There is a pickled value, or a tensor of a class that is not imported.
         StateMismatchError: One of ``keys`` selects nothing.
         IncompleteCheckpointError: A tensor lies on several ranks, of which this is one's part.
         CorruptStoreError: The skeleton describes no value.
@@ -113,6 +116,7 @@ def allocate(
     place = place_of(device)
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     refuse_boxes(skeleton)
+    check_classes(skeleton)
     pickled = {
         id(each): path for path, leaf in leaves(skeleton) for each in nodes.walk(leaf) if isinstance(each, PickledNode)
     }
@@ -124,7 +128,7 @@ def allocate(
 
     def finish() -> Any:
         _tell_unpickled(pickled.values())
-        values = partial(rebuild, skeleton, lambda index: allocation.array(index, place))
+        values = partial(rebuild, skeleton, lambda index: allocation.array(index, place), composed=compose)
         with apart():  # this may be the caller's thread
             return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
 
@@ -225,6 +229,7 @@ class _Matching:
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
         self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
+        self._composed: dict[int, Any] = {}  # live composed tensors by the identity of their node
         self._plain_made: dict[int, Any] = {}  # those of them that were saved as plain tensors, by number
         # Of tensors that lie, or lay, on several ranks: boxes that are others here than in this rank's part.
         self._resharded: list[Wanted] = []
@@ -372,6 +377,9 @@ class _Matching:
             if strict or not plain or self._fits(live, node):  # else it is made anew
                 self._sharded(live, node, path)
             return
+        if isinstance(node, ComposedNode):
+            self._fill_parts(live, node, path, strict=strict)
+            return
         if not isinstance(node, ArrayNode):
             if strict:
                 self._differs(live, node, path)
@@ -382,6 +390,38 @@ class _Matching:
                 self._filling.add(path, node.index, live, strict=strict)
         elif strict:
             self._mismatched.append(f"{path} ({trouble})")
+
+    def _fill_parts(self, live: Any, node: ComposedNode, path: str, *, strict: bool) -> None:
+        """Let a tensor that is composed of others take what was saved of such a one, in the memory of those."""
+        trouble = f"a {type(live).__qualname__} here, a {node.name} in the checkpoint"
+        if is_composed(live) and (type(live).__module__, type(live).__qualname__) == (node.module, node.name):
+            own, tensors = take_apart(live, path)
+            about, stored = (_ENCODE(structs.replace(each, items=[], stride=())) for each in (own, node))
+            trouble = "" if about == stored else f"another shape or context of a {node.name} here"
+        if not trouble:
+            indices = [item.index for item in node.items if isinstance(item, ArrayNode)]
+            pairs = [*zip(indices, tensors, strict=True)]
+            found = ((index, difference(self._tensors[index], part)) for index, part in pairs)
+            trouble = next((f"{node.names[at]}: {each}" for at, (_, each) in enumerate(found) if each), "")
+        if trouble:
+            if strict:
+                self._mismatched.append(f"{path} ({trouble})")
+            return
+        with apart():
+            for name, (index, part) in zip(node.names, pairs, strict=True):
+                self._filling.add(paths.child(path, name), index, part, strict=strict)
+        self._composed[id(node)] = live
+        if not live.is_inference():
+            self._actions.append(partial(torch.autograd.graph.increment_version, live))  # which its parts do not
+
+    def _stored_composed(self, node: ComposedNode, parts: Mapping[str, Any], context: Any) -> Any:
+        live = self._composed.get(id(node))
+        if live is not None and all(getattr(live, name) is part for name, part in parts.items()):
+            return live
+        return compose(node, parts, context)
+
+    def _check_class(self, node: ComposedNode, *_: object) -> None:
+        class_of(node, self._stored_paths.get(id(node), ""))
 
     def _sharded(self, live: Any, node: Node, path: str) -> None:
         """Let a tensor that lies, or lay, on several ranks take what was saved: here, or on any of them.
@@ -444,7 +484,7 @@ class _Matching:
 
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
-        rebuild(node, lambda index: index, pickled=self._unpickle)
+        rebuild(node, lambda index: index, pickled=self._unpickle, composed=self._check_class)
         self._make_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
@@ -499,7 +539,7 @@ class _Matching:
             modules = (part for part in getattr(live, "__dict__", {}).values() if isinstance(part, torch.nn.Module))
             self._maybe_filled += chain.from_iterable(module.parameters() for module in modules)
         # Raises before anything changed where it describes no value, as the object does for one that it refuses.
-        stored = rebuild(child, lambda index: index, pickled=self._unpickle)
+        stored = rebuild(child, lambda index: index, pickled=self._unpickle, composed=self._check_class)
         if can_check(live):
             self._check(live, stored, path)
         self._make_sharded(child)
@@ -629,7 +669,14 @@ class _Matching:
         return common
 
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded, self._unpickle)
+        return rebuild(
+            node,
+            self._stored_array,
+            self._stored_object,
+            self._stored_sharded,
+            self._unpickle,
+            self._stored_composed,
+        )
 
     def _stored_array(self, index: int) -> Array:
         if index in self._plain_made:

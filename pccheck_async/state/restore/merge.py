@@ -13,6 +13,7 @@ from msgspec import structs
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import (
     ArrayNode,
+    ComposedNode,
     MappingNode,
     Node,
     ShardedNode,
@@ -54,7 +55,7 @@ def _merge(node: Node, other: Node, path: str, source: tuple[int, Manifest], add
             values[number] = _merge(child, there[key][1], paths.child(path, name), source, added)
             changed |= values[number] is not child
     for key_node, (key, (name, child)) in zip(other.keys, there.items(), strict=True):
-        if key not in here and not any(_arrays_of_numpy(child, source[1])):
+        if key not in here and not any(_not_merged(child, source[1])):
             keys.append(key_node)
             values.append(replace_arrays(child, lambda one: _elsewhere(one, *source)))
             added.add(paths.child(path, name))
@@ -62,8 +63,11 @@ def _merge(node: Node, other: Node, path: str, source: tuple[int, Manifest], add
     return structs.replace(node, keys=keys, values=values) if changed else node
 
 
-def _arrays_of_numpy(node: Node, manifest: Manifest) -> Iterator[bool]:
-    return (manifest.tensors[one.index].kind == "ndarray" for one in walk(node) if isinstance(one, ArrayNode))
+def _not_merged(node: Node, manifest: Manifest) -> Iterator[bool]:
+    for one in walk(node):
+        yield isinstance(one, ComposedNode) or (
+            isinstance(one, ArrayNode) and manifest.tensors[one.index].kind == "ndarray"
+        )
 
 
 def _elsewhere(node: ArrayNode | ShardedNode, part: int, manifest: Manifest) -> ShardedNode:

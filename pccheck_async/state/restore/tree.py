@@ -9,10 +9,16 @@ from typing import Any
 
 from msgspec import structs
 
-from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, StateMismatchError
+from pccheck_async.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.skeleton import (
     ArrayNode,
+    ComposedNode,
     DictNode,
     ListNode,
     MappingNode,
@@ -33,6 +39,7 @@ def rebuild(
     stateful: Callable[[StatefulNode], Any] | None = None,
     sharded: Callable[[ShardedNode], Any] | None = None,
     pickled: Callable[[PickledNode], Any] = pickles.refuse_pickled,
+    composed: Callable[[ComposedNode, dict[str, Any], Any], Any] | None = None,
 ) -> Any:
     """Return the value that ``node`` describes, every part of it with the type that was saved.
 
@@ -42,10 +49,12 @@ def rebuild(
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
         sharded: Returns what takes the place of a tensor that lies on several ranks; by default, None.
         pickled: Returns what takes the place of a pickled value; by default, it is refused.
+        composed: Returns the tensor that is composed of other ones, given by their names, with a context; by default,
+            it is refused.
 
-    Raises CorruptStoreError where the tree describes no value, UnsupportedStateError for a pickled one.
+    Raises CorruptStoreError where the tree describes no value, UnsupportedStateError for what is refused.
     """
-    return _Builder(array, stateful, sharded, pickled).build(node, 0)
+    return _Builder(array, stateful, sharded, pickled, composed).build(node, 0)
 
 
 @dataclass(slots=True)
@@ -56,6 +65,7 @@ class _Builder:
     stateful: Callable[[StatefulNode], Any] | None
     sharded: Callable[[ShardedNode], Any] | None
     pickled: Callable[[PickledNode], Any]
+    composed: Callable[[ComposedNode, dict[str, Any], Any], Any] | None
 
     def each(self, items: list[Node], depth: int) -> list[Any]:
         return [item if type(item) in values.VERBATIM else self.build(item, depth) for item in items]
@@ -69,6 +79,11 @@ class _Builder:
                 return self.sharded(node) if self.sharded is not None else None
             case PickledNode():
                 return self.pickled(node)
+            case ComposedNode():
+                if self.composed is None:
+                    raise UnsupportedStateError(f"a {node.name[:200]}, a tensor composed of others, is not made here")
+                parts = dict(zip(node.names, self.each(node.items, depth + 1), strict=True))
+                return self.composed(node, parts, rebuild(node.context, _no_array))
             case StatefulNode():
                 return self.stateful(node) if self.stateful is not None else self.build(node.child, depth + 1)
             case ListNode():
@@ -91,6 +106,10 @@ class _Builder:
                 return ordered
             case _:
                 return values.from_node(node)
+
+
+def _no_array(index: int) -> Any:
+    raise CorruptStoreError(f"array {index} lies in the context of a tensor that is composed of others")
 
 
 def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
@@ -245,6 +264,8 @@ class _Selection:
             child = self.cut(node.child, path)
             return None if child is None else StatefulNode(child)
         there = entries(node)
+        if isinstance(node, ComposedNode):  # its parts can be had without its class
+            there = list(zip(node.names, paths.components(node.names), node.items, strict=True))
         chosen: list[tuple[int, Node]] = []
         for index, (_, name, child) in enumerate(there):
             below = paths.child(path, name)
@@ -263,7 +284,7 @@ class _Selection:
             return structs.replace(node, keys=[node.keys[index] for index, _ in chosen], values=parts)
         if isinstance(node, (ListNode, TupleNode)) and len(parts) == len(there):
             return structs.replace(node, items=parts)
-        return DictNode([index for index, _ in chosen], parts)
+        return DictNode([node.names[i] if isinstance(node, ComposedNode) else i for i, _ in chosen], parts)
 
     def _matches(self, path: str) -> bool:
         hits = [text for text, matches in self._matchers.items() if matches(path)]

@@ -51,7 +51,7 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
 
 
 _COMPOSED: Final = (
-    "it consists of other tensors (__tensor_flatten__), as moments of low-bit optimizers do: save those tensors"
+    "it consists of other tensors, and its class is torch's own or lacks __tensor_unflatten__: save those tensors"
 )
 _LOADER_ITERATOR: Final = "torch.utils.data.dataloader"
 """The module of a DataLoader's iterators, whose class has no public name."""

@@ -12,14 +12,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
-from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
+from pccheck_async.format.skeleton import ComposedNode, DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
+from pccheck_async.state.composed import find_class, is_composed
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.pickles import pickle
 from pccheck_async.state.save.advice import full_name, unsupported
@@ -41,6 +43,7 @@ class FlatState:
     objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
     pickled: list[str]  # the paths of what only pickle can hold
     has_sharded: bool  # whether there are tensors in it that lie on several ranks
+    has_composed: bool  # whether there are tensors in it that are composed of others
 
 
 def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickle: bool = False) -> FlatState:
@@ -76,7 +79,49 @@ def flatten_unchecked(
             root, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, flattener.has_sharded)
+    has = flattener.has_sharded, flattener.has_composed
+    return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, *has)
+
+
+def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]:
+    """Return the node of a tensor that is composed of others, and these, which are the arrays from 0 on in the node.
+
+    Raises UnsupportedStateError where they do not describe it.
+    """
+    kind = type(value)
+    with naming_owner("__tensor_flatten__", path, value):
+        names, context = value.__tensor_flatten__()
+        tensors = [getattr(value, name) for name in names]
+    sizes = *value.shape, *value.stride()
+    trouble = ""
+    if find_class(kind.__module__, kind.__qualname__) is not kind:
+        trouble = "its class is not found by its name; define it at the top level of a module"
+    elif any(type(tensor) is not torch.Tensor for tensor in tensors):
+        trouble = "not all tensors that it is composed of are plain ones; save those by themselves"
+    elif any(type(size) is not int for size in sizes):
+        trouble = "its sizes are not plain ints; save the tensors that it is composed of"
+    else:
+        try:
+            flat = flatten({"": context})
+        except UnsupportedStateError as error:
+            trouble = str(error)
+        else:
+            if len(flat.leaves) or flat.objects:
+                trouble = "there are tensors or objects in it"
+        if trouble:
+            trouble = (
+                f"the context that __tensor_flatten__ returns has more in it than plain values ({trouble}); save the "
+                "tensors that it is composed of by themselves"
+            )
+    if trouble:
+        raise UnsupportedStateError(
+            f"{path}: a {full_name(value)} cannot be saved: {trouble} (an engine with allow_pickle=True pickles it)"
+        )
+    assert isinstance(flat.skeleton, DictNode)
+    items: list[Node] = [*map(cached.array_node, range(len(tensors)))]
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    names, plain = [*names], flat.skeleton.values[0]
+    return ComposedNode(items, names, plain, kind.__module__, kind.__qualname__, shape, stride), tensors
 
 
 def check_outermost(state: object) -> None:
@@ -111,7 +156,7 @@ class _Flattener:
         self.objects: list[Any] = []
         self._open: set[int] = set()  # identities of the containers between the root and here
         self._in_metadata = False
-        self.has_sharded = False
+        self.has_sharded = self.has_composed = False
         self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
 
     def node(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
@@ -189,12 +234,32 @@ class _Flattener:
                 return skeleton.FrozenSetNode(_set(value, path, depth)), None
             if is_stateful(value):
                 return self.object(value, path, depth, last)
+            if is_composed(value):
+                try:
+                    return self.composed(value, path), None
+                except UnsupportedStateError:
+                    if not self._allow_pickle:
+                        raise
             if not self._allow_pickle:
                 raise unsupported(value, path)
             self.pickled.append(path)
             return pickle(value, full_name(value), path), None
         finally:
             self._open.discard(id(value))
+
+    def composed(self, value: torch.Tensor, path: str) -> Node:
+        """The tensors that it is composed of, each a leaf; it counts their changes."""
+        node, tensors = take_apart(value, path)
+        if value.requires_grad or isinstance(value, torch.nn.Parameter):
+            raise UnsupportedStateError(
+                f"{path}: a {full_name(value)} is saved without autograd; put its module there, or x.detach()"
+            )
+        first = len(self.leaves)
+        self.leaves.wrappers.update(dict.fromkeys(range(first, first + len(tensors)), value))
+        self.leaves.paths += [paths.child(path, name) for name in node.names]
+        self.leaves.values += tensors
+        self.has_composed = True
+        return structs.replace(node, items=[*map(cached.array_node, range(first, len(self.leaves)))])
 
     def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))

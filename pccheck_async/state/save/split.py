@@ -113,7 +113,7 @@ class Splitter:
             candidates = eager.copy()
             candidates[torn] = False
             if candidates.any():
-                constants = self.constants.choose(layout, candidates, values, paths)
+                constants = self.constants.choose(layout, candidates, flat.leaves)
             if constants is not None:
                 layout.breaks = constants.breaks
                 lazy, eager = lazy | constants.constant, eager & ~constants.constant

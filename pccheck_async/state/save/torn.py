@@ -45,7 +45,7 @@ class Versions:
     A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
     through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
     says where the storages are and how large, if that is known already. Changes of a DTensor are counted there, and
-    not by its local tensor: ``wrappers`` has those of the tensors, by their numbers.
+    not by its local tensor, those of a composed tensor not by its parts: ``wrappers`` has those, by their numbers.
     """
 
     def __init__(

@@ -1,0 +1,78 @@
+"""Tensors that are composed of others, as torch's wrapper subclasses are: moments of low-bit optimizers.
+
+Such a class says by ``__tensor_flatten__`` which attributes have these tensors, and makes a tensor of them by
+``__tensor_unflatten__``. A checkpoint names the class. It is looked up among the modules that the process has
+imported, and nothing is imported for it: what a checkpoint names runs no code that the process has not chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format.skeleton import ComposedNode, Node
+from pccheck_async.state.restore.tree import leaves
+
+__all__ = ["check_classes", "class_of", "compose", "find_class", "is_composed"]
+
+
+def is_composed(value: object) -> bool:
+    """Return whether a value is a tensor that is composed of others; torch's own (DTensor, nested ones) are none."""
+    return isinstance(value, torch.Tensor) and _composes(type(value))
+
+
+def find_class(module: str, name: str) -> type | None:
+    """Return a class of composed tensors by the names of its module and in it; None where none is imported."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr() of a module may import
+    return found if isinstance(found, type) and issubclass(found, torch.Tensor) and _composes(found) else None
+
+
+def class_of(node: ComposedNode, path: str = "") -> Any:
+    """Return the class of a stored tensor. Raises UnsupportedStateError where its module is not imported."""
+    found = find_class(node.module, node.name)
+    if found is None:
+        module, name = node.module[:200], node.name[:200]
+        raise UnsupportedStateError(
+            f"{path or 'the checkpoint'}: a tensor of the class {name}, which is composed of others; no module "
+            f"{module} with such a class is imported: import it before, or take those others as a dict, with "
+            f"load(path, keys=[{f'{path}.*'!r}])"
+        )
+    return found
+
+
+def check_classes(node: Node) -> None:
+    """Raise UnsupportedStateError for the first tensor below ``node`` whose class is not imported; names its path."""
+    for path, leaf in leaves(node):
+        if isinstance(leaf, ComposedNode):
+            class_of(leaf, path)
+
+
+def compose(node: ComposedNode, parts: Mapping[str, Any], context: Any) -> torch.Tensor:
+    """Return the tensor that consists of ``parts``. Raises UnsupportedStateError where its class does not make it."""
+    kind = class_of(node)
+    try:
+        made: torch.Tensor = kind.__tensor_unflatten__(dict(parts), context, torch.Size(node.shape), node.stride)
+        trouble = "" if type(made) is kind and tuple(made.shape) == node.shape else "it makes another tensor"
+    except Exception as error:  # of the user's own code, which may raise anything
+        raise _not_made(node, repr(error)) from error
+    if trouble:
+        raise _not_made(node, trouble)
+    return made
+
+
+def _not_made(node: ComposedNode, trouble: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"{node.module[:200]}.{node.name[:200]} does not make a tensor of what is stored of one ({trouble}); it may be "
+        "of another version than the class that was saved"
+    )
+
+
+def _composes(kind: type) -> bool:
+    own = kind.__module__.partition(".")[0] == "torch"
+    return not own and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
