@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,7 @@ def state_of(step: int) -> dict[str, Any]:
 def storm(path: Path, seed: int, rounds: int) -> dict[str, int]:
     """Interrupt the saving of so many steps, and look at what is there after each."""
     seen = {"saved": 0, "not saved": 0, "reopened": 0}
-    engine, acknowledged = SyncCheckpointEngine(path, keep_last=2, overwrite=True).open(), -1
+    engine, acknowledged = SyncCheckpointEngine(path, keep_last=2, overwrite=True).open(), 0
     engine.checkpoint(state_of(0), step=0).result(60)
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with interrupter(seed) as source, warnings.catch_warnings():
@@ -38,8 +37,7 @@ def storm(path: Path, seed: int, rounds: int) -> dict[str, int]:
                 source.ask(0.004)
                 engine.checkpoint(state_of(step), step=step).result(60)
                 acknowledged = step
-                while True:
-                    signal.pause()
+                source.wait()
             except KeyboardInterrupt:
                 pass
             with suppress(CheckpointError):  # of the one that was interrupted
@@ -64,6 +62,7 @@ def storm(path: Path, seed: int, rounds: int) -> dict[str, int]:
     assert threading.active_count() <= before[0]
     assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
     engine.close()
+    seen["swallowed"] = source.swallowed
     return seen
 
 

@@ -194,8 +194,7 @@ def storm(path: Path, seed: int, rounds: int) -> dict[str, int]:
             try:
                 source.ask(0.001)
                 change(shelf, number)
-                while True:
-                    signal.pause()
+                source.wait()
             except KeyboardInterrupt:
                 pass
             found = look(shelf)

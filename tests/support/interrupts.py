@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 __all__ = ["Interrupter", "interrupter"]
 
@@ -16,6 +17,7 @@ class Interrupter:
     """A child process that sends this one a SIGINT, a random while after it is asked to."""
 
     def __init__(self, seed: int) -> None:
+        self.swallowed = 0
         self._random = random.Random(seed)
         self._reader, self._writer = os.pipe()
         parent = os.getpid()
@@ -33,6 +35,18 @@ class Interrupter:
     def ask(self, most_seconds: float) -> None:
         """Let one come within so many seconds."""
         os.write(self._writer, int(self._random.uniform(0, most_seconds) * 1e9).to_bytes(8, "little"))
+
+    def wait(self) -> NoReturn:
+        """Wait for it to be raised here, and let another come where Python swallowed it, in a finalizer.
+
+        ``signal.pause()`` would wait for ever: for one that was swallowed, and for one that arrives between Python's
+        last look for signals and the call, since its handler runs after the call.
+        """
+        for _ in range(20):
+            time.sleep(5)  # ends early, by the KeyboardInterrupt
+            self.swallowed += 1
+            self.ask(0)
+        raise AssertionError("twenty interrupts in a row were swallowed")
 
     def close(self) -> None:
         """End the child."""
