@@ -21,7 +21,7 @@ _ROOM = f"{Path(__file__).parent}/"
 
 
 class _Interrupts:
-    """The handler, and what it holds back. Only the main thread gets here."""
+    """The handler, and what it holds back. Only the main thread begins; a collector may end on any."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -30,12 +30,11 @@ class _Interrupts:
         self._handler = self._on_signal  # one object, to be recognised
 
     def begin(self) -> None:
-        if self._depth == 0:
-            current = signal.getsignal(signal.SIGINT)
-            if callable(current) and current is not self._handler:
-                self._before = current
-                with suppress(ValueError):  # an interpreter beside the main one
-                    signal.signal(signal.SIGINT, self._handler)
+        current = signal.getsignal(signal.SIGINT)
+        if callable(current) and current is not self._handler:  # inside another one, too: a user may have set one there
+            self._before = current
+            with suppress(ValueError):  # an interpreter beside the main one
+                signal.signal(signal.SIGINT, self._handler)
         self._depth += 1
 
     def end(self) -> None:
@@ -49,7 +48,8 @@ class _Interrupts:
     def _put_back(self) -> None:
         self._held = None
         if signal.getsignal(signal.SIGINT) is self._handler:  # else the user has set another one meanwhile
-            signal.signal(signal.SIGINT, self._before)
+            with suppress(ValueError):  # a transaction was collected on another thread: the next signal passes through
+                signal.signal(signal.SIGINT, self._before)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         at = frame if self._depth else None
@@ -80,3 +80,6 @@ class HoldsBack:
         if self._entered:
             self._entered = False
             _interrupts.end()
+
+    def __del__(self) -> None:
+        self.__exit__()  # of a transaction that was begun and never ended: else no later interrupt would be raised

@@ -260,3 +260,14 @@ def test_the_handler_of_the_user_is_called_and_stays(path: Path) -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_transaction_that_never_ends_leaves_no_handler(tmp_path: Path) -> None:
+    with Shelf(tmp_path / "shelf", 1 << 20) as shelf:
+        begun = shelf.transaction()
+        begun.__enter__()
+        shelf["x"] = 1
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        del begun
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert "x" not in shelf
