@@ -57,6 +57,7 @@ slow_ranks          WARNING  a checkpoint or restore of a group has waited for r
 group_left          WARNING  rank 0 of a group closed although other ranks have not left: which ones
 other_world         WARNING  a group of another number of ranks saved the checkpoint: whose part a rank restores
 other_ranks         WARNING  a group's checkpoint is read without naming a rank, and ranks have different tensors: which
+not_compared        WARNING  tensors that ranks may have differently were not compared: another rank's part is damaged
 surplus             WARNING  a slot, or a former rank's folder, that is not needed any more could not be removed
 miscounted          ERROR    counting the end of a checkpoint failed; those who waited for it were told all the same
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
