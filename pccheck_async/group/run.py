@@ -522,7 +522,7 @@ class GroupRun:
             async with self._store.slots.lock:
                 self._store.latch.check()
                 await self._store.take_over()
-            await asyncio.to_thread(remove_fetched, self._folder / rank_name(self.member.rank))
+            await self.call(remove_fetched, self._folder / rank_name(self.member.rank))
             for orphan in action.orphans:
                 await self._take_over_orphan(orphan)
         except Exception as error:  # noqa: BLE001 - all ranks are told
@@ -559,7 +559,7 @@ class GroupRun:
     async def _remove(self, stores: tuple[SeenStore, ...]) -> None:
         for store in stores:
             try:
-                await asyncio.to_thread(remove_store, self._folder, store.rank)
+                await self.call(remove_store, self._folder, store.rank)
             except (OSError, CheckpointError) as error:  # it costs space, and no checkpoint
                 path = self._folder / rank_name(store.rank)
                 write(logging.WARNING, "surplus", "%s is not needed any more, and cannot be removed: %s", path, error)
