@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import secrets
@@ -43,8 +44,8 @@ from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
 
-_MOST_ATTEMPTS = 100
-"""To hold the parts of all ranks of one checkpoint while they save: one is replaced within a step at the earliest."""
+_HOLD_SECONDS = 30.0
+"""For which it is tried to hold the parts of all ranks of one checkpoint while they save."""
 
 
 def copy_checkpoint(
@@ -225,7 +226,9 @@ async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> A
 
     Ranks that save meanwhile may replace it before all parts are locked. Then the one that replaced it is tried.
     """
-    for _ in range(_MOST_ATTEMPTS):
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + _HOLD_SECONDS
+    while clock() < deadline:
         async with AsyncExitStack() as stack:
             parts = [await stack.enter_async_context(hold(source, which, io, 0))]
             reader, counter = parts[0].reader, parts[0].entry.counter
