@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
@@ -61,7 +61,7 @@ Torch does not swap tensors that have weak references (``module.to``, ``load_sta
 number, the memory and the version of one that is gone.
 """
 
-_version_of = attrgetter("_version")
+_version_of, _is_leaf, _gradient_of = attrgetter("_version"), attrgetter("is_leaf"), attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Accumulation:
             self._hooks.add(after=self._after_step)
         if len(self._watched) == 1:
             for other in list(self._watched):
-                if all(_is_used(gradient) for gradient in _gradients(other, most=1)):
+                if all(map(_is_used, islice(_gradients(other), 1))):
                     _note_used(other)  # so far that was noted of one gradient alone
         self._watched[optimizer] = _Watched(self._context - 1)
 
@@ -212,8 +212,9 @@ class Accumulation:
 
 
 def _note_used(optimizer: torch.optim.Optimizer, most: int | None = None) -> None:
-    for gradient in _gradients(optimizer, most):
-        setattr(gradient, _USED, (id(gradient), _version(gradient)))
+    gradients = [*islice(_gradients(optimizer), most)]
+    for gradient, version in zip(gradients, _versions(gradients), strict=True):
+        setattr(gradient, _USED, (id(gradient), version))
 
 
 def _is_used(gradient: torch.Tensor) -> bool:
@@ -244,13 +245,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Iterator[torch.Tensor]:
-    found = (
-        gradient
-        for parameter in _parameters(optimizer)
-        if (parameter.is_leaf or parameter.retains_grad) and (gradient := parameter.grad) is not None
-    )
-    return islice(found, most)
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    parameters: Iterable[torch.Tensor] = [*_parameters(optimizer)]
+    if not all(map(_is_leaf, parameters)):  # torch warns of gradients that others do not keep
+        parameters = (each for each in parameters if each.is_leaf or each.retains_grad)
+    return (gradient for gradient in map(_gradient_of, parameters) if gradient is not None)
 
 
 def optimizers_in(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:

@@ -26,6 +26,7 @@ from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine, _ext
 from pccheck_async.bench.machine import busy_seconds
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, between, slot_file
+from pccheck_async.format import combine
 from pccheck_async.state import cached_layout, flatten
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.transfer.plan import Planner, segments
@@ -106,9 +107,9 @@ class BarePipeline:
             queue.submit([(n, _ext.GATHER, t, self._pieces[n], self._state) for n, t in enumerate(self._tables)])
             while queue.running:
                 copied = []
-                for number, checksum in _ended(queue):
-                    if checksum is not None:
-                        self._checksums[number] = checksum
+                for number, sums in _ended(queue):
+                    if sums is not None:
+                        self._checksums[number] = combine(sums, len(self._pieces[number]))
                         copied.append((number, _ext.WRITE, fd, self._offsets[number], self._pieces[number]))
                 queue.submit(copied)
             os.fdatasync(fd)
@@ -161,7 +162,7 @@ def _ended(queue: _ext.Queue) -> list[tuple[int, Any]]:
     for _, result, _ in ended:
         if result < 0:
             raise OSError(-result, "a bare operation failed")
-    return [(token, checksum) for token, _, checksum in ended]
+    return [(token, sums) for token, _, sums in ended]
 
 
 def main() -> None:
