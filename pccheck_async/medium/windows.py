@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _opening = ForkLock()
+_DYING_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
 
 class Window:
@@ -171,16 +173,32 @@ class WindowedFile:
         self.kind: Kind = kind_of_folder(path.parent) if writable else "cached"
 
     def _keep(self, fd: int) -> None:
-        self.fd = fd
+        self.fd, self._status = fd, os.fstat(fd)
         abandoned_in_child.add(self)
         self._finalizer = weakref.finalize(self, _close, fd, self._pid)
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self.fd, (fcntl.LOCK_EX if self.writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise StoreLockedError(f"{self.path} is open elsewhere; one process writes to it at a time") from None
+        """Lock the file; wait a moment for a writer that was killed.
+
+        A mapping keeps the lock, and a killed process loses its mappings late if another one was reading its memory
+        map (``ps``, monitoring): after the process was waited for.
+        """
+        how = (fcntl.LOCK_EX if self.writable else fcntl.LOCK_SH) | fcntl.LOCK_NB
+        deadline = time.monotonic() + (0 if self._is_open_here() else _DYING_SECONDS)
+        while True:
+            try:
+                return fcntl.flock(self.fd, how)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    self.close()
+                    text = f"{self.path} is open elsewhere; one process writes to it at a time"
+                    raise StoreLockedError(text) from None
+            time.sleep(_POLL_SECONDS)
+
+    def _is_open_here(self) -> bool:
+        """Whether this process has the file open: waiting cannot help."""
+        others = [each for each in list(abandoned_in_child) if isinstance(each, WindowedFile) and each is not self]
+        return any(os.path.samestat(self._status, each._status) and not each.closed for each in others)
 
     @staticmethod
     def create(path: Path, nbytes: int, head: bytes) -> None:

@@ -133,7 +133,8 @@ class Shelf:
         readonly: Open beside other readers. Arrays can be changed, but only for this process.
 
     Raises:
-        StoreLockedError: It is open elsewhere, and one of both writes.
+        StoreLockedError: It is open elsewhere, for more than the second that a killed process may take to let go of
+            it, and one of both writes.
         StoreFullError: There is no space for ``nbytes``.
         CorruptStoreError: It is no shelf, or damaged, or was truncated.
         FileNotFoundError: There is no such folder; with ``readonly``, no such file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -275,6 +276,25 @@ def test_two_openers(filled: Path) -> None:
     with Shelf(filled, readonly=True), pytest.raises(StoreLockedError):
         Shelf(filled)
     unharmed(filled)
+
+
+@pytest.mark.slow
+def test_the_lock_of_a_dying_process_is_waited_for(filled: Path) -> None:
+    """A process that reads the memory map of a killed one (``ps``) keeps the mappings, and with them the lock."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with Shelf(filled):
+                os.write(writer, b"!")
+                time.sleep(0.2)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1), "the child could not open it"
+    os.close(reader)
+    unharmed(filled)
+    os.waitpid(child, 0)
 
 
 def test_it_is_locked_as_long_as_nobody_closes_it(filled: Path) -> None:
