@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 from importlib.util import find_spec
@@ -45,6 +46,23 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
         ["awk", program[1], str(ROOT / "README.md")], capture_output=True, text=True, timeout=600, check=True
     )
     assert extracted.stdout.splitlines() == fenced("<!-- quickstart: test -->")
+
+
+@pytest.mark.slow
+def test_the_settings_of_the_tests_allow_a_report_for_machines(tmp_path: Path) -> None:
+    """Campaigns record figures, and a warning is an error: one about the kind of report would fail them."""
+    (tmp_path / "test_it.py").write_text("def test_it(record_property): record_property('seen', 12)\n")
+    settings = ["-c", f"{ROOT}/pyproject.toml", f"--rootdir={tmp_path}"]
+    report = tmp_path / "report.xml"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *settings, f"--junitxml={report}", f"{tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert '<property name="seen" value="12"' in report.read_text()
 
 
 def test_the_readme_is_short_and_begins_with_a_short_change_and_the_commands() -> None:
