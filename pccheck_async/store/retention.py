@@ -384,8 +384,12 @@ def make_spaced(spaced: object) -> tuple[tuple[float, float], ...]:
     for each, (every, seconds) in zip(spaced, pairs, strict=True):
         if not 0 < every <= seconds < math.inf:
             raise ValueError(
-                f"spaced: the slices are longer than 0, and not longer than what is kept; not so in {each}"
+                "spaced: slices are longer than 0 and not longer than what is kept, and both are finite; not so in "
+                f"{each}"
             )
+        if seconds / every > MOST_ENTRIES:  # also where their number is infinite, as a float
+            text = f"spaced: {seconds / every:g} slices in {each}; a commit record names {MOST_ENTRIES} checkpoints"
+            raise ValueError(text)
     return tuple((every, seconds) for every, seconds in pairs)
 
 
@@ -394,7 +398,10 @@ def _seconds(value: object) -> float:
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"spaced takes timedeltas or seconds, not {value!r}")
-    return value
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond the range of floats: refused as infinity is
+        return math.inf
 
 
 def _slices(every: float, seconds: float) -> int:

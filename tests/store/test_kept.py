@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import random
 import threading
@@ -489,10 +490,19 @@ def test_the_space_that_rules_need(tmp_path: Path) -> None:
         ({"keep_best": ("loss", 3, "low")}, ValueError, "'min' or 'max'"),
         ({"keep_best": (1, 3, "min")}, TypeError, "names a metric"),
         ({"keep_last": 60, "keep_best": ("loss", 5, "min")}, ValueError, "together is at most 64"),
-        ({"spaced": [(1, 80)]}, ValueError, "keep_last and the slices of spaced together is at most 64"),
+        ({"spaced": [(1, 63)]}, ValueError, "keep_last and the slices of spaced together is at most 64"),
+        ({"spaced": [(60, 86400)]}, ValueError, r"spaced: 1440 slices in \(60, 86400\); a commit record names 64"),
+        ({"spaced": [(5e-324, 1)]}, ValueError, r"spaced: inf slices in \(5e-324, 1\)"),
+        ({"spaced": [(1, 1e308)]}, ValueError, "spaced: 1e[+]308 slices"),
+        ({"spaced": [(1, 10**400)]}, ValueError, r"both are finite; not so in \(1, 1000"),
+        ({"spaced": [(10**400, 10**400)]}, ValueError, "both are finite"),
+        ({"spaced": [(1, math.inf)]}, ValueError, r"not so in \(1, inf\)"),
+        ({"spaced": [(math.nan, 1)]}, ValueError, r"not so in \(nan, 1\)"),
+        ({"keep_best": ("loss", 10**400, "min")}, ValueError, "together is at most 64"),
         ({"spaced": (1, 80)}, TypeError, r"such as \[\(timedelta"),
         ({"spaced": [(2, 1)]}, ValueError, r"not so in \(2, 1\)"),
         ({"spaced": [(0, 1)]}, ValueError, r"not so in \(0, 1\)"),
+        ({"spaced": [(-(10**400), 1)]}, ValueError, "longer than 0"),
         ({"spaced": [("10 min", 60)]}, TypeError, "timedeltas or seconds, not '10 min'"),
         ({"keep_last": "all", "spaced": [(1, 2)]}, ValueError, "give no keep_every, keep_best or spaced"),
     ],
