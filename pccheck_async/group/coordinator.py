@@ -204,6 +204,10 @@ class Coordinator:
         view = self._view = view_of(stores, self._homes(), [hello.host for hello in hellos])
         if view.error is not None:
             return [Refused(view.error)]
+        try:
+            self.retention.check_room([one.entry for one in view.complete])
+        except StoreFullError as error:
+            return [Refused(f"{error.strerror}, or open with a smaller max_in_flight")]
         self.settled = Settled(view.base + 1)
         self.committed = {one.entry.counter: (one.run, one.entry) for one in view.complete}
         self.unproven = view.unproven
@@ -233,12 +237,7 @@ class Coordinator:
         # What was pinned or unpinned since the opening counts; what was unpinned goes with the next commit.
         now = self.committed
         there = [replace(one, entry=now[one.entry.counter][1]) for one in view.complete if one.entry.counter in now]
-        damaged = self.restore.damaged
-        kept = {
-            one.entry.counter
-            for complete in (view.complete, there)
-            for one in kept_at_start(complete, self.retention, damaged)
-        }
+        kept = {one.entry.counter for one in kept_at_start(view.complete, there, self.retention, self.restore.damaged)}
         self.committed = {counter: one for counter, one in self.committed.items() if counter in kept}
         return [Start(self.run, self._keep_list(), self.unproven)]
 

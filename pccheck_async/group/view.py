@@ -233,15 +233,30 @@ def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str |
     return None
 
 
-def kept_at_start(complete: Sequence[Complete], retention: Retention, damaged: Collection[int]) -> list[Complete]:
-    """Return the complete checkpoints that decision 0 keeps.
+def kept_at_start(
+    found: Sequence[Complete], now: Sequence[Complete], retention: Retention, damaged: Collection[int]
+) -> list[Complete]:
+    """Return those of the complete checkpoints that decision 0 keeps.
 
     Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so does what the rules
-    keep without it, and what is rejected.
+    keep without it, what was unpinned since the opening, and what is rejected. Of these no more than there is room for:
+    records also name what is in flight, and earlier runs may have had fewer in flight, and left more.
+
+    Args:
+        found: All as they were at the opening, newest first.
+        now: Those of them that were not removed since, with their pins.
+        retention: The rules.
+        damaged: Counters of those that are known to be damaged.
     """
-    entries = [one.entry for one in complete]
-    kept = {entry.counter for entry in entries if entry.rejected}
-    for candidates in (entries, [entry for entry in entries if entry.counter not in damaged]):
-        if candidates:
-            kept.update(entry.counter for entry in retention.retain(candidates[1:], candidates[0]).entries)
-    return [one for one in complete if one.entry.counter in kept]
+
+    def by_rules(complete: Sequence[Complete], without: Collection[int]) -> list[int]:
+        entries = [one.entry for one in complete if one.entry.counter not in without]
+        return [entry.counter for entry in retention.retain(entries[1:], entries[0]).entries] if entries else []
+
+    needed = by_rules(now, damaged)
+    rejected = [one.entry.counter for one in now if one.entry.rejected]
+    there = {one.entry.counter for one in now}
+    more = [*by_rules(now, ()), *by_rules(found, damaged), *by_rules(found, ()), *rejected]
+    optional = dict.fromkeys(counter for counter in more if counter in there and counter not in needed)
+    kept = {*needed, *islice(optional, max(0, retention.most - len(needed)))}
+    return [one for one in now if one.entry.counter in kept]

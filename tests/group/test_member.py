@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from pccheck_async.format import Entry
+from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group import (
     Applied,
     Coordinator,
+    Key,
     Member,
     Part,
     Run,
@@ -622,6 +624,44 @@ def test_ranks_with_different_settings_are_refused(settings: list[str], why: str
     for rank in range(3):
         (refused,) = [one.why for one in group.done[rank] if isinstance(one, Unopened)]
         assert why in refused
+
+
+def crowded(*, rejected: bool = False, pinned: bool = False) -> list[SeenStore]:
+    """Stores of two ranks that name 60 checkpoints, all but the last one rejected, or all pinned."""
+    ids = [f"store {rank}".encode() for rank in range(2)]
+    run = Run(1, 7, members_digest(enumerate(ids)))
+    entries = [Entry(n, n, 0.0, 1, n, 0, 0, 0, pinned, {}) for n in range(60, 0, -1)]
+    entries = [one.as_rejected() if rejected and one.counter > 1 else one for one in entries]
+    applied = Applied(run, 9, tuple(Key(one.counter, run) for one in entries if one.pinned))
+    return [
+        SeenStore(0, rank, ids[rank], applied, tuple(Part(run, rank, 2, True, one) for one in entries))
+        for rank in range(2)
+    ]
+
+
+def test_a_record_has_room_for_all_in_flight_beside_what_an_earlier_run_left() -> None:
+    """That run had fewer in flight: a record that no reader accepts would end the group."""
+    most = MOST_ENTRIES - 2 * 20
+    group = Group(retention=Retention(most=most), max_in_flight=20, stores=crowded(rejected=True))
+    for step in range(20):
+        for rank in range(2):
+            group.save(rank, step)
+    for rank in range(2):
+        for counter in range(61, 81):
+            group.write(rank, counter, counter - 61)
+            group.flush(rank)
+    records = [one for one in group.done[0] if isinstance(one, WriteRecord)]
+    assert records
+    assert max(len(one.parts) for one in records) <= MOST_ENTRIES
+    assert any(one.entry.counter == 1 for one in records[0].parts)  # the only one to restore
+    assert Resolve(80, "durable") in group.done[0]
+
+
+def test_more_pinned_ones_than_there_is_room_for_are_refused() -> None:
+    group = Group(retention=Retention(most=MOST_ENTRIES - 2 * 20), max_in_flight=20, stores=crowded(pinned=True))
+    (refused,) = [one.why for one in group.done[1] if isinstance(one, Unopened)]
+    assert "60 checkpoints pinned and 1 kept by rules are more than the 24" in refused
+    assert "with a smaller max_in_flight" in refused
 
 
 def test_whom_an_opening_waits_for_is_named() -> None:

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pccheck_async.format import Entry
-from pccheck_async.group import Applied, Key, Part, Run, SeenStore, View, view, view_of
+from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.group import Applied, Complete, Key, Part, Run, SeenStore, View, view, view_of
 from pccheck_async.group.parts import members_digest
-from pccheck_async.store import Retention
+from pccheck_async.store import KeepAll, Retention
 
 
 def run(number: int, stores: list[SeenStore], nonce: int = 0) -> Run:
@@ -135,11 +142,67 @@ def test_contradictions_are_named() -> None:
     assert "it was renamed" in str(seen(store(0, 1, part(RUN, 5, 0))).error)
 
 
+def complete_of(*counters: int, rejected: Collection[int] = (), pinned: Collection[int] = ()) -> list[Complete]:
+    """Complete checkpoints of two ranks, newest first."""
+    marked = (part(RUN, counter, 0).entry for counter in counters)
+    entries = [replace(one, pinned=one.counter in pinned) for one in marked]
+    entries = [one.as_rejected() if one.counter in rejected else one for one in entries]
+    return [Complete(RUN, 2, one, (0, 0)) for one in entries]
+
+
+def kept(complete: list[Complete], rules: Retention, damaged: Collection[int] = (), then: Any = None) -> list[int]:
+    at_start = view.kept_at_start(complete if then is None else then, complete, rules, damaged)
+    return [one.entry.counter for one in at_start]
+
+
 def test_decision_0_keeps_what_a_damaged_one_hides() -> None:
-    stores = [store(0, rank, *(part(RUN, counter, rank) for counter in (5, 4, 3))) for rank in range(2)]
-    found = seen(*stores)
-    kept = [one.key.counter for one in view.kept_at_start(found.complete, Retention(), ())]
-    assert kept == [5]
-    assert [one.key.counter for one in view.kept_at_start(found.complete, Retention(), {5})] == [5, 4]
-    assert [one.key.counter for one in view.kept_at_start(found.complete, Retention(keep_last=2), {4})] == [5, 4, 3]
-    assert view.kept_at_start(seen().complete, Retention(), ()) == []
+    found = complete_of(5, 4, 3)
+    assert kept(found, Retention()) == [5]
+    assert kept(found, Retention(), {5}) == [5, 4]
+    assert kept(found, Retention(keep_last=2), {4}) == [5, 4, 3]
+    assert kept([], Retention()) == []
+
+
+def test_decision_0_keeps_what_is_rejected_and_what_was_pinned_at_the_opening() -> None:
+    assert kept(complete_of(5, 4, 3, rejected=[5]), Retention()) == [5, 4]
+    assert kept(complete_of(5, 4, 3), Retention(), then=complete_of(5, 4, 3, pinned=[3])) == [5, 3]
+    assert kept(complete_of(5, 3), Retention(), then=complete_of(5, 4, 3, pinned=[4])) == [5]  # 4 was removed
+
+
+def test_decision_0_leaves_room_for_what_is_in_flight() -> None:
+    """Records that a group with fewer in flight wrote may name more than there is room for now."""
+    rules = Retention(keep_last=2, most=MOST_ENTRIES - 2 * 20)
+    counters = range(60, 0, -1)
+    assert kept(complete_of(*counters, rejected=range(11, 61)), rules) == [*range(60, 38, -1), 10, 9]
+    assert kept(complete_of(*counters, rejected=counters), rules) == [*range(60, 36, -1)]
+    every = Retention(keep_last=2, keep_every=1, most=24)
+    assert kept(complete_of(*counters), every, {60}) == [*range(59, 35, -1)]
+    assert kept(complete_of(*counters), KeepAll(most=24)) == [*counters]  # nothing is dropped: saving is refused
+
+
+@given(
+    st.lists(st.sampled_from(["", "rejected", "pinned", "damaged", "pinned at the opening", "removed"]), max_size=64),
+    st.integers(1, 20),
+    st.none() | st.integers(1, 3),
+    st.integers(1, 31),
+)
+def test_decision_0_never_names_more_than_there_is_room_for(
+    kinds: list[str], keep_last: int, keep_every: int | None, in_flight: int
+) -> None:
+    most = MOST_ENTRIES - 2 * in_flight
+    by_kind = {kind: [at for at, one in enumerate(kinds) if one == kind] for kind in kinds}
+    pinned, rejected, damaged = (by_kind.get(kind, []) for kind in ("pinned", "rejected", "damaged"))
+    then = [*pinned, *by_kind.get("pinned at the opening", [])]
+    if max(len(then), len(pinned)) + keep_last > most:
+        return  # refused at the opening
+    rules = Retention(keep_last=keep_last, keep_every=keep_every, most=most)
+    counters = range(len(kinds) - 1, -1, -1)
+    found = complete_of(*counters, rejected=rejected, pinned=then)
+    now = complete_of(*(at for at in counters if kinds[at] != "removed"), rejected=rejected, pinned=pinned)
+    result = kept(now, rules, damaged, then=found)
+    assert len(result) <= most
+    whole = [one.entry for one in now if one.entry.counter not in damaged]
+    needed = rules.retain(whole[1:], whole[0]).entries if whole else []
+    assert {entry.counter for entry in needed} <= {*result}
+    assert bool(result) == bool(now)
+    assert len(result) == most or {*rejected} <= {*result}
