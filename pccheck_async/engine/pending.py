@@ -124,6 +124,7 @@ class PendingCheckpoint:
         Cancellation: only stops the waiting; the checkpoint goes on.
 
         Raises:
+            NoCheckpointError: it was rejected in flight, and all others were removed meanwhile.
             CheckpointError: what made it fail; older checkpoints are untouched, and nothing of it was committed, unless
                 ``close`` gave up at its deadline: then the next opening may find it.
             StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either, and

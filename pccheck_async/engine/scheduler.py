@@ -22,7 +22,7 @@ from typing import TypeAlias
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.errors import CheckpointError, write_error
+from pccheck_async.errors import CheckpointError, NoCheckpointError, write_error
 from pccheck_async.format import CheckpointInfo, Entry, align, crc32
 from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
@@ -284,7 +284,14 @@ class Scheduler:
                 committed = await self.store.commit(slot, entry, rest, written, check, capture.sample)
             finally:
                 self.clock.note("commit", start, time.perf_counter())
-            return (entry.info, False) if committed else (self.store.newest.info, True)
+            if committed:
+                return entry.info, False
+            if (newest := self.store.newest) is None:
+                pending.failure_told = True  # the next call need not raise it: somebody gave up all that there was
+                raise NoCheckpointError(
+                    f"the checkpoint of step {pending.step} was rejected, and no other is left: they were removed"
+                )
+            return newest.info, True
         finally:
             if lease is not None:
                 lease.release()

@@ -41,9 +41,9 @@ class GroupStore(Store):
         return self._run.complete() if self.run is not None else ()
 
     @property
-    def newest(self) -> Entry:
+    def newest(self) -> Entry | None:
         there = self._run.complete()
-        return next((entry for entry in there if not entry.rejected), there[0])
+        return next((entry for entry in there if not entry.rejected), there[0] if there else None)
 
     def request(
         self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]

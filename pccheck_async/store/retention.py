@@ -297,10 +297,10 @@ class Committed:
         return tuple(entry for entry in known if entry.counter not in self.damaged)
 
     @property
-    def newest(self) -> Entry:
+    def newest(self) -> Entry | None:
         """The newest of the :attr:`entries` that is not rejected; else of all, or of those that the record names."""
         entries = self.entries or self.record.entries
-        return next((entry for entry in entries if not entry.rejected), entries[0])
+        return next((entry for entry in entries if not entry.rejected), entries[0] if entries else None)
 
     @property
     def largest_counter(self) -> int:

@@ -165,8 +165,8 @@ class Store:
         return self.committed.entries
 
     @property
-    def newest(self) -> Entry:
-        """The newest checkpoint that is durable."""
+    def newest(self) -> Entry | None:
+        """The newest checkpoint that is durable, None once all were removed."""
         return self.committed.newest
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from pccheck_async import (
     open_checkpoint,
 )
 from pccheck_async.store import read_at_once
+from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from tests.engine.test_failures import flip, slot_of, state_of
-from tests.engine.test_inline_capture_engine import stuck_engine
+from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -208,6 +210,37 @@ def test_a_removal_waits_for_what_would_be_left_beside_rejected_ones() -> None:
         assert marks(engine.checkpoints())[0] == (3, False)
     finally:
         engine.close()
+
+
+def test_one_in_flight_that_was_rejected_ends_though_none_is_left_beside_it() -> None:
+    """It was admitted while the removal of the last one waited already."""
+    large = {"weights": torch.zeros(1 << 20), "step": 0}  # too large to be written in one chain with its record
+
+    async def train() -> None:
+        stuck = StuckWriter(CrashWriter(CrashDisk()), kinds=())
+        async with CheckpointEngine(FOLDER, io=stuck, max_in_flight=2) as engine, AsyncExitStack() as ends:
+            ends.callback(stuck.release)  # else a failure of this test waits for ever
+            await (await engine.checkpoint(large, step=1))
+            stuck.hold("flush")
+            first = await engine.checkpoint(large, step=2)
+            await asyncio.to_thread(stuck.wait_stuck)
+            removing = asyncio.create_task(engine.remove(step=1, force=True))
+            await asyncio.sleep(0)  # it waits for the first one
+            stuck.hold("write", "flush")
+            second = await engine.checkpoint(large, step=3)
+            await asyncio.to_thread(stuck.wait_stuck, 2)
+            assert await engine.reject(2) == []
+            stuck.release(hold_on=True)  # once each: the first one ends, the second one comes to its flush
+            assert (await first).step == 1
+            await asyncio.to_thread(stuck.wait_stuck, 2)  # the other is the record without the last one
+            stuck.release()
+            assert [info.step for info in await removing] == [1]
+            with pytest.raises(NoCheckpointError, match="step 3 was rejected, and no other is left"):
+                await second
+            assert engine.checkpoints() == []
+            await (await engine.checkpoint(large, step=1))  # who gave it up need not be told
+
+    asyncio.run(train())
 
 
 def test_it_is_the_same_in_async_code(tmp_path: Path) -> None:
