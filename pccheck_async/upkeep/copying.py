@@ -59,7 +59,9 @@ def copy_checkpoint(
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> CheckpointInfo:
-    """Copy a checkpoint into another store, which is made where there is none. Nothing is dropped there.
+    """Copy a checkpoint into another store, which is made where there is none.
+
+    Nothing is dropped there but a rejected checkpoint of the same name, which is free for new checkpoints, too.
 
     It becomes the newest checkpoint of ``target``. Step, time and metadata stay; the counter, too, where every counter
     there is smaller, and else it gets the next one. Every chunk is verified between reading and writing, in staging
@@ -85,7 +87,8 @@ def copy_checkpoint(
         The checkpoint as ``target`` has it.
 
     Raises:
-        ValueError: both are one folder, ``target`` is a URL or begins with ``~``, or it has a checkpoint of that name.
+        ValueError: both are one folder, ``target`` is a URL or begins with ``~``, or it has a checkpoint of that name
+            that is not rejected.
         NoCheckpointError: there is none to copy.
         IncompleteCheckpointError: with ``rank``, or of the folder of one rank: tensors lie on several ranks, and the
             copy would have one rank's boxes of them.
@@ -129,7 +132,7 @@ def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[st
     if len(there) >= MOST_ENTRIES:
         full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"
         raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
-    if entry.name is not None and any(other.name == entry.name for other in there):
+    if entry.name is not None and any(other.name == entry.name and not other.rejected for other in there):
         raise ValueError(f"{os.fspath(path)} has a checkpoint named {entry.name!r} already; remove it first")
 
 
@@ -256,9 +259,11 @@ async def _copy_parts(
     if view.error is not None:
         raise StoreError(f"{target}: {view.error}")
     dead = {one.key for one in view.incomplete if one.proven}
+    rejected = {one.key for one in view.complete if one.entry.rejected}
     there = [[part for part in seen[rank].parts if part.key not in dead] for rank in range(len(stores))]
-    for named in there:
-        _check_room(parts[0].entry, [part.entry for part in named], target)
+    for named in there:  # what is rejected on one rank is so on all
+        marked = [part.entry.as_rejected() if part.key in rejected else part.entry for part in named]
+        _check_room(parts[0].entry, marked, target)
     counter = max(parts[0].entry.counter, view.base + 1)
     members = members_digest((rank, store.file.identity.id_bytes) for rank, store in enumerate(stores))
     made = Run(view.number, secrets.randbits(64), members)

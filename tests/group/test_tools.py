@@ -37,6 +37,7 @@ from pccheck_async import (
     open_checkpoint,
     pin_checkpoint,
     recover_store,
+    reject_checkpoints,
     remove_checkpoints,
     verify_checkpoints,
 )
@@ -346,6 +347,27 @@ def test_a_copy_of_a_group_has_the_parts_of_all_ranks(made: Path, tmp_path: Path
 
     assert end_ranks(start_ranks(2, go_on)) == [0, 0]
     assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(4, False), (2, True), (1, True)]
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_group_may_have_the_name_of_a_rejected_one(tmp_path: Path) -> None:
+    def save(group: Group) -> None:
+        torch.set_num_threads(1)
+        for folder in ("run", "copy"):
+            with SyncCheckpointEngine(tmp_path / folder, group=group, keep_last=2) as engine:
+                for step in (1, 2):
+                    engine.checkpoint(state_of_rank(group.rank, step), step=step, name=f"epoch={step}").result(60)
+
+    assert end_ranks(start_ranks(2, save)) == [0, 0]
+    with pytest.raises(ValueError, match="named 'epoch=2' already"):
+        copy_checkpoint(tmp_path / "run", tmp_path / "copy")
+    reject_checkpoints(tmp_path / "copy", 2)
+    assert copy_checkpoint(tmp_path / "run", tmp_path / "copy").name == "epoch=2"
+    for rank in (0, 1):
+        assert_part(load_sync(tmp_path / "copy", name="epoch=2", rank=rank), rank, 2)
+    assert list_checkpoints(tmp_path / "copy")[0].rejected is False
+    with pytest.raises(ValueError, match="named 'epoch=2' already"):
+        copy_checkpoint(tmp_path / "run", tmp_path / "copy")
 
 
 def test_a_copy_keeps_the_pins_of_what_is_not_all_there(folder: Path, tmp_path: Path) -> None:

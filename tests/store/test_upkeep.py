@@ -661,6 +661,24 @@ def test_rejected_ones_are_copied_and_shown_as_such_and_the_newest_that_is_not_i
     assert [info.step for info in list_checkpoints(run)] == [4]
 
 
+def test_a_copy_may_have_the_name_of_a_rejected_one_as_a_new_checkpoint_may(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    with SyncCheckpointEngine(run, keep_last=3) as engine:
+        for step in (1, 2):
+            engine.checkpoint({"step": step}, step=step, name=f"epoch={step}").result()
+    with SyncCheckpointEngine(other) as engine:
+        engine.checkpoint({"step": 20}, step=20, name="epoch=2").result()
+    with pytest.raises(ValueError, match="named 'epoch=2' already"):
+        copy_checkpoint(other, run)
+    reject_checkpoints(run, 2)
+    assert copy_checkpoint(run, tmp_path / "copy", name="epoch=2").rejected
+    assert copy_checkpoint(other, run).name == "epoch=2"
+    assert [(info.step, info.rejected) for info in list_checkpoints(run)] == [(20, False), (1, False)]
+    assert load_sync(run, name="epoch=2") == {"step": 20}
+    with pytest.raises(ValueError, match="named 'epoch=2' already"):
+        copy_checkpoint(tmp_path / "copy", run, name="epoch=2")
+
+
 @pytest.mark.slow
 def test_pins_hold_against_the_rules_of_a_trainer(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
