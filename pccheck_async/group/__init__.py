@@ -12,10 +12,7 @@ from pccheck_async.group.differing import first_few, warn_of_others
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import (
     domain_of,
-    is_group_folder,
     parts_of,
-    rank_folders,
-    rank_name,
     seen_stores,
     stored_domain,
 )
@@ -31,6 +28,7 @@ from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.store import GroupStore
 from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
+from pccheck_async.store import is_group_folder, rank_folders, rank_name
 
 __all__ = [
     "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",

@@ -37,7 +37,7 @@ from pccheck_async.format import Key, Metadata, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.differing import first_few
-from pccheck_async.group.folder import rank_name, seen_store
+from pccheck_async.group.folder import seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
 from pccheck_async.group.resharding import Parts
@@ -46,7 +46,7 @@ from pccheck_async.group.store import GroupStore
 from pccheck_async.group.view import ranks_in_words
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import Owners, broadcast_buffers, merge_parts, paths
-from pccheck_async.store import Store, UnreadableError
+from pccheck_async.store import Store, UnreadableError, rank_name
 from pccheck_async.telemetry import ReadProgress, events
 
 __all__ = ["GroupCore"]

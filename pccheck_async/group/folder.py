@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import time
@@ -17,26 +16,21 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.errors import CheckpointError, CorruptStoreError, ReadError, StoreError, folder_error, read_error
+from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreError, folder_error, read_error
 from pccheck_async.format import Identity, Membership, NewerFormatError, Parts, Record
 from pccheck_async.format.record import (
     GROUP_NAME,
-    GROUP_VERSION,
     IDENTITY_NAME,
     decode_domain,
-    decode_identity,
     encode_domain,
 )
 from pccheck_async.group.parts import Applied, Part, SeenStore
 from pccheck_async.medium.folder import Folder, sync
-from pccheck_async.store import read_at_once
+from pccheck_async.store import rank_folders, rank_name, read_at_once
 
 __all__ = [
     "domain_of",
-    "is_group_folder",
     "parts_of",
-    "rank_folders",
-    "rank_name",
     "record_of",
     "remove_store",
     "seen_stores",
@@ -45,46 +39,6 @@ __all__ = [
 
 _MAKING_SECONDS = 2.0
 _POLL_SECONDS = 0.01
-_RANK_NAME = re.compile(r"rank-(\d{5,9})")
-
-
-def rank_name(rank: int) -> str:
-    """Return the name of a rank's folder."""
-    return f"rank-{rank:05d}"
-
-
-def rank_folders(folder: Path) -> dict[int, Path]:
-    """Return the folders of ranks in a group's folder, by rank. Raises ReadError."""
-    found: dict[int, Path] = {}
-    try:
-        for child in folder.iterdir():
-            if (match := _RANK_NAME.fullmatch(child.name)) and rank_name(int(match[1])) == child.name:
-                found[int(match[1])] = child
-    except OSError as error:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise read_error(error, folder) from error
-    return dict(sorted(found.items()))
-
-
-def is_group_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds the stores of a group's ranks, also if its ``group.json`` is damaged or lost."""
-    folder = Path(path)
-    if os.path.lexists(folder / GROUP_NAME):
-        return True
-    if os.path.lexists(folder / IDENTITY_NAME):
-        return False
-    try:
-        return any(map(_is_store_of_rank, rank_folders(folder).values()))
-    except ReadError:
-        return False
-
-
-def _is_store_of_rank(folder: Path) -> bool:
-    """Whether a folder is called like that of a rank because it is one: anybody may call a store so."""
-    try:
-        return decode_identity(Folder(folder).read_small(IDENTITY_NAME)).format == GROUP_VERSION
-    except (OSError, CorruptStoreError):
-        return False
 
 
 def domain_of(folder: Path) -> str:

@@ -17,13 +17,13 @@ from pccheck_async.errors import DamagedError, IncompleteCheckpointError, NoChec
 from pccheck_async.format import CheckpointInfo, Entry, Key, Record, Which, describe_which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.group.elsewhere import FolderLease
-from pccheck_async.group.folder import rank_name, seen_stores
+from pccheck_async.group.folder import seen_stores
 from pccheck_async.group.merged import MergedPayload
 from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
 from pccheck_async.medium import File
-from pccheck_async.store import LOCK_SECONDS, StoreReader, choose, only_rejected, read_manifest
+from pccheck_async.store import LOCK_SECONDS, StoreReader, choose, only_rejected, rank_name, read_manifest
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from pccheck_async.errors import StoreLockedError
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.group.folder import parts_of, rank_folders
+from pccheck_async.group.folder import parts_of
 from pccheck_async.group.reading import list_group
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import open_medium
-from pccheck_async.store import Retention, open_store, read_at_once
+from pccheck_async.store import Retention, open_store, rank_folders, read_at_once
 
 __all__ = ["reject_in_group"]
 

@@ -44,7 +44,7 @@ from pccheck_async.group.actions import (
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.elsewhere import FetchedLease, FolderLease, remove_fetched, send_part
-from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
+from pccheck_async.group.folder import domain_of, remove_store, seen_stores
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, Ok, Preempted
 from pccheck_async.group.parts import Part, SeenStore
@@ -53,7 +53,7 @@ from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
-from pccheck_async.store import ReadLease, Retention, Store, open_store
+from pccheck_async.store import ReadLease, Retention, Store, open_store, rank_name
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations

@@ -21,6 +21,7 @@ Invariants, as comments name them:
 """
 
 from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
+from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.reading import (
     Fallback,
     UnreadableError,
@@ -38,8 +39,9 @@ from pccheck_async.store.store import ReadLease, Store, StoreStatistics, open_st
 from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, read_at_once, why_no_store
 
 __all__ = [
-    "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded", "Store",
-    "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "lock_commit",
-    "make_best", "make_spaced", "no_store", "only_rejected", "open_store", "pool_for", "read_at_once", "read_commit",
-    "read_manifest", "read_payload", "stored_identity", "unread_record", "unreadable_errors", "why_no_store",
+    "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded",
+    "Store", "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "is_group_folder",
+    "lock_commit", "make_best", "make_spaced", "no_store", "only_rejected", "open_store", "pool_for",
+    "rank_folders", "rank_name", "read_at_once", "read_commit", "read_manifest", "read_payload",
+    "stored_identity", "unread_record", "unreadable_errors", "why_no_store",
 ]  # fmt: skip

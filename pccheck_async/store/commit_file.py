@@ -44,7 +44,9 @@ from pccheck_async.format.record import (
     slot_number,
 )
 from pccheck_async.medium import File, Medium, Part, made_here, read_around
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
+from pccheck_async.store.rank_folders import is_group_folder
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 
@@ -285,7 +287,8 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
         with suppress(FileNotFoundError):
             return await medium.open(COMMIT_NAME, writable=True)
         names = await medium.names()
-        if GROUP_NAME in names:
+        # Of other media only they know what and where they are.
+        if GROUP_NAME in names or (isinstance(medium, Files) and is_group_folder(path)):
             raise StoreError(
                 f"{os.fspath(path)} holds a group's checkpoints: open it with group=, or use another folder"
             )

@@ -76,7 +76,10 @@ def names_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_no_store_is_made_in_a_groups_folder(folder: Path) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_no_store_is_made_in_a_groups_folder(folder: Path, lost: bool) -> None:
+    if lost:
+        (folder / "group.json").unlink()
     before = names_in(folder)
     with pytest.raises(StoreError, match="holds a group's checkpoints: open it with group="):
         SyncCheckpointEngine(folder).open()
@@ -85,6 +88,16 @@ def test_no_store_is_made_in_a_groups_folder(folder: Path) -> None:
     with pytest.raises(StoreError, match="group's checkpoints"):
         copy_checkpoint(folder.parent / "single", folder)
     assert names_in(folder) == before
+    assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
+
+
+def test_a_store_of_one_process_may_be_called_as_that_of_a_rank(tmp_path: Path) -> None:
+    for path in (tmp_path / "rank-00000", tmp_path):
+        for step in (1, 2):
+            with SyncCheckpointEngine(path) as engine:
+                engine.restore({"step": 0})
+                engine.checkpoint({"step": step}, step=step).result(60)
+        assert load_sync(path) == {"step": 2}
 
 
 # -- reading

@@ -15,7 +15,7 @@ import torch
 from pccheck_async import NoCheckpointError, Shelf, SyncCheckpointEngine, load_sync
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group import folder as group_folder
-from pccheck_async.group import rank_name
+from pccheck_async.group import rank_folders, rank_name
 from pccheck_async.group.folder import domain_of
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
@@ -77,7 +77,7 @@ def test_the_folder_of_a_rank_is_gone_by_one_rename(tmp_path: Path, monkeypatch:
 
     def noted(path: Path, **options: Any) -> None:
         assert not (tmp_path / rank_name(3)).exists()
-        assert not group_folder.rank_folders(tmp_path)
+        assert not rank_folders(tmp_path)
         removed.append(path)
         rmtree(path, **options)
 
