@@ -72,13 +72,24 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
+    except SystemExit as end:
+        # Help, version and complaints are shown by typer, which ends with 1 where nobody reads them.
+        broken, status = False, 0
+        error = end.__context__
+        while error is not None:
+            broken, status = broken or isinstance(error, BrokenPipeError), getattr(error, "exit_code", status)
+            error = error.__context__
+        if not broken:
+            raise
+        drop_output(sys.stdout, sys.stderr)
+        sys.exit(status)
     except KeyboardInterrupt:  # before the command began, or after it
         sys.exit(128 + signal.SIGINT)
     except OSError as error:
         with suppress(OSError):
             if not isinstance(error, BrokenPipeError):
                 complain(error)
-        drop_output()
+        drop_output(sys.stdout)
         sys.exit(0 if isinstance(error, BrokenPipeError) else FAILED)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TextIO, TypeAlias
 
 import typer
 from rich.box import SIMPLE
@@ -88,7 +88,7 @@ def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
                     show(report.text)
             sys.stdout.flush()
         except BrokenPipeError:  # nobody reads the output any more
-            drop_output()
+            drop_output(sys.stdout)
         raise typer.Exit(report if isinstance(report, int) else report.status)
 
     return run
@@ -107,9 +107,10 @@ def _status_of(error: Exception) -> int:
     return MISUSED if isinstance(error, ValueError) and not isinstance(error, CheckpointError) else FAILED
 
 
-def drop_output() -> None:
-    """Let what is left to be written to stdout go nowhere: it would be flushed at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def drop_output(*streams: TextIO) -> None:
+    """Discard what is left to be written to these streams: it would be flushed at exit."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def flow_help(app: typer.Typer) -> None:

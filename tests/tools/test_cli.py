@@ -416,6 +416,19 @@ def test_nobody_reads_to_the_end(tmp_path: Path, arguments: list[str], read: int
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--help"], 0), (["show", "--help"], 0), (["--version"], 0), (["show"], 2), (["no-such-command"], 2)],
+)
+def test_help_that_nobody_reads_to_the_end(arguments: list[str], status: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start_warm("-m", "pccheck_async", *arguments, stdout=writer, stderr=writer)
+    os.close(writer)
+    assert process.wait(60) == status
+
+
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_to_the_end_is_the_same(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "store") as engine:
         engine.checkpoint({f"x{n}": torch.ones(1) for n in range(3000)}, step=1).result(60)
