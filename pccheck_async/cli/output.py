@@ -80,7 +80,7 @@ def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
                 raise typer.Exit(130 if isinstance(abort.__context__, KeyboardInterrupt) else FAILED) from None
             except (CheckpointError, ImportError, OSError, ValueError, MemoryError, RecursionError) as error:
                 complain(error)
-                raise typer.Exit(_status_of(error)) from None
+                raise typer.Exit(status_of(error)) from None
             if not isinstance(report, int):
                 if options["json"]:
                     dump(report.document)
@@ -94,7 +94,8 @@ def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
     return run
 
 
-def _status_of(error: Exception) -> int:
+def status_of(error: Exception) -> int:
+    """Return the exit status for an error."""
     from pccheck_async.format.record import NewerFormatError
 
     if isinstance(error, NewerFormatError):  # it is whole
@@ -170,12 +171,14 @@ def complain(problem: str | Exception) -> None:
     print(f"pccheck: {name}{printable(str(problem))}", file=sys.stderr)
 
 
-def nothing_in(path: Path) -> str:
-    """Say why a folder has no committed checkpoint."""
+def nothing_in(path: Path) -> CheckpointError:
+    """Return why a folder has no committed checkpoint: there is none, or it is damaged (:func:`status_of`)."""
     from pccheck_async.format.record import IDENTITY_NAME
-    from pccheck_async.store import why_no_store
+    from pccheck_async.store import no_store_in
 
-    return f"{path} holds no checkpoint yet" if (path / IDENTITY_NAME).is_file() else why_no_store(path)
+    if (path / IDENTITY_NAME).is_file():
+        return NoCheckpointError(f"{path} holds no checkpoint yet")
+    return no_store_in(path)
 
 
 # -- words

@@ -39,6 +39,7 @@ from pccheck_async.cli.output import (
     progress_bar,
     reporting,
     size,
+    status_of,
     table,
 )
 from pccheck_async.cli.ranks import (
@@ -82,8 +83,12 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         notes = [*notes, *lost, _restart(infos, gone)]
     document = [as_json(info) for info in infos] if listing is None else group_as_json(listing)
     if not infos:
-        complain(f"no committed checkpoint: {nothing_in(path)}" if listing is None else listing.nothing(None))
-        return Report(document, notes if listing is not None else (), NOTHING)
+        if listing is not None:
+            complain(listing.nothing(None))
+            return Report(document, notes, NOTHING)
+        why = nothing_in(path)
+        complain(f"no committed checkpoint: {why}")
+        return Report(document, (), status_of(why))
     names = ("name",) if any(info.name is not None for info in infos) else ()
     rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
     for info in infos:
@@ -495,7 +500,7 @@ def rm(
     if not steps and not names:
         raise typer.BadParameter("say which: steps, or --name")
     if not (infos := pccheck.list_checkpoints(path)):
-        raise NoCheckpointError(nothing_in(path))
+        raise nothing_in(path)
     if missing := sorted(set(steps) - {info.step for info in infos}):
         raise NoCheckpointError(f"{path} holds no checkpoint of step {', '.join(map(str, missing))}")
     if unknown := sorted(set(names) - {info.name for info in infos}):

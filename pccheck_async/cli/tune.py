@@ -13,7 +13,6 @@ from rich.table import Table
 
 import pccheck_async as pccheck
 from pccheck_async.cli.output import (
-    NOTHING,
     Json,
     Report,
     binary_size,
@@ -25,6 +24,7 @@ from pccheck_async.cli.output import (
     path_argument,
     reporting,
     size,
+    status_of,
     table,
     terminal,
 )
@@ -68,7 +68,7 @@ def tune(
     """Measure the disk under PATH and write down the settings for an engine there. Changes no checkpoint.
 
     Exit status: 0 tuned, 1 it failed or nothing fits into storage, memory and cores, 2 wrong usage, 3 there is no
-    checkpoint in PATH to take the size from, and no --size.
+    checkpoint in PATH to take the size from, and no --size, 4 the store there is damaged.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -78,8 +78,9 @@ def tune(
     config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
     nbytes = nbytes or next((info.nbytes for info in pccheck.list_checkpoints(path)), None)
     if nbytes is None:
-        complain(f"no committed checkpoint to take the size from, so say it with --size: {nothing_in(path)}")
-        return NOTHING
+        why = nothing_in(path)
+        complain(f"no committed checkpoint to take the size from, so say it with --size: {why}")
+        return status_of(why)
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     stderr = terminal(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:

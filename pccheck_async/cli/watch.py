@@ -20,7 +20,6 @@ from rich.text import Text
 import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     DIFFERENT,
-    NOTHING,
     AnyFolder,
     complain,
     dump,
@@ -29,6 +28,7 @@ from pccheck_async.cli.output import (
     printable,
     reporting,
     size,
+    status_of,
     table,
     terminal,
 )
@@ -262,8 +262,9 @@ def _status(view: View | GroupView) -> int:
         return 0
     if view.committed or view.published is not None:
         return DIFFERENT
-    complain(nothing_in(view.path))
-    return NOTHING
+    why = nothing_in(view.path)
+    complain(str(why))
+    return status_of(why)
 
 
 def _dump(view: View | GroupView) -> None:

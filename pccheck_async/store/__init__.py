@@ -36,12 +36,12 @@ from pccheck_async.store.reading import (
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import ReadLease, Store, StoreStatistics, open_store
-from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, read_at_once, why_no_store
+from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, no_store_in, read_at_once
 
 __all__ = [
     "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded",
     "Store", "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "is_group_folder",
-    "lock_commit", "make_best", "make_spaced", "no_store", "only_rejected", "open_store", "pool_for",
+    "lock_commit", "make_best", "make_spaced", "no_store", "no_store_in", "only_rejected", "open_store", "pool_for",
     "rank_folders", "rank_name", "read_at_once", "read_commit", "read_manifest", "read_payload",
-    "stored_identity", "unread_record", "unreadable_errors", "why_no_store",
+    "stored_identity", "unread_record", "unreadable_errors",
 ]  # fmt: skip

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
+from pccheck_async.errors import (
+    CheckpointError,
+    CorruptStoreError,
+    DamagedError,
+    NoCheckpointError,
+    ReadError,
+    is_exhausted,
+)
 from pccheck_async.format import Entry, Identity, Record, Which, describe_which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, MIN_BLOCK, slot_name, slot_number
@@ -32,7 +39,7 @@ from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "read_at_once", "why_no_store"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "no_store_in", "read_at_once"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -40,29 +47,37 @@ LOCK_SECONDS = 30.0
 """For which a reader tries to lock a checkpoint while newer ones replace it."""
 
 
-def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
+def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
     """Return what to raise where there is no store."""
     if isinstance(opened.medium, Files):  # of other media only they know what and where they are
-        return NoCheckpointError(why_no_store(path, what))
+        return no_store_in(path, what)
     return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 
 
-def why_no_store(path: str | os.PathLike[str], what: str = "no store") -> str:
-    """Say why there is no store: whether the path is wrong, nothing was saved there, or it lost its identity."""
+def no_store_in(path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
+    """Return what to raise where a folder holds no store.
+
+    NoCheckpointError where the path is wrong or nothing was saved there, CorruptStoreError where a store lost its
+    identity.
+    """
     if not os.path.lexists(path):
-        return f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
+        return NoCheckpointError(f"{os.fspath(path)} does not exist, so it holds {what}; check the path")
     if not os.path.isdir(path):
-        return f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+        return NoCheckpointError(
+            f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+        )
     text, found = f"{os.fspath(path)} holds {what}", []
     with suppress(OSError), os.scandir(path) as entries:
         found = list(islice(entries, 1000))
-    if any(each.name == COMMIT_NAME or slot_number(each.name) is not None for each in found):
-        return (
-            f"{text}, but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
-        )
+    names = {each.name for each in found}
+    slots = any(slot_number(name) is not None for name in names)
+    if slots or COMMIT_NAME in names:
+        text += f", but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
+        # Without slots it may be a store that is being made, or a crash ended that: slots come last.
+        return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
     stores = sorted(each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME)))
     few = ", ".join(stores[:5]) + (", ..." if len(stores) > 5 else "")
-    return f"{text}; there are stores in it: {few}" if stores else text
+    return NoCheckpointError(f"{text}; there are stores in it: {few}" if stores else text)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pccheck_async import CheckpointInfo, SyncCheckpointEngine, describe_checkpoint, list_checkpoints, load_sync
+from pccheck_async import (
+    CheckpointInfo,
+    CorruptStoreError,
+    NoCheckpointError,
+    SyncCheckpointEngine,
+    describe_checkpoint,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
 from pccheck_async.cli.stores import Place, parse_place
@@ -399,3 +408,29 @@ def test_what_reaches_the_terminal() -> None:
     info = CheckpointInfo(step=1, counter=1, nbytes=1, time=1e300)
     assert captured_at(info) == "?"
     json.dumps(as_json(info), allow_nan=False)
+
+
+@pytest.mark.slow
+def test_a_store_that_lost_its_identity_is_damaged_for_every_command(store: Path, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    shutil.copytree(store, lost)
+    (lost / "store.json").unlink()
+    slots = [*lost.glob("slot-*")]
+    for command in (
+        *(["ls"], ["ls", "--json"], ["show"], ["verify"], ["verify", "--all"], ["diff", f"{lost}@1", f"{lost}@2"]),
+        *(["rm", "--yes", "1"], ["pin", "1"], ["unpin", "1"], ["reject", "2"], ["watch", "--once"], ["tune"]),
+        *(["recover"], ["copy", tmp_path / "copy"], ["export", tmp_path / "out.pt", "--to", "torch"]),
+    ):
+        name, *arguments = command
+        place = [] if name == "diff" else [lost]
+        result = pccheck(name, *place, *arguments)
+        assert result.exit_code == 4, (command, result.output)
+        assert name == "recover" or "parts of one without store.json: `pccheck recover" in result.stderr, command
+    with pytest.raises(CorruptStoreError, match=r"without store\.json"):
+        load_sync(lost)
+    for slot in slots:  # a store is made so: the slots come last
+        slot.unlink()
+    for name in ("ls", "show"):
+        assert pccheck(name, lost).exit_code == 3
+    with pytest.raises(NoCheckpointError):
+        load_sync(lost)

@@ -26,7 +26,7 @@ from pccheck_async.group import FolderLease, LeasedPart, is_group_folder, list_g
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
 from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
-from pccheck_async.store import UnreadableError, only_rejected, read_at_once, why_no_store
+from pccheck_async.store import UnreadableError, no_store_in, only_rejected, read_at_once
 from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["StorageReader"]
@@ -137,7 +137,7 @@ def _choose(root: str, name: str | None) -> _Chosen:
         return _Chosen(root, one.key, entry.step, {rank: rank_name(rank) for rank in range(one.world)})
     found = read_at_once(root)
     if found is None:
-        raise NoCheckpointError(why_no_store(root))
+        raise no_store_in(root)
     entry = _named(found[1].entries, root, name)
     return _Chosen(root, Key(entry.counter, Run(0, 0, 0)), entry.step, {0: ""})
 
