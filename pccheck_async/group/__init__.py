@@ -9,7 +9,7 @@ from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
 from pccheck_async.group.differing import first_few, warn_of_others
-from pccheck_async.group.elsewhere import FolderLease
+from pccheck_async.group.elsewhere import FolderLease, check_descriptors
 from pccheck_async.group.folder import (
     domain_of,
     parts_of,
@@ -34,7 +34,7 @@ __all__ = [
     "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",
     "GroupStore", "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member",
     "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View",
-    "decode_decision", "decode_message", "domain_of", "encode", "first_few", "is_group_folder", "list_group",
-    "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "reach", "reject_in_group",
+    "check_descriptors", "decode_decision", "decode_message", "domain_of", "encode", "first_few", "is_group_folder",
+    "list_group", "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "reach", "reject_in_group",
     "seen_stores", "stored_domain", "view_of", "warn_of_others",
 ]  # fmt: skip

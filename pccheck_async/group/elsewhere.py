@@ -89,13 +89,13 @@ class FolderLease:
             await self.medium.close(file)
 
 
-def check_descriptors(parts: int) -> None:
-    """Raise ReadError if this process may not open so many parts at a time, before the first of them is read."""
+def check_descriptors(files: int, what: str = "reading") -> None:
+    """Raise ReadError if this process may not open so many files at a time, before the first part is read."""
     free = available_descriptors()
-    if parts + _SPARE_DESCRIPTORS > free:
+    if files + _SPARE_DESCRIPTORS > free:
         raise ReadError(
             errno.EMFILE,
-            f"reading a checkpoint of several ranks keeps a file open for each of their parts: {parts} and "
+            f"{what} a checkpoint of several ranks keeps files open for each of their parts: {files} and "
             f"{_SPARE_DESCRIPTORS} more, and this process may open {free} more; raise the limit (ulimit -n)",
         )
 

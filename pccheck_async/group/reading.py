@@ -142,14 +142,6 @@ class PartReader(StoreReader):
         rejected = [one.rejected for _, one in marks]
         return Record(0, tuple(e.as_rejected() if bad else e for e, bad in zip(entries, rejected, strict=True)))
 
-    async def of_rank(self, rank: int) -> PartReader:
-        """Return what reads the store of another rank, by the same medium. Raises DamagedError: it is gone."""
-        found = await StoreReader.open(self.opened, f"{rank_name(rank)}/")
-        if found is None:
-            raise DamagedError(f"{self.listing.folder / rank_name(rank)} holds no store any more")
-        await self.opened.medium.close(found.commit)
-        return PartReader(self.opened, found.identity, found.commit, found.folder, rank=rank, listing=self.listing)
-
     async def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
         """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it.
 

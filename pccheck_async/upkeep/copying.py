@@ -15,16 +15,19 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from pccheck_async.api import open_folder
-from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, StoreFullError
+from pccheck_async.api import open_folder, open_reader
+from pccheck_async.errors import DamagedError, ReadError, StoreError, StoreFullError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Run, Which, align, crc32, which_one
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
     Applied,
+    Complete,
+    FolderLease,
     GroupStore,
     Part,
     PartReader,
+    check_descriptors,
     domain_of,
     is_group_folder,
     members_digest,
@@ -33,19 +36,22 @@ from pccheck_async.group import (
     seen_stores,
     view_of,
 )
-from pccheck_async.medium import Medium, Piece
+from pccheck_async.medium import File, Medium, Piece
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, store_path
 from pccheck_async.state import refuse_boxes
-from pccheck_async.store import KeepAll, SlotLease, Store, open_store
+from pccheck_async.store import KeepAll, SlotLease, Store, open_store, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, hold_open, run
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, run
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
 
 _HOLD_SECONDS = 30.0
 """For which it is tried to hold the parts of all ranks of one checkpoint while they save."""
+
+_TARGET_DESCRIPTORS = 3
+"""Of each rank in the target: its folder, its records and the new slot; those of its other slots are open, too."""
 
 
 def copy_checkpoint(
@@ -70,7 +76,10 @@ def copy_checkpoint(
     Of a group's folder the parts of all ranks are copied, into the folder of a group, which is made where there is
     none; one that is there may have another number of ranks.
 
-    Durability: when this returns the copy survives power loss. On an error nothing was committed.
+    Durability: when this returns the copy survives power loss. On an error nothing was committed, unless a record could
+        not be flushed (StoreFailedError): then ``target`` may have the copy. Of a group it has the copy, complete, once
+        the records of all ranks name their parts, also where the second round of records, which call these committed,
+        fails then. Parts that the records of some ranks name are no checkpoint; the next copy or run drops them.
 
     Args:
         source: Store that has it, or the folder of a group. A trainer may write to it meanwhile.
@@ -203,6 +212,8 @@ async def _copy_group(
         )
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_hold_parts(source, which, io))
+        there = (len(list((target / rank_name(rank)).glob("slot-*"))) for rank in range(len(parts)))
+        check_descriptors(sum(there) + _TARGET_DESCRIPTORS * len(parts), "copying")
         domain_of(target)
         threads = await stack.enter_async_context(await open_folder(target, io))
         stores: list[GroupStore] = []
@@ -227,24 +238,41 @@ async def _copy_group(
 async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> AsyncIterator[list[Held]]:
     """Hold the parts of all ranks of one complete checkpoint.
 
-    Ranks that save meanwhile may replace it before all parts are locked. Then the one that replaced it is tried.
+    A part that is locked, and that the record of its rank reads after locking still names, keeps its bytes. Ranks that
+    save meanwhile may replace the checkpoint before all parts are locked. Then the one that replaced it is tried.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + _HOLD_SECONDS
-    while clock() < deadline:
-        async with AsyncExitStack() as stack:
-            parts = [await stack.enter_async_context(hold(source, which, io, 0))]
-            reader, counter = parts[0].reader, parts[0].entry.counter
-            assert isinstance(reader, PartReader)
-            world = next(one.world for one in reader.listing.complete if one.entry.counter == counter)
-            try:
-                for rank in range(1, world):
-                    parts.append(await hold_open(await reader.of_rank(rank), source, which, counter))
-            except NoCheckpointError:
-                continue
-            yield parts
-            return
-    raise ReadError(f"the ranks of {os.fspath(source)} save faster than all parts of one checkpoint can be locked")
+    reader = await open_reader(source, io, which=which, rank=0)
+    assert isinstance(reader, PartReader)
+    async with reader.opened as opened:
+        while True:
+            chosen = reader.listing.choose(which)
+            check_descriptors(chosen.world, "copying")
+            async with AsyncExitStack() as locks:
+                leases = [FolderLease(opened, rank_name(rank), chosen.key) for rank in range(chosen.world)]
+                try:
+                    files = []
+                    for lease in leases:
+                        locks.push_async_callback(lease.close)
+                        files.append(await lease.acquire())
+                except (DamagedError, ReadError):
+                    await reader.record()
+                    if any(one.key == chosen.key for one in reader.listing.complete):
+                        raise  # nothing replaced it
+                else:
+                    yield [await _held(reader, chosen, *each) for each in zip(leases, files, strict=True)]
+                    return
+            if clock() > deadline:
+                raise ReadError(
+                    f"the ranks of {os.fspath(source)} save faster than all parts of one checkpoint can be locked"
+                )
+
+
+async def _held(reader: PartReader, chosen: Complete, lease: FolderLease, file: File) -> Held:
+    entry = structs.replace(lease.entry, pinned=chosen.entry.pinned)
+    manifest = await read_manifest(lease.medium, file, entry, lease.block_bytes)
+    return Held(reader, entry.as_rejected() if chosen.entry.rejected else entry, file, manifest)
 
 
 async def _copy_parts(

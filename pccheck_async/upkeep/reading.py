@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pccheck_async.api import open_reader
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import ReadError
-from pccheck_async.format import CheckpointInfo, Entry, Record, Which, combine, piece_sums, which_one
+from pccheck_async.format import CheckpointInfo, Entry, Which, combine, piece_sums, which_one
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.group import PartReader
@@ -25,7 +25,7 @@ from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import BufferPool, Tasks, available_memory
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["hold_open", "make_pool", "run", "runs"]
+__all__ += ["make_pool", "run", "runs"]
 
 T = TypeVar("T")
 
@@ -58,26 +58,14 @@ async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | N
     """
     reader = await open_reader(path, io, which=which, rank=rank)
     async with reader.opened:
-        yield await hold_open(reader, path, which)
-
-
-async def hold_open(
-    reader: StoreReader, path: str | os.PathLike[str], which: Which, counter: int | None = None
-) -> Held:
-    """Hold a checkpoint of a store that is open, until its medium is closed; the one of ``counter``, if it is known."""
-
-    def pick(record: Record) -> Entry | None:
-        return choose([one for one in record.entries if counter in (None, one.counter)], which)
-
-    held = await reader.lock(pick)
-    if held is None:
-        raise reader.nothing(path, which)
-    entry, file = held
-    if not isinstance(file, File):
-        raise file
-    return Held(
-        reader, entry, file, await read_manifest(reader.opened.medium, file, entry, reader.identity.block_bytes)
-    )
+        held = await reader.lock(lambda record: choose(record.entries, which))
+        if held is None:
+            raise reader.nothing(path, which)
+        entry, file = held
+        if not isinstance(file, File):
+            raise file
+        manifest = await read_manifest(reader.opened.medium, file, entry, reader.identity.block_bytes)
+        yield Held(reader, entry, file, manifest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from pccheck_async import (
+    CheckpointError,
     CorruptStoreError,
     DamagedError,
     NoCheckpointError,
@@ -51,6 +52,7 @@ from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
 from pccheck_async.store import read_at_once
+from tests.group.test_parts import limited
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, spoil, start_ranks, state_of_rank
 
@@ -363,6 +365,45 @@ def test_a_copy_of_a_group_has_the_parts_of_all_ranks(made: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_the_parts_of_a_copy_are_locked_by_one_look_at_the_records(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks that grow with the ranks take longer than ranks that save need to replace it."""
+    looks = []
+
+    def listed(path: Path) -> reading.GroupListing:
+        looks.append(path)
+        return list_group(path)
+
+    save_in_group(tmp_path / "four", 4, 1)
+    monkeypatch.setattr(reading, "list_group", listed)
+    counts = []
+    for source in (made, tmp_path / "four"):
+        looks.clear()
+        copy_checkpoint(source, tmp_path / f"copy of {source.name}")
+        counts.append(len(looks))
+    assert counts[0] == counts[1] <= 1
+
+
+@pytest.mark.slow
+def test_a_copy_that_needs_too_many_descriptors_is_refused_before_it_begins(made: Path, tmp_path: Path) -> None:
+    """Where it begins it ends, however few there are; slots that the target has are open, too."""
+    target = tmp_path / "copy"
+    for step in (1, 2, 3):
+        before, said = sorted(target.rglob("*")), ""
+        for free in count(12):  # enough for the loop that it runs on
+            with limited(free):
+                try:
+                    copy_checkpoint(made, target, step=step)
+                    break
+                except (CheckpointError, OSError) as error:
+                    said = str(error)
+            assert sorted(target.rglob("*")) == before, said
+        assert re.search(r"copying a checkpoint .* may open \d+ more; raise the limit \(ulimit -n\)", said)
+    assert [info.step for info in list_checkpoints(target)] == [3, 2, 1]
+
+
+@pytest.mark.slow
 def test_a_copy_of_a_group_may_have_the_name_of_a_rejected_one(tmp_path: Path) -> None:
     def save(group: Group) -> None:
         torch.set_num_threads(1)
@@ -500,6 +541,28 @@ def test_a_copy_that_was_cut_short_is_no_checkpoint(
     assert verify_checkpoints(target, every=True).whole
     copy_checkpoint(folder, target, step=2)
     assert len([*(target / "rank-00000").glob("slot-*")]) == 3  # the slot of what was cut short is used again
+
+
+def test_a_copy_is_complete_once_all_records_name_its_parts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second round of records only calls them committed."""
+    target, written = tmp_path / "copy", GroupStore.write_parts
+
+    async def cut_short(store: GroupStore, parts: tuple[Part, ...], applied: Applied) -> None:
+        if (parts[0].rank, parts[0].committed) == (1, True):
+            raise RuntimeError("ends here")
+        await written(store, parts, applied)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupStore, "write_parts", cut_short)
+        with pytest.raises(RuntimeError, match="ends here"):
+            copy_checkpoint(folder, target, step=2)
+    listing = list_group(target)
+    assert ([one.entry.step for one in listing.complete], listing.incomplete) == ([2], ())
+    assert verify_checkpoints(target, every=True).whole
+    copy_checkpoint(folder, target, step=3)
+    assert [info.step for info in list_checkpoints(target)] == [3, 2]
 
 
 def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
