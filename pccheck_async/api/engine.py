@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, Private, note_closing_failure_on, run
+from pccheck_async.engine import Caller, EngineLoop, PendingCheckpoint, Private, note_closing_failure_on, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -129,7 +129,7 @@ class CheckpointEngine(EngineBase):
             CorruptStoreError: the folder holds no readable store.
             WriteError: the folder cannot be written.
         """
-        await run(self._core, self._core.open())
+        await run(self._core, self._core.open)
         return self
 
     async def close(self, deadline: float | None = None) -> None:
@@ -148,11 +148,11 @@ class CheckpointEngine(EngineBase):
         Raises:
             CheckpointError: the failure of a checkpoint that nobody awaited, or what the deadline left behind.
         """
-        await self._end(self._core.close(deadline), go=True)
+        await self._end(partial(self._core.close, deadline=deadline), go=True)
 
-    async def _end(self, handoff: Handoff, *, go: bool) -> None:
+    async def _end(self, end: Callable[[Caller], Coroutine[Any, Any, None]], *, go: bool) -> None:
         with self._training.ending(go=go):
-            await run(self._core, handoff)
+            await run(self._core, end)
         await self._training.let_cancel()
 
     def __enter__(self) -> NoReturn:
@@ -165,7 +165,7 @@ class CheckpointEngine(EngineBase):
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with note_closing_failure_on(error):
-            await self._end(self._training.leave(well=error is None), go=error is None)
+            await self._end(partial(self._training.leave, well=error is None), go=error is None)
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
         """Return the context of one training step, which checkpoints after it when the policy (``interval``) says so.
@@ -243,7 +243,7 @@ class CheckpointEngine(EngineBase):
         try:
             await pending.eager_captured()
         except asyncio.CancelledError:
-            await run(self._core, self._core.abort(pending))
+            await run(self._core, self._core.abort, pending)
             raise
         except Exception as error:
             if not self._core.in_flight.warn_of(pending, error):
@@ -313,10 +313,9 @@ class CheckpointEngine(EngineBase):
             CheckpointError: an earlier checkpoint failed and nobody awaited it; nothing was read.
         """
         which = which_one(step, name)
-        restored: Restored | None = await run(
-            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype, private=private)
+        return await run(
+            self._core, self._core.restore, state, which, progress, strict=strict, dtype=dtype, private=private
         )
-        return restored
 
     @_counted_until_awaited
     async def pin(self, step: int) -> CheckpointInfo:
@@ -331,14 +330,12 @@ class CheckpointEngine(EngineBase):
             StoreFullError: too many are pinned; a commit record names 64.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
         """
-        info: CheckpointInfo = await run(self._core, self._core.pin(step, True))
-        return info
+        return await run(self._core, self._core.pin, step, True)
 
     @_counted_until_awaited
     async def unpin(self, step: int) -> CheckpointInfo:
         """End :meth:`pin`: the next commit drops the checkpoint if no rule keeps it."""
-        info: CheckpointInfo = await run(self._core, self._core.pin(step, False))
-        return info
+        return await run(self._core, self._core.pin, step, False)
 
     @_counted_until_awaited
     async def remove(
@@ -367,8 +364,7 @@ class CheckpointEngine(EngineBase):
             StoreError: no checkpoint would be left that is not rejected; nothing was removed.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
         """
-        removed: list[CheckpointInfo] = await run(self._core, self._core.remove(which_one(step, name), force=force))
-        return removed
+        return await run(self._core, self._core.remove, which_one(step, name), force=force)
 
     @_counted_until_awaited
     async def reject(self, step: int) -> list[CheckpointInfo]:
@@ -393,8 +389,7 @@ class CheckpointEngine(EngineBase):
             StoreError: no committed checkpoint would be left to restore; nothing was rejected.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
         """
-        rejected: list[CheckpointInfo] = await run(self._core, self._core.reject(step))
-        return rejected
+        return await run(self._core, self._core.reject, step)
 
     @_counted_until_awaited
     async def drain(self) -> None:
@@ -405,7 +400,7 @@ class CheckpointEngine(EngineBase):
         Raises:
             CheckpointError: the failure of one that nobody awaited.
         """
-        await run(self._core, self._core.drain())
+        await run(self._core, self._core.drain)
 
     @_counted_until_awaited
     async def tune(

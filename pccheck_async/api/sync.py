@@ -26,13 +26,13 @@ class SyncCheckpointEngine(EngineBase):
 
     def open(self) -> Self:
         """Lock (or create) the store and recover (see :meth:`pccheck_async.CheckpointEngine.open`)."""
-        block_on(self._core, self._core.open())
+        block_on(self._core, self._core.open)
         return self
 
     def close(self, deadline: float | None = None) -> None:
         """Wait until every checkpoint ended, then close (see :meth:`pccheck_async.CheckpointEngine.close`)."""
         with self._training.ending():
-            block_on(self._core, self._core.close(deadline))
+            block_on(self._core, self._core.close, deadline)
 
     def __aenter__(self) -> NoReturn:
         raise TypeError("use 'with SyncCheckpointEngine(...)', or CheckpointEngine in async code")
@@ -44,7 +44,7 @@ class SyncCheckpointEngine(EngineBase):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with note_closing_failure_on(error), self._training.ending(go=error is None):
-            block_on(self._core, self._training.leave(well=error is None))
+            block_on(self._core, self._training.leave, well=error is None)
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
         """Return the context of one training step (see :meth:`pccheck_async.CheckpointEngine.step`)."""
@@ -71,7 +71,7 @@ class SyncCheckpointEngine(EngineBase):
             if not self._core.in_flight.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            block_on(self._core, self._core.abort(pending))
+            block_on(self._core, self._core.abort, pending)
             raise
         finally:
             self._core.stalls.note_call(pending, start)
@@ -93,34 +93,29 @@ class SyncCheckpointEngine(EngineBase):
         The next commit drops a checkpoint that was found damaged.
         """
         which = which_one(step, name)
-        restored: Restored | None = block_on(
-            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype, private=private)
+        return block_on(
+            self._core, self._core.restore, state, which, progress, strict=strict, dtype=dtype, private=private
         )
-        return restored
 
     def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""
-        info: CheckpointInfo = block_on(self._core, self._core.pin(step, True))
-        return info
+        return block_on(self._core, self._core.pin, step, True)
 
     def unpin(self, step: int) -> CheckpointInfo:
         """End :meth:`pin`: the next commit drops it where no rule keeps it."""
-        info: CheckpointInfo = block_on(self._core, self._core.pin(step, False))
-        return info
+        return block_on(self._core, self._core.pin, step, False)
 
     def remove(self, *, step: int | None = None, name: str | None = None, force: bool = False) -> list[CheckpointInfo]:
         """Remove checkpoints, in one commit (see :meth:`pccheck_async.CheckpointEngine.remove`)."""
-        removed: list[CheckpointInfo] = block_on(self._core, self._core.remove(which_one(step, name), force=force))
-        return removed
+        return block_on(self._core, self._core.remove, which_one(step, name), force=force)
 
     def reject(self, step: int) -> list[CheckpointInfo]:
         """Reject every checkpoint from ``step`` on (see :meth:`pccheck_async.CheckpointEngine.reject`)."""
-        rejected: list[CheckpointInfo] = block_on(self._core, self._core.reject(step))
-        return rejected
+        return block_on(self._core, self._core.reject, step)
 
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
-        block_on(self._core, self._core.drain())
+        block_on(self._core, self._core.drain)
 
     def tune(
         self,

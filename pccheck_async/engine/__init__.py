@@ -5,10 +5,11 @@ It may import: store and what is below.
 """
 
 from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
-from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
+from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
@@ -21,6 +22,7 @@ __all__ = [
     "HOLDS_PARTS",
     "Assembly",
     "Auto",
+    "Caller",
     "CheckpointProgress",
     "Decision",
     "Decisions",
@@ -30,7 +32,6 @@ __all__ = [
     "EngineLoop",
     "EngineStatistics",
     "Guard",
-    "Handoff",
     "InlineCaptures",
     "Lease",
     "PendingCheckpoint",

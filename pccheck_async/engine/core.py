@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.caller import Caller, block_on
 from pccheck_async.engine.capture import Captures
 from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
-from pccheck_async.engine.loop import EngineLoop, Handoff, Until, block_on, outlast
+from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
@@ -31,7 +32,6 @@ from pccheck_async.engine.status_publisher import make_status
 from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
 from pccheck_async.format import (
     CheckpointInfo,
-    Entry,
     Metadata,
     Restored,
     Which,
@@ -58,9 +58,8 @@ HOOKS_SECONDS = 1.0
 class EngineCore:
     """One store, one loop, one scheduler; every method may be called from any thread.
 
-    Methods that return a :data:`Handoff` run plain code on the caller's thread (``state_dict()``,
-    ``load_state_dict()``) and yield what has to run on the engine's loop; :func:`.loop.block_on` and
-    :func:`.loop.run` drive them.
+    Methods that take a :class:`.caller.Caller` run user code (``state_dict()``, ``load_state_dict()``) on the caller's
+    thread, and the rest on the engine's loop; :func:`.caller.block_on` and :func:`.caller.run` call them.
 
     Attributes:
         keeps: The rules for what is kept.
@@ -101,7 +100,7 @@ class EngineCore:
 
     # -- open and close
 
-    def open(self) -> Handoff:
+    async def open(self, caller: Caller) -> None:
         """Lock (or create) the store, recover, and start the engine."""
         if self.state != "new":
             state = "closed; make a new one" if self.state in ("closing", "closed") else "open already"
@@ -110,8 +109,8 @@ class EngineCore:
         self.loop = EngineLoop()
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
-            yield self._open()
-            yield from self._join()
+            await caller.run(self._open())
+            await self._join(caller)
             self._began = time.time()
             self.training.opened()
             infos = self.infos
@@ -122,10 +121,10 @@ class EngineCore:
             forget(self)
             try:
                 if self._assembly is not None:  # opened, and then the caller was cancelled before it got to know
-                    yield self._assembly.close()
+                    await caller.run(self._assembly.close())
             finally:
-                yield from outlast(self.loop.ask_to_stop())
-            yield Until(self.reporter.hooks.close(), HOOKS_SECONDS)
+                await caller.outlast(self.loop.ask_to_stop())
+            await caller.wait(self.reporter.hooks.close(), HOOKS_SECONDS)
             raise
         self.state = "open"
         self.reporter.tell(Opened, checkpoints=checkpoints, step=step, io=io)
@@ -152,18 +151,17 @@ class EngineCore:
         """The folder of the store."""
         return self.path
 
-    def _join(self) -> Handoff:
+    async def _join(self, caller: Caller) -> None:
         """Get in touch with whom this engine saves together, once its own store is open.
 
         Nothing to do for one process; ``GroupCore`` overrides it.
         """
-        yield from ()
 
     def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         """Note it, for one process; ``GroupCore`` extends it."""
         self.in_flight.note_end(pending, error, superseded, nbytes)
 
-    def close(self, deadline: float | None = None) -> Handoff:
+    async def close(self, caller: Caller, deadline: float | None = None) -> None:
         """Drain, then close; idempotent. Raises the failures that nobody saw.
 
         With a ``deadline`` in seconds it gives up when that has passed: raises CheckpointError that says what is left
@@ -180,8 +178,8 @@ class EngineCore:
             if first := self.state == "open":
                 self.state = "closing"
         if first:
-            yield from self._close(deadline)
-        elif not (yield Until(self._closed.future(), deadline)):
+            await self._close(caller, deadline)
+        elif not await caller.wait(self._closed.future(), deadline):
             raise CheckpointError(f"gave up after {deadline} s: the engine of {self.path} is still closing")
         elif (error := self._closed.result()) is not None:
             raise error
@@ -197,10 +195,10 @@ class EngineCore:
             with suppress(Exception):  # of a handler of the log: the engine closes all the same
                 write(logging.WARNING, "unawaited", text, said, next(iter(calls)), store=self.path)
 
-    def _close(self, deadline: float | None) -> Handoff:
+    async def _close(self, caller: Caller, deadline: float | None) -> None:
         closed, failure = True, None
         try:
-            closed, left = yield self.assembly.close(deadline)
+            closed, left = await caller.run(self.assembly.close(deadline))
             if not closed:
                 raise self._gave_up(deadline, left)
         except Exception as error:
@@ -218,11 +216,11 @@ class EngineCore:
             finally:
                 try:
                     if closed:
-                        yield from outlast(self.loop.ask_to_stop())
+                        await caller.outlast(self.loop.ask_to_stop())
                 finally:
                     self.state = "closed"
                     self._closed.set_result(failure)
-            yield Until(self.reporter.hooks.close(), HOOKS_SECONDS if closed else 0.0)
+            await caller.wait(self.reporter.hooks.close(), HOOKS_SECONDS if closed else 0.0)
 
     def _gave_up(self, deadline: float | None, left: list[PendingCheckpoint]) -> CheckpointError:
         """Return what says what is left behind, and note it as the failure of those checkpoints."""
@@ -243,7 +241,7 @@ class EngineCore:
         waiting = len(self.in_flight)
         try:
             with self.training.ending(go=False):  # it goes already
-                block_on(self, self.close(self.config.exit_timeout))
+                block_on(self, self.close, self.config.exit_timeout)
         except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
             return f"the engine of {self.path} was not closed before the interpreter exited; {error}"
         drained = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
@@ -354,7 +352,7 @@ class EngineCore:
                     pending.set_captured()
         except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
             if pending is not None:
-                block_on(self, self.abort(pending))
+                block_on(self, self.abort, pending)
                 self.in_flight.withdraw(pending)
             raise
         finally:
@@ -412,7 +410,7 @@ class EngineCore:
         """The newest durable checkpoint that is not rejected."""
         return next((info for info in self.infos if not info.rejected), None)
 
-    def abort(self, pending: PendingCheckpoint) -> Handoff:
+    async def abort(self, caller: Caller, pending: PendingCheckpoint) -> None:
         """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
 
         Where the process goes because a signal asked for it, this waits no longer: the device may be stuck.
@@ -425,9 +423,9 @@ class EngineCore:
             patience = self.training.patience
             try:
                 if patience is None:
-                    yield from outlast(aborting)
+                    await caller.outlast(aborting)
                 else:
-                    yield Until(aborting, patience)
+                    await caller.wait(aborting, patience)
             finally:
                 if aborting.done() and aborting.exception() is None and aborting.result():
                     pending.failure_told = True  # else it was captured already and goes on
@@ -448,10 +446,10 @@ class EngineCore:
         for pending in self.in_flight.checkpoints():
             pending.wait_out_of_reach()  # failures are told where the checkpoint itself is awaited
 
-    def drain(self) -> Handoff:
+    async def drain(self, caller: Caller) -> None:
         """Do what :meth:`wait_ended` does; raise the failure of a checkpoint that nobody saw."""
         self.check_alive()
-        yield self.wait_ended()
+        await caller.run(self.wait_ended())
         self.in_flight.raise_untold()
 
     async def wait_ended(self, *, last: bool = False) -> None:
@@ -472,12 +470,11 @@ class EngineCore:
         """Committed checkpoints, newest first."""
         return [entry.info for entry in self.assembly.store.entries]
 
-    def pin(self, step: int, pinned: bool) -> Handoff:
+    async def pin(self, caller: Caller, step: int, pinned: bool) -> CheckpointInfo:
         """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
-        entry: Entry = yield self.check_alive().store.pin(whole_step(step), pinned)
-        return entry.info
+        return (await caller.run(self.check_alive().store.pin(whole_step(step), pinned))).info
 
-    def remove(self, which: Which, *, force: bool) -> Handoff:
+    async def remove(self, caller: Caller, which: Which, *, force: bool) -> list[CheckpointInfo]:
         """Remove checkpoints of a step or with a name, once those in flight that it needs have ended."""
         if which is None:
             raise TypeError("give the step or the name of what is to be removed")
@@ -486,25 +483,26 @@ class EngineCore:
         others = any(which not in (info.step, info.name) for info in self.infos if not info.rejected)
         for pending in in_flight:
             if which in (pending.step, pending.name) or not others:
-                yield pending.until_ended
-        removed: list[Entry] = yield assembly.store.remove(which, force=force)
+                await caller.wait(pending.ended_future())
+        removed = await caller.run(assembly.store.remove(which, force=force))
         self._unrestored = [info for info in self._unrestored if which not in (info.step, info.name)]
         return [entry.info for entry in removed]
 
-    def reject(self, step: int) -> Handoff:
+    async def reject(self, caller: Caller, step: int) -> list[CheckpointInfo]:
         """Reject all from a step on that was saved before this call, in flight too."""
         assembly, step = self.check_alive(), whole_step(step)
         with self.in_flight.lock:
             until = self.in_flight.counter
             in_flight = {pending.counter: pending.step for pending in self.in_flight.checkpoints()}
-        rejected: list[Entry] = yield assembly.store.reject(step, in_flight, until)
+        rejected = await caller.run(assembly.store.reject(step, in_flight, until))
         self.training.rejected()
         counters = {entry.counter for entry in rejected}
         self._unrestored = [info for info in self._unrestored if info.counter not in counters]
         return [entry.info for entry in rejected]
 
-    def restore(
+    async def restore(
         self,
+        caller: Caller,
         state: Mapping[str, Any],
         which: Which,
         progress: ReadProgress | None = None,
@@ -512,7 +510,7 @@ class EngineCore:
         strict: bool = True,
         dtype: torch.dtype | None = None,
         private: Private = (),
-    ) -> Handoff:
+    ) -> Restored | None:
         """Restore the newest checkpoint (or the one asked for) into ``state``, falling back where one is damaged."""
         assembly = self.check_alive()
         self.in_flight.raise_untold()
@@ -523,10 +521,10 @@ class EngineCore:
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
-                yield pending.until_out_of_reach  # what is restored would tear its capture
+                await caller.wait(pending.captured_future())  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from self._restore(
-            assembly, state, which, progress, strict=strict, dtype=dtype, private=private
+        restored = await self._restore(
+            caller, assembly, state, which, progress, strict=strict, dtype=dtype, private=private
         )
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
@@ -535,8 +533,9 @@ class EngineCore:
         self._unrestored = []
         return restored
 
-    def _restore(
+    async def _restore(
         self,
+        caller: Caller,
         assembly: Assembly,
         state: Mapping[str, Any],
         which: Which,
@@ -545,13 +544,13 @@ class EngineCore:
         strict: bool,
         dtype: torch.dtype | None,
         private: Private,
-    ) -> Handoff:
+    ) -> Restored | None:
         """Restore from one process's own store, where nothing is another rank's; ``GroupCore`` overrides it."""
         committed = assembly.store.committed
         if error := only_rejected((*committed.record.entries, *committed.adopted), which, self.path):
             raise error
         pickles = self.config.allow_pickle
-        return restore(assembly, state, which, progress, strict=strict, dtype=dtype, allow_pickle=pickles)
+        return await restore(caller, assembly, state, which, progress, strict=strict, dtype=dtype, allow_pickle=pickles)
 
     # -- statistics
 

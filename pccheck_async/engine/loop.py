@@ -1,8 +1,8 @@
-"""The engine's own event loop on a thread of its own, and work that alternates between it and the caller's thread.
+"""The engine's own event loop on a thread of its own.
 
 A training step blocks the loop it runs on for its whole length. Captures and writes must go on meanwhile, so the engine
 never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
-(:meth:`EngineLoop.run`), and by a :data:`Handoff` where part of the work is theirs (``state_dict()``).
+(:meth:`EngineLoop.run`); for calls of which part runs on the caller's thread see :mod:`pccheck_async.engine.caller`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 from pccheck_async.errors import ClosedError, machine_error
 from pccheck_async.state import exempt_this_thread
@@ -25,7 +24,7 @@ try:  # here, and not when the first loop is made: on a caller's loop
 except ImportError:
     from asyncio import new_event_loop  # type: ignore[assignment]
 
-__all__ = ["EngineLoop", "Handoff", "Until", "block_on", "outlast", "run", "until_done"]
+__all__ = ["EngineLoop", "until_done", "wait_until"]
 
 T = TypeVar("T")
 
@@ -189,91 +188,22 @@ class EngineLoop:
                 self._ended.set_result(None)
 
 
-class Until(NamedTuple):
-    """Wait until a future is done, at most ``timeout`` seconds; the result is whether it is done."""
+async def wait_until(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
+    """Wait until a future is done, at most ``timeout`` seconds; return whether it is. Its error is not raised.
 
-    future: concurrent.futures.Future[Any]
-    timeout: float | None = None
-
-    def block(self) -> bool:
-        """Wait, blocking."""
-        concurrent.futures.wait([self.future], self.timeout)
-        return self.future.done()
-
-    async def wait(self) -> bool:
-        """Wait on the caller's loop. Cancellation: only stops the waiting."""
-        waiter = asyncio.wrap_future(self.future)
-        try:
-            await asyncio.wait((waiter,), timeout=self.timeout)
-        finally:
-            if not waiter.cancel() and not waiter.cancelled():
-                waiter.exception()  # retrieved: what it holds is for others
-        return self.future.done()
+    Cancellation: only stops the waiting.
+    """
+    waiter = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait((waiter,), timeout=timeout)
+    finally:
+        if not waiter.cancel() and not waiter.cancelled():
+            waiter.exception()  # retrieved: what it holds is for others
+    return future.done()
 
 
 async def until_done(future: concurrent.futures.Future[Any]) -> None:
     """Wait until ``future`` is done, whatever it holds. Cancellation: ignored."""
     while not future.done():
         with suppress(asyncio.CancelledError):
-            await Until(future).wait()
-
-
-class _Engine(Protocol):
-    loop: EngineLoop
-
-
-_Work: TypeAlias = Coroutine[Any, Any, Any] | Until
-Handoff: TypeAlias = Generator[_Work, Any, Any]
-"""A generator that runs plain code on the caller's thread (``state_dict()``, ``load_state_dict()``).
-
-It yields coroutines for the engine's loop, and futures to wait for, and gets their results. It never waits itself: that
-thread may have a loop.
-"""
-
-
-def outlast(future: concurrent.futures.Future[Any]) -> Handoff:
-    """Wait until ``future`` is done, however often the caller is cancelled; raise that afterwards."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            yield Until(future)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-
-
-def block_on(engine: _Engine, handoff: Handoff, work: Callable[[], _Work] | None = None) -> Any:
-    """Drive ``handoff`` from this thread, blocking it while the engine's loop works; ``work`` is how to go on."""
-    work = work or partial(next, handoff)
-    try:
-        while True:
-            step = work()
-            try:
-                result = step.block() if isinstance(step, Until) else engine.loop.call(step)
-            except BaseException as error:  # noqa: BLE001 - the handoff decides what it means
-                work = partial(handoff.throw, error)
-            else:
-                work = partial(handoff.send, result)
-    except StopIteration as end:
-        return end.value
-
-
-async def run(engine: _Engine, handoff: Handoff) -> Any:
-    """Drive ``handoff`` from a coroutine on any loop. Cancellation: ends what runs on the engine's loop first."""
-    work: Callable[[], _Work] = lambda: next(handoff)  # noqa: E731
-    try:
-        while True:
-            step = work()
-            try:
-                result = await (step.wait() if isinstance(step, Until) else engine.loop.run(step))
-            except GeneratorExit:  # the coroutine was thrown away, and cannot await anything any more
-                with suppress(asyncio.CancelledError):
-                    block_on(engine, handoff, partial(handoff.throw, asyncio.CancelledError()))
-                raise
-            except BaseException as error:  # noqa: BLE001 - the handoff decides what it means
-                work = partial(handoff.throw, error)
-            else:
-                work = partial(handoff.send, result)
-    except StopIteration as end:
-        return end.value
+            await wait_until(future)

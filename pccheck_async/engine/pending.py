@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from pccheck_async.engine.loop import Until
 from pccheck_async.engine.promise import Promise, wait_for_any
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
@@ -207,15 +207,13 @@ class PendingCheckpoint:
         """Block until the eager leaves are captured."""
         self._block(self._eager_captured)
 
-    @property
-    def until_out_of_reach(self) -> Until:
-        """A wait until nothing reads the live state any more. A failure is not raised, and not told."""
-        return Until(self._captured.future())
+    def captured_future(self) -> Future[None]:
+        """Return a future that is done when nothing reads the live state any more, or the capture failed."""
+        return self._captured.future()
 
-    @property
-    def until_ended(self) -> Until:
-        """A wait until it is durable, superseded or failed. A failure is not raised, and not told."""
-        return Until(self._durable.future())
+    def ended_future(self) -> Future[CheckpointInfo]:
+        """Return a future that is done when the checkpoint is durable, superseded or failed."""
+        return self._durable.future()
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Promise[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.

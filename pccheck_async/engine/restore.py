@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 
 from pccheck_async.engine.assembly import Assembly
-from pccheck_async.engine.loop import Handoff
+from pccheck_async.engine.caller import Caller
 from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored, Which
 from pccheck_async.format.manifest import Manifest
@@ -38,7 +38,8 @@ _NAMED = 5
 """Paths that the warning of a partial restore names."""
 
 
-def restore(
+async def restore(
+    caller: Caller,
     assembly: Assembly,
     state: Mapping[str, Any],
     which: Which,
@@ -47,7 +48,7 @@ def restore(
     strict: bool,
     dtype: torch.dtype | None,
     allow_pickle: bool,
-) -> Handoff:
+) -> Restored | None:
     """Restore the newest checkpoint (or the one asked for), falling back where one is damaged; None: there is none.
 
     What follows ``progress`` is for :func:`pccheck_async.state.match`.
@@ -70,8 +71,8 @@ def restore(
             fallback.failure = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
         with fallback.trying(entry, superseded, find):
             try:
-                restored: Restored = yield from _restore_one(
-                    assembly, state, entry, superseded, progress, begun,
+                restored = await _restore_one(
+                    caller, assembly, state, entry, superseded, progress, begun,
                     strict=strict, dtype=dtype, allow_pickle=allow_pickle,
                 )  # fmt: skip
             except UnreadableError as unreadable:
@@ -236,7 +237,8 @@ class Reading:
         return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
 
 
-def _restore_one(
+async def _restore_one(
+    caller: Caller,
     assembly: Assembly,
     state: Mapping[str, Any],
     entry: Entry,
@@ -247,7 +249,7 @@ def _restore_one(
     strict: bool,
     dtype: torch.dtype | None,
     allow_pickle: bool,
-) -> Handoff:
+) -> Restored:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
     one = Reading(assembly, ReadLease(assembly.store, entry, superseded), progress)
 
@@ -258,12 +260,12 @@ def _restore_one(
             await assembly.store.adopt(entry)
 
     try:
-        yield hold()
+        await caller.run(hold())
         one.match(state, strict=strict, dtype=dtype, allow_pickle=allow_pickle)
         refuse_parts(entry.step, one.restoration, begun)
         begun += one.restoration.filled
         one.begin()
-        yield one.fill()
+        await caller.run(one.fill())
     finally:
         one.release()
     return one.finish()

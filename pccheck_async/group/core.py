@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from pccheck_async.engine import (
     HOLDS_PARTS,
     Assembly,
+    Caller,
     EngineConfig,
     EngineCore,
-    Handoff,
     PendingCheckpoint,
     Private,
     Reading,
@@ -33,7 +33,7 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import Key, Metadata, Which, new_step
+from pccheck_async.format import Key, Metadata, Restored, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.differing import first_few
@@ -58,7 +58,7 @@ class _OtherWorld(NamedTuple):
     group: Group
     private: Private
 
-    def check(self, parts: Parts, state: Mapping[str, Any], unexpected: Sequence[str]) -> Handoff:
+    async def check(self, caller: Caller, parts: Parts, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
         """Raise StateMismatchError where the parts have different tensors under one name, and UnreadableError.
 
         Nothing says then which of them a rank of this world is to restore. Buffers that DistributedDataParallel makes
@@ -72,7 +72,8 @@ class _OtherWorld(NamedTuple):
         def among(path: str) -> bool:
             return not (path in allowed or f"{path}.".startswith(below) or any(match(path) for match in matchers))
 
-        if found := (yield parts.differing(among, (self.group.rank, self.group.world_size))):
+        ranks = self.group.rank, self.group.world_size
+        if found := await caller.run(parts.differing(among, ranks)):
             named = ranks_in_words(tuple(parts.elsewhere), len(parts.elsewhere))
             unseen = f" (those of {named} are not seen here)" if parts.elsewhere else ""
             raise StateMismatchError(
@@ -116,7 +117,7 @@ class GroupCore(EngineCore):
         assert store.run is not None
         return store.run
 
-    def open(self) -> Handoff:
+    async def open(self, caller: Caller) -> None:
         """Lock (or create) this rank's store, meet the others, and agree on what there is.
 
         Collective where the group is a process group: an address is broadcast on the calling thread.
@@ -125,7 +126,7 @@ class GroupCore(EngineCore):
             self._server = serve(self.group.world_size, self.config, self.group.timeout)
         self.address = self.group.share(self._server.address if self._server is not None else None)
         try:
-            yield from super().open()
+            await super().open(caller)
         except BaseException as error:
             if not self._met:
                 self._tell_unopened(error)
@@ -138,7 +139,7 @@ class GroupCore(EngineCore):
             client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
             client.close()
 
-    def _join(self) -> Handoff:
+    async def _join(self, caller: Caller) -> None:
         assembly = self.assembly
 
         async def join() -> None:
@@ -159,7 +160,7 @@ class GroupCore(EngineCore):
                 lambda: run.member.differing,
             )  # fmt: skip
 
-        yield join()
+        await caller.run(join())
 
     def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         super()._note_end(pending, error, superseded, nbytes)
@@ -226,8 +227,9 @@ class GroupCore(EngineCore):
 
     # -- restoring
 
-    def _restore(
+    async def _restore(
         self,
+        caller: Caller,
         assembly: Assembly,
         state: Mapping[str, Any],
         which: Which,
@@ -236,7 +238,7 @@ class GroupCore(EngineCore):
         strict: bool,
         dtype: torch.dtype | None,
         private: Private,
-    ) -> Handoff:
+    ) -> Restored | None:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
         The live arrays are filled while their chunks are verified, as :func:`pccheck_async.engine.restore.restore`
@@ -250,34 +252,34 @@ class GroupCore(EngineCore):
         begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
         differing: Collection[int] = ()
         agreed = False
-        yield run.ask_restore(which)
+        await caller.run(run.ask_restore(which))
         try:
             while True:
-                action = yield run.restoring.get()
+                action = await caller.run(run.restoring.get())
                 match action:
                     case MatchManifest(key):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
                         other_world = None if run.has_world_of(key) else _OtherWorld(self.group, private)
-                        outcome, why, mismatch = yield from _match(
-                            reading, parts, state, begun, other_world,
+                        outcome, why, mismatch = await _match(
+                            caller, reading, parts, state, begun, other_world,
                             strict=strict, dtype=dtype, allow_pickle=pickles,
                         )  # fmt: skip
-                        yield run.tell_matched(outcome, why)
+                        await caller.run(run.tell_matched(outcome, why))
                     case FillArrays():
                         assert reading is not None
                         assert parts is not None
                         begun += [*reading.restoration.filled, *(one.path for one in reading.restoration.resharded)]
-                        damage, differing = yield from self._fill(reading, parts, state)
-                        yield run.tell_verified(damage)
+                        damage, differing = await self._fill(caller, reading, parts, state)
+                        await caller.run(run.tell_verified(damage))
                     case ChangeState(key):
                         agreed = True
                         assert reading is not None
                         assert parts is not None
                         parts.finish()
                         restored = reading.finish()
-                        yield run.note_differing(differing)
+                        await caller.run(run.note_differing(differing))
                         seconds = time.perf_counter() - start
                         told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
                         self.reporter.tell(events.Restored, **told, seconds=seconds)
@@ -292,12 +294,14 @@ class GroupCore(EngineCore):
                         raise error
         except BaseException as error:
             if not agreed:  # the others wait for an answer
-                yield run.tell_ended(f"the restore ended: {error!r}")
+                await caller.run(run.tell_ended(f"the restore ended: {error!r}"))
             raise
         finally:
             _release(reading, parts)
 
-    def _fill(self, reading: Reading, parts: Parts, state: Mapping[str, Any]) -> Handoff:
+    async def _fill(
+        self, caller: Caller, reading: Reading, parts: Parts, state: Mapping[str, Any]
+    ) -> tuple[str | None, Collection[int]]:
         """Fill the live arrays; return what was damaged or None, and hashes of ranks that saved different replicas.
 
         These are not believed to have them alike again: else the first checkpoint of every run would be aborted. Ranks
@@ -307,9 +311,9 @@ class GroupCore(EngineCore):
         apart = self.captures.owners.saved_apart(state, reading.manifest)
         try:
             reading.begin(parts.take_own())
-            yield reading.fill()
-            yield parts.fill()
-            found = (yield parts.differing(apart.__contains__)) if apart else ()
+            await caller.run(reading.fill())
+            await caller.run(parts.fill())
+            found = await caller.run(parts.differing(apart.__contains__)) if apart else ()
         except UnreadableError as error:
             if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
                 raise error.error from None
@@ -329,7 +333,8 @@ class GroupCore(EngineCore):
         return Parts(parts, own, by_address=assembly.backend.by_address, elsewhere=elsewhere)
 
 
-def _match(
+async def _match(
+    caller: Caller,
     reading: Reading | None,
     parts: Parts | None,
     state: Mapping[str, Any],
@@ -339,7 +344,7 @@ def _match(
     strict: bool,
     dtype: torch.dtype | None,
     allow_pickle: bool,
-) -> Handoff:
+) -> tuple[Literal["ok", "mismatch", "damaged"], str, Exception | None]:
     """Return how this rank's part compares with its state, why, and the error that says so."""
     if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
@@ -347,7 +352,7 @@ def _match(
         reading.match, state, strict=strict, dtype=dtype, allow_pickle=allow_pickle, generators=other_world is None
     )
     try:
-        yield reading.hold()
+        await caller.run(reading.hold())
         try:
             match_state()
             lacks = reading.restoration.missing
@@ -355,12 +360,12 @@ def _match(
             if not (lacks := error.missing):
                 raise
         if lacks:  # another stage of a pipeline may have it
-            match_state(merged=merge_parts(parts.own, (yield parts.manifests())))
+            match_state(merged=merge_parts(parts.own, await caller.run(parts.manifests())))
         if other_world is not None:
-            yield from other_world.check(parts, state, reading.restoration.unexpected)
+            await other_world.check(caller, parts, state, reading.restoration.unexpected)
         refuse_parts(reading.step, reading.restoration, begun)
         if reading.restoration.resharded:
-            yield parts.match(reading.restoration.resharded)
+            await caller.run(parts.match(reading.restoration.resharded))
     except UnreadableError as error:
         if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
             return "mismatch", str(error), error.error

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 
 from pccheck_async.engine import (
+    Caller,
     EngineCore,
-    Handoff,
     PendingCheckpoint,
     Policy,
     StepReport,
@@ -236,7 +236,7 @@ class TrainingRun(TrainingHooks):
         if pending.skipped and self.last_report is not None:
             self._policy.skipped(self.last_report)
 
-    def save_and_go(self, this: TrainingStep) -> Handoff:
+    async def save_and_go(self, caller: Caller, this: TrainingStep) -> None:
         """Save this step unless that was done, drain until the deadline, and let the process go."""
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
@@ -244,10 +244,10 @@ class TrainingRun(TrainingHooks):
                 raise CheckpointError("checkpoints were rejected in it")
             if this.pending is None or this.pending.skipped:
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
-            yield core.wait_ended(last=True)
+            await caller.run(core.wait_ended(last=True))
             if isinstance(this.pending.error, ReplicasDifferError):  # which only a checkpoint finds out
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
-                yield core.wait_ended(last=True)
+                await caller.run(core.wait_ended(last=True))
             pending = this.pending
             core.stalls.note_call(pending, start)
             info = pending.result(0)
@@ -357,27 +357,27 @@ class TrainingRun(TrainingHooks):
 
     # -- leaving the engine's context
 
-    def leave(self, *, well: bool) -> Handoff:
+    async def leave(self, caller: Caller, *, well: bool) -> None:
         """Save the last finished step if no checkpoint holds it, unless an error ends the context; then close."""
         core = self.core
         try:
             if well or self.stopping:
-                yield from self._save_last_step(well=well)
+                await self._save_last_step(caller, well=well)
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
-                yield core.cancel_all()
+                await caller.run(core.cancel_all())
             with note_closing_failure_on(error):
-                yield from core.close()
+                await core.close(caller)
             raise
-        yield from core.close()
+        await core.close(caller)
 
-    def _save_last_step(self, *, well: bool) -> Handoff:
+    async def _save_last_step(self, caller: Caller, *, well: bool) -> None:
         core, last = self.core, self._last_finished
         if os.getpid() != core.pid or not core.is_open or last is None:
             return
         newest = core.in_flight.newest
         if newest is not None and newest.counter > last.counter and newest.step >= last.step:
-            yield core.wait_ended(last=True)
+            await caller.run(core.wait_ended(last=True))
             if not newest.failed:
                 return
         if not (why := self._what_changed(last, well=well)):
@@ -388,11 +388,11 @@ class TrainingRun(TrainingHooks):
                 )
                 write(logging.INFO, "last_unseen", text, last.step, step=last.step, store=core.path)
             pending, _ = core.start_checkpoint(last.state, last.step, last.metadata, last=True)
-            yield core.wait_ended(last=True)
+            await caller.run(core.wait_ended(last=True))
             if isinstance(pending.error, ReplicasDifferError):
                 core.start_checkpoint(last.state, last.step, last.metadata, last=True)
             return  # closing waits for it, and tells its failure
-        yield core.wait_ended(last=True)  # closing would wait, too: which one is the newest is known then
+        await caller.run(core.wait_ended(last=True))  # closing would wait, too: which one is the newest is known then
         there = "nothing is saved" if core.newest_step is None else f"newest saved: step {core.newest_step}"
         text = "the last step, %d, is not saved on leaving (%s): %s"
         write(logging.WARNING, "last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
@@ -481,7 +481,7 @@ class StepContext(_Context):
         if training.end(this, failed=kind is not None):
             training.note(this, self._take())
         if kind is None and self._is_last():
-            block_on(training.core, training.save_and_go(this))
+            block_on(training.core, training.save_and_go, this)
 
     def __aenter__(self) -> NoReturn:
         self._refuse("use 'with engine.step(...)': this engine is a SyncCheckpointEngine")
@@ -504,7 +504,7 @@ class AsyncStepContext(_Context):
         if training.end(this, failed=kind is not None):
             training.note(this, await self._take())
         if kind is None and self._is_last():
-            await run(training.core, training.save_and_go(this))
+            await run(training.core, training.save_and_go, this)
             await training.let_cancel()
 
     def __enter__(self) -> NoReturn:

@@ -145,14 +145,14 @@ def _turns(point: Point) -> int:
 @asynccontextmanager
 async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[EngineCore]:
     core = EngineCore(folder, io, config)
-    await run(core, core.open())
+    await run(core, core.open)
     try:
         yield core
     except BaseException as error:
         with note_closing_failure_on(error):
-            await run(core, core.close())
+            await run(core, core.close)
         raise
-    await run(core, core.close())
+    await run(core, core.close)
 
 
 async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:

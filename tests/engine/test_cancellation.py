@@ -227,7 +227,7 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
             core = probe(engine).core
             pending, _ = core.start_checkpoint(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await run(core, core.abort(pending))  # what a cancelled checkpoint() does, too late
+            await run(core, core.abort, pending)  # what a cancelled checkpoint() does, too late
             stuck.medium.release()
             with pytest.raises(WriteError):
                 await engine.drain()

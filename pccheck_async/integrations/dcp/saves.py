@@ -111,7 +111,7 @@ class Saves:
         else:
             store = PrefixStore(f"{self._root}/{self._round}", reach(place.address))
             core = GroupCore(self._root, "auto", config, Group(rank, place.world, store, timeout=self.settings.timeout))
-        block_on(core, core.open())
+        block_on(core, core.open)
         if place.address is None:
             core.captures.owners = Owners(0, (0,), (0,), ())  # a plan may have boxes of tensors here, too
         self._core = core
@@ -144,7 +144,7 @@ class Saves:
         except Exception:
             raise
         except BaseException:  # KeyboardInterrupt
-            block_on(core, core.abort(pending))
+            block_on(core, core.abort, pending)
             raise
         self._pending = pending
 
@@ -167,7 +167,7 @@ class Saves:
             self._give_up_round()
             self._core = None
             self._settle(deadline)
-            block_on(core, core.close(deadline))
+            block_on(core, core.close, deadline)
 
 
 def _ended(core: EngineCore) -> bool:
@@ -180,7 +180,7 @@ def _ended(core: EngineCore) -> bool:
 
 def _close(core: EngineCore) -> None:
     with suppress(CheckpointError):  # it was told
-        block_on(core, core.close())
+        block_on(core, core.close)
 
 
 _lock: Final = threading.Lock()
