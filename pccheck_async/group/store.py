@@ -111,9 +111,10 @@ class GroupStore(Store):
 
     async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
         """Reject checkpoints on all ranks, which call this alike; rank 0 knows what is in flight."""
-        before = {entry.counter for entry in self.entries if not entry.rejected}
+        before = [entry for entry in self.entries if not entry.rejected]
         await self._run.reject(step, until)
-        return [entry for entry in self.entries if entry.rejected and entry.counter in before]
+        rejected = {key.counter for key in self._run.member.rejected}  # the next save may have dropped them by now
+        return [entry.as_rejected() for entry in before if entry.counter in rejected]
 
     async def remove(self, which: Which, *, force: bool) -> list[Entry]:
         """Drop checkpoints on all ranks, which call this alike."""

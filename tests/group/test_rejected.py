@@ -27,7 +27,8 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.cli import app
-from pccheck_async.group import rank_name
+from pccheck_async.group import Member, rank_name
+from pccheck_async.group.run import GroupRun
 from pccheck_async.store import read_at_once
 from tests.group.test_group import failure, restore, save, state_of
 from tests.support.ranks import run_ranks
@@ -137,6 +138,36 @@ def test_a_call_that_is_cancelled_holds_up_no_other_rank(tmp_path: Path) -> None
 
     assert run_ranks(2, lambda group: asyncio.run(reject(group))) == [[2], [2]]
     assert marks(tmp_path) == [(2, True), (1, False), (0, False)]
+
+
+def test_a_save_that_drops_them_at_once_hides_none_from_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Member.was_rejected
+
+    async def reject(group: Group) -> list[int]:
+        async with CheckpointEngine(tmp_path, group=group, keep_last=2) as engine:
+            for step in range(3):
+                await (await engine.checkpoint(state_of(group.rank, step), step=step)).durable()
+            marked, saved = asyncio.Event(), asyncio.Event()
+            loop, change = asyncio.get_running_loop(), GroupRun._change
+
+            async def change_late(self: GroupRun, asked: Any) -> None:
+                if asked.func.__name__ == ask.__name__:
+                    loop.call_soon_threadsafe(marked.set)
+                    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(saved.wait(), loop))
+                await change(self, asked)
+
+            monkeypatch.setattr(GroupRun, "_change", change_late)
+            rejecting = asyncio.create_task(engine.reject(2))
+            await marked.wait()
+            for step in (3, 4):
+                await (await engine.checkpoint(state_of(group.rank, step), step=step)).durable()
+            saved.set()
+            return [info.step for info in await rejecting]
+
+    assert run_ranks(2, lambda group: asyncio.run(reject(group))) == [[2], [2]]
+    assert marks(tmp_path) == [(4, False), (3, False)]
 
 
 def test_none_but_rejected_ones_raise_on_all_ranks(tmp_path: Path) -> None:
