@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from pccheck_async.format.record import MOST_SLOT
-from pccheck_async.store.slots import Decision, SlotTable
+from pccheck_async.errors import DamagedError
+from pccheck_async.format import Entry, Record
+from pccheck_async.format.record import MOST_SLOT, slot_name
+from pccheck_async.medium import File
+from pccheck_async.store.slots import Decision, Slots, SlotTable, open_slots
+from pccheck_async.testing import CrashDisk, CrashWriter, WrappingWriter
 
 
 def test_first_slots_are_created() -> None:
@@ -91,7 +98,7 @@ def test_only_free_slots_are_leased(slot: int) -> None:
         table.lease(slot)
 
 
-class Slots(RuleBasedStateMachine):
+class AnyOrder(RuleBasedStateMachine):
     """Any order of leases, releases, commits and readers keeps I1, I3 and I10."""
 
     leases = Bundle("leases")
@@ -156,8 +163,8 @@ class Slots(RuleBasedStateMachine):
         assert self.table.count <= self.in_flight + self.keep_last + 1
 
 
-TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_a_slot_that_is_read_and_committed_costs_no_further_one() -> None:
@@ -173,3 +180,61 @@ def test_a_slot_that_a_record_names_and_nobody_has_is_not_made_anew(sizes: dict[
     missing = table.missing()
     assert len(missing) == 3
     assert lost not in missing
+
+
+class LateLock(WrappingWriter):
+    """A medium that locks only after a turn of the loop, in which ``meanwhile`` is called."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        locked = await super().lock(file, shared=shared)
+        self.meanwhile()
+        return locked
+
+
+async def slots_of_two(medium: LateLock | CrashWriter) -> Slots:
+    """Return slots 0 and 1: the newest record names 1, the one before it 0."""
+    await medium.prepare(create=True)
+    for number in (0, 1):
+        await medium.reserve(slot_name(number), 4096)
+    newest, before = (Entry(n, n, 0.0, 0, n, 0, 1, 0, False, {}) for n in (1, 0))
+    return await open_slots(medium, Record(1, (newest,), (before,)), medium.sync_names, in_flight=1, kept=1)
+
+
+def test_a_slot_that_a_restore_began_to_read_while_it_was_being_locked_is_not_written() -> None:
+    """A restore may fall back to a superseded checkpoint at any moment, and no lock keeps out its own process."""
+
+    async def main() -> None:
+        disk = CrashDisk()
+        medium = LateLock(CrashWriter(disk, turns=0))
+        slots = await slots_of_two(medium)
+        to_read = [0]
+        medium.meanwhile = lambda: to_read and slots.start_reading(to_read.pop())
+        async with slots.lock:
+            lease = await slots.lease(4096)
+        assert lease.slot == 2
+        beside = CrashWriter(disk, turns=0)  # another process, which may read slot 0, too
+        assert await beside.lock(await beside.open(slot_name(0), writable=False), shared=True)
+        await beside.close()
+        await medium.close()
+
+    asyncio.run(main())
+
+
+def test_a_superseded_slot_to_which_a_killed_predecessor_still_writes_is_not_read() -> None:
+    async def main() -> None:
+        disk = CrashDisk()
+        medium, predecessor = CrashWriter(disk, turns=0), CrashWriter(disk, turns=0)
+        slots = await slots_of_two(medium)
+        file = await predecessor.open(slot_name(0), writable=True)
+        assert await predecessor.lock(file)
+        with pytest.raises(DamagedError, match="is being written over"):
+            await slots.start_reading_free(0)
+        assert slots.table.is_free(0)
+        await predecessor.close()
+        assert (await slots.start_reading_free(0)).name == slot_name(0)
+        assert not slots.table.is_free(0)
+        await medium.close()
+
+    asyncio.run(main())
