@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
+import mmap
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -14,11 +17,13 @@ import torch
 from pccheck_async import StoreFullError, SyncCheckpointEngine, WriteError, list_checkpoints, load_sync
 from pccheck_async.medium import Medium
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
+from pccheck_async.medium.mapping import map_file
 from pccheck_async.testing import MEDIUM_CHECKS
-from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
+from pccheck_async.transfer import PAGE_BYTES, address_of, aligned_buffer
 from pccheck_async.transfer.operations import Operations
 from tests.conftest import BACKENDS
 from tests.support.loop_devices import Mounted
+from tests.support.processes import passes_in_a_forked_child
 
 
 @pytest.fixture(params=["on disk", "in memory"])
@@ -157,6 +162,29 @@ def test_a_forked_child_has_none_of_it(place: Path) -> None:
         assert str(place) in Path("/proc/self/maps").read_text()
         engine.checkpoint(state(1), step=1).result()
     assert str(place) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_forked_child_that_drops_a_mapping_of_its_parent_keeps_its_own_memory_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(PAGE_BYTES))
+    with open(tmp_path / "file", "r+b") as file:
+        mapped = [map_file(file.fileno(), PAGE_BYTES, sync=False)]
+    address = address_of(mapped[0])
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
+    fixed_unless_taken = 0x100000
+
+    def check() -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_unless_taken
+        assert libc.mmap(address, PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+        ctypes.memmove(address, b"mine", 4)
+        mapped.clear()
+        gc.collect()
+        assert ctypes.string_at(address, 4) == b"mine"
+
+    assert passes_in_a_forked_child(check)
+    mapped.clear()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_what_is_larger_than_a_store_at_once_is_stored_by_threads(place: Path, io: str) -> None:
