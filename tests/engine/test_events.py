@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,20 @@ def test_a_hook_may_be_removed_and_may_use_the_engine(tmp_path: Path) -> None:
         remove()  # once more: nothing happens
         steps += [engine.checkpoint(state(), step=step).result().step for step in range(2, 5)]
         assert [info.step for info in engine.checkpoints() if info.pinned] == [1]
+
+
+def test_a_hook_that_closes_waits_for_no_events_and_so_not_for_itself() -> None:
+    hooks, ended = Hooks(), Future[bool]()
+
+    def close(event: Event) -> None:
+        if isinstance(event, Captured):
+            ended.set_result(hooks.close().done())
+
+    hooks.add(close)
+    hooks.put(Admitted(step=1, counter=1))  # then the thread has begun
+    hooks.put(Captured(step=1, counter=1, nbytes=1, seconds=0.0))
+    assert ended.result(60)
+    hooks.close().result(60)
 
 
 def test_hooks_of_an_engine_that_never_opened_leave_no_thread(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pccheck_async.medium.mapped import MappedFiles
 from pccheck_async.medium.windows import WindowedFile
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from tests.conftest import BACKENDS
+from tests.training.test_tuner import tuning_of
 
 Inode = tuple[int, int]
 
@@ -143,6 +144,18 @@ def test_a_shelf_is_flushed_before_it_is_mapped(tmp_path: Path, synced: list[tup
     with Shelf(path) as shelf:
         assert synced[0][0] == inode(path)
         assert shelf["x"].tolist() == [1, 1, 1]
+
+
+# -- settings of a tuning
+
+
+def test_settings_are_durable_before_they_have_their_name_and_their_name_when_they_are_written(
+    tmp_path: Path, synced: list[tuple[Inode, int, int]]
+) -> None:
+    tuning_of().write(tmp_path)
+    synced.clear()
+    path = tuning_of(nbytes=5).write(tmp_path)
+    assert synced == [(inode(path), path.stat().st_size, 1), (inode(tmp_path), *synced[1][1:])]
 
 
 # -- readers

@@ -78,6 +78,11 @@ def test_a_burst_of_superseded_ones_is_said_once(said: Any) -> None:
     (burst,) = said()
     assert (burst["event"], burst["levelname"], burst["count"], burst["last"]) == ("superseded_burst", "WARNING", 9, 16)
     for step in range(40):
+        (tell_durable if step % 2 else tell_superseded)(reporter, step)
+    for step in range(2):
+        tell_superseded(reporter, step)
+    assert len(said()) == 1  # half of them, and then a ninth: that one is not over
+    for step in range(40):
         tell_durable(reporter, step)
     for step in range(8):
         tell_superseded(reporter, step)
