@@ -265,6 +265,16 @@ def test_an_unseen_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
         assert engine.checkpoint(state_of(3), step=3).result(60).step == 3  # told once
 
 
+def test_a_failure_that_somebody_waits_for_is_theirs_until_they_give_up(tmp_path: Path) -> None:
+    device = Device()
+    with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+        pending = _failing_unseen(engine, device)
+        with pending.waiting():
+            engine.drain()
+        with pytest.raises(WriteError):
+            engine.drain()
+
+
 def test_an_unseen_failure_is_raised_on_exit(tmp_path: Path) -> None:
     device = Device()
     with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
