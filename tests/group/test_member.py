@@ -443,6 +443,20 @@ def seen(rank: int, *entries: Entry) -> SeenStore:
     return SeenStore(0, rank, ids[rank][1], Applied(run, 3), parts)
 
 
+def test_what_is_pinned_before_the_first_save_stays_although_no_rule_of_this_run_keeps_it() -> None:
+    group = Group(stores=[seen(rank, *entries_of(2, 1)) for rank in range(2)])
+    for rank in range(2):
+        taking_over, request = group.members[rank].pin(1, True)
+        assert isinstance(taking_over, TakeOver)  # which takes a while
+        group.carry_out(rank, [request])
+    group.deliver()
+    for rank in range(2):
+        group.carry_out(rank, [taking_over])
+    group.deliver()
+    (start,) = [one for one in group.decisions() if isinstance(one, Start)]
+    assert [(kept.key.counter, kept.pinned) for kept in start.keep] == [(1, False), (0, True)]
+
+
 def test_pins_that_cannot_be() -> None:
     group = Group()
     group.save_all(1)
