@@ -376,7 +376,7 @@ class Coordinator:
 
         Rank 0 admitted all of them before the one that commits, so that their steps and metadata are known.
         """
-        older = [(at, one) for at, one in self._ballots.items() if at < counter and one.metadata is not None]
+        older = [(at, one) for at, one in self._ballots.items() if at < counter]
         return tuple(at for at, one in sorted(older) if not self._would_keep(kept, at, one))
 
     def _would_keep(self, kept: Sequence[Entry], counter: int, ballot: _Ballot) -> bool:
