@@ -443,6 +443,19 @@ def test_a_parameter_frozen_with_a_gradient_is_stepped(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
+def test_a_parameter_frozen_without_a_gradient_is_left_alone_by_the_optimizers_that_know_it(tmp_path: Path) -> None:
+    """As those of one network while the optimizer of all steps for another one."""
+    with held(tmp_path) as it:
+        other = torch.optim.SGD([it.model.second.weight], lr=1.0)
+        it.model.second.weight.requires_grad_(False)
+        it.model.second.weight.grad = None
+        other.step()
+        assert it.engine.statistics().durable == 0
+        it.io.medium.release()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
 @contextmanager
 def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, dict[str, Any]]]:
     """A capture of which the large part that nobody guards is over, and the rest is not."""
