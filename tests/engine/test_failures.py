@@ -925,10 +925,18 @@ def test_a_close_that_is_cancelled_before_it_began_still_closes(tmp_path: Path, 
     asyncio.run(main())
 
 
-def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chunk_bytes", "buffers", "sizes"),
+    [(PAGE_BYTES, 4, (48 * PAGE_BYTES,)), (1 << 20, 1, (6 << 20, 1 << 19))],
+    ids=["of many chunks", "of many chunks and of one"],
+)
+def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_other(
+    tmp_path: Path, chunk_bytes: int, buffers: int, sizes: tuple[int, ...]
+) -> None:
     """One checkpoint waits for a slot that the other will free, the other for a buffer that the first one holds."""
-    big = {"tensor": torch.zeros(12 * PAGE_BYTES)}
-    with SyncCheckpointEngine(tmp_path, max_in_flight=2, host_memory=4 * PAGE_BYTES, chunk_bytes=PAGE_BYTES) as engine:
+    states = [{"tensor": torch.zeros(nbytes // 4)} for nbytes in sizes]
+    big, memory = states[0], buffers * chunk_bytes
+    with SyncCheckpointEngine(tmp_path, max_in_flight=2, host_memory=memory, chunk_bytes=chunk_bytes) as engine:
         engine.checkpoint(big, step=0).result(60)
         engine.checkpoint(big, step=1).result(60)
         held = [os.open(tmp_path / f"slot-00{n}", os.O_RDONLY) for n in range(3)]
@@ -944,7 +952,7 @@ def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_othe
         try:
             pendings: list[PendingCheckpoint] = []
             threads = [
-                threading.Thread(target=lambda n=n: pendings.append(engine.checkpoint(big, step=n)))
+                threading.Thread(target=lambda n=n: pendings.append(engine.checkpoint(states[n % len(states)], step=n)))
                 for n in range(2, 6)
             ]
             for thread in threads:

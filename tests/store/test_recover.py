@@ -307,6 +307,26 @@ def test_a_recovery_does_not_undo_the_one_before(tmp_path: Path) -> None:
     check(tmp_path, 3, 2, 1)
 
 
+@pytest.mark.parametrize("lacking", [errno.EMFILE, errno.EACCES])
+def test_a_slot_that_this_process_cannot_open_is_not_left_out(tmp_path: Path, lacking: int) -> None:
+    """It may be whole: with more descriptors, or as the user whose it is, the same command names it."""
+
+    class Lacking(WrappingWriter):
+        async def open(self, name: str, *, writable: bool) -> File:
+            if name == "slot-000":
+                raise OSError(lacking, os.strerror(lacking), name)
+            return await super().open(name, writable=writable)
+
+    save(tmp_path, 1, 2)
+    (tmp_path / "commit").unlink()
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(OSError, match=os.strerror(lacking)):
+        recover_store(tmp_path, write=True, io=lambda path, operations: Lacking(Files(path, operations)))
+    assert sorted(os.listdir(tmp_path)) == before
+    recover_store(tmp_path, write=True)
+    check(tmp_path, 2, 1)
+
+
 @pytest.mark.slow
 def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:
     """A slot that was freed, and not used again, still holds what it held."""
