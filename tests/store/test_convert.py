@@ -353,6 +353,16 @@ def _contiguous(value: Any) -> Any:
 
 
 @pytest.mark.slow
+def test_tensors_in_files_of_safetensors_are_aligned_whatever_the_length_of_their_names(tmp_path: Path) -> None:
+    """Those who map the file view them as they lie there."""
+    names = ["n", "nn", "nnn"]
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        engine.checkpoint({name: torch.ones(3, dtype=torch.float64) for name in names}).result(60)
+    for name in names:
+        export_checkpoint(tmp_path / "store", tmp_path / name, to="safetensors", keys=[name])
+        assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
+
+
 def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     state = training_state() | {"odd": odd_state()}

@@ -26,6 +26,8 @@ from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app, main
 from pccheck_async.cli.demo import compare_losses, draw, read_losses
 from pccheck_async.cli.output import dump, parse_size, size
+from pccheck_async.telemetry import fill_standard_files
+from tests.support.processes import passes_in_a_forked_child
 from tests.support.warm import run_warm, start_warm
 
 runner = CliRunner()
@@ -481,6 +483,20 @@ def test_without_standard_files(tmp_path: Path, closed: Sequence[int]) -> None:
     assert run_as_a_process("verify", tmp_path / "store", closed=closed).returncode == 0
     assert run_as_a_process("verify", tmp_path / "none", closed=closed).returncode == 3
     assert before == {path: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+
+
+@pytest.mark.slow
+def test_children_of_a_process_without_standard_files_have_them() -> None:
+    """They would write into their own files else, as ranks of a launcher that was started so."""
+    look = "import os; [os.fstat(fd) for fd in range(3)]"
+
+    def check() -> None:
+        for fd in range(3):
+            os.close(fd)
+        fill_standard_files()
+        assert subprocess.run([sys.executable, "-S", "-c", look], check=False).returncode == 0
+
+    assert passes_in_a_forked_child(check)
 
 
 @pytest.mark.slow

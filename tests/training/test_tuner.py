@@ -223,6 +223,22 @@ def test_no_more_in_flight_than_the_storage_has_slots_for(tmp_path: Path, monkey
     assert "; 2 would not fit: 3 slots (2 in flight, 1 kept)" in tuning.reasons["max_in_flight"]
 
 
+def test_the_slots_that_a_store_has_are_space_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        engine.checkpoint({"x": torch.zeros(MIB)}).result(60)
+    facts = os.statvfs(tmp_path)
+    few = os.statvfs_result((*facts[:4], MIB * 3 // 2 // facts.f_frsize, *facts[5:]))  # free blocks
+    monkeypatch.setattr(os, "statvfs", lambda _: few)
+
+    def progress(done: float, what: str) -> None:
+        raise LookupError(what)
+
+    with pytest.raises(LookupError, match="the storage"):
+        tune_blocking(tmp_path / "store", nbytes=MIB // 64, progress=progress)
+    with pytest.raises(InfeasibleError, match="storage: 2 slots"):
+        tune_blocking(tmp_path / "new", nbytes=MIB // 64, progress=progress)
+
+
 def test_what_does_not_fit_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "store") as engine:
         with pytest.raises(InfeasibleError, match=r"storage: 2 slots .* free space") as infeasible:
