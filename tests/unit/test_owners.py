@@ -107,6 +107,22 @@ def test_ranks_that_agree_make_zero(domains: list[int]) -> None:
     assert not total(domains, lambda rank, tally: show(tally, rank, *STATE))
 
 
+def test_boxes_without_bytes_have_one_owner_wherever_they_lie() -> None:
+    """Those of one rank may lie in one memory, and those of another each in its own: their address tells neither."""
+    kept = []
+
+    def walk(rank: int, tally: Tally) -> None:
+        one = torch.zeros(9)
+        for number in range(8):
+            memory = torch.zeros(1 + number) if rank else one
+            local = memory[len(memory) :] if number % 2 else torch.zeros(5)
+            kept.append(local)
+            tally.owns(Named(f"w{number}", "float32", tuple(local.shape)), on([0, 1], rank=rank), local)
+
+    assert not total([0, 0], walk)
+    assert {each.data_ptr() for each in kept if not each.nbytes} == {0}
+
+
 @st.composite
 def meshes(draw: st.DrawFn) -> list[list[int]]:
     """Ranks of up to 16, those that have the same boxes together."""

@@ -207,8 +207,7 @@ class Tally:
         number = nbytes.index(min(nbytes))
         nbytes[number] += local.nbytes
         owns = beside[number] == self._owners.rank
-        if local.nbytes:  # else it may have any address, on each rank another one
-            self._decided[memory] = owns, local
+        self._decided[memory] = owns, local  # those without bytes all have the address 0, on every rank
         return owns
 
 
