@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pccheck_async import Group, ReadError, SyncCheckpointEngine, load_sync, open_checkpoint
+from pccheck_async import CheckpointError, Group, ReadError, SyncCheckpointEngine, load_sync, open_checkpoint
 from pccheck_async.group import rank_name
 from pccheck_async.integrations import dcp
 from pccheck_async.transfer import available_descriptors
@@ -86,6 +86,13 @@ def test_too_few_descriptors_are_an_error_with_the_number_before_anything_is_rea
     assert raised.value.errno == errno.EMFILE
     assert "ulimit -n" in str(raised.value)
     assert not [path for path in opened() if path.startswith(os.fspath(made))]
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_an_opening_that_fails_leaves_no_descriptor_and_no_thread(made: Path) -> None:
+    for free in range(WORLD):  # wherever the first one is that cannot be had
+        with limited(free), pytest.raises(CheckpointError, match="ulimit -n"):
+            open_checkpoint(made)
 
 
 def test_dcp_holds_one_part_at_a_time(made: Path) -> None:
