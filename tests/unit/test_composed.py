@@ -25,7 +25,7 @@ from pccheck_async import (
 )
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format.manifest import LATEST_VERSION, decode, encode, version_of
-from pccheck_async.format.skeleton import ArrayNode, ComposedNode, DictNode
+from pccheck_async.format.skeleton import MAX_DEPTH, ArrayNode, ComposedNode, DictNode, ListNode, Node
 from pccheck_async.state import flatten
 from pccheck_async.state.composed import find_class
 from tests.support.round_trip import save
@@ -336,11 +336,16 @@ def test_only_manifests_with_them_are_of_the_latest_version() -> None:
     assert isinstance(manifest.skeleton, DictNode)
     node = manifest.skeleton.values[0]
     assert isinstance(node, ComposedNode)
+    deep: Node = None
+    for _ in range(MAX_DEPTH + 2):
+        deep = ListNode([deep])
     for changes in (
         {"version": 1},
         {"skeleton": DictNode(["x"], [structs.replace(node, names=["codes", "codes"])])},
         {"skeleton": DictNode(["x"], [structs.replace(node, names=["codes"])])},
         {"skeleton": DictNode(["x"], [structs.replace(node, items=[ArrayNode(0), DictNode([], [])])])},
+        {"skeleton": DictNode(["x"], [structs.replace(node, context=ListNode([ArrayNode(0)]))])},
+        {"skeleton": DictNode(["x"], [structs.replace(node, context=deep)])},
     ):
         with pytest.raises(CorruptStoreError):
             decode(encode(structs.replace(manifest, **changes)))

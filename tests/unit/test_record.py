@@ -318,6 +318,20 @@ def test_what_is_written_with_a_rebuilt_identity_fits_the_true_one(block: int, e
     assert not any(one.manifest_offset % identity.block_bytes for one in entries)
 
 
+@pytest.mark.parametrize("newest", [4, 5])
+def test_remains_of_another_store_do_not_decide_which_one_is_rebuilt(newest: int) -> None:
+    """A file system may have put them there; the store whose record is the newest is the one that was written last."""
+    other = bytes(reversed(STORE))
+    image = bytearray(commit_file(Record(4, (entry(1),)), Record(5, (entry(2),))))
+    for offset in layout.region_offsets(9 - newest):
+        older = layout.encode_record(Record(9 - newest - 4, ()), other, BLOCK)
+        image[offset : offset + REGION_NBYTES] = older.ljust(REGION_NBYTES, b"\0")
+    rebuilt = layout.rebuild_identity(bytes(image))
+    assert rebuilt is not None
+    identity, record = rebuilt
+    assert (identity.id_bytes, record.generation) == (STORE, newest)
+
+
 def test_nothing_is_rebuilt_without_a_record() -> None:
     assert layout.rebuild_identity(bytes(COMMIT_NBYTES)) is None
     assert layout.rebuild_identity(b"") is None
