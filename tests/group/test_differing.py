@@ -246,6 +246,7 @@ def test_load_and_open_say_that_other_ranks_have_other_tensors(folder: Path, cap
     assert not warned(lambda: load_sync(folder, rank=0))
     assert not warned(lambda: open_checkpoint(folder, rank=1).close())
     assert not warned(lambda: load_sync(folder, keys=["alike"]))
+    assert warned(lambda: load_sync(folder, keys=["alike", "expert00"])) == [text]
 
 
 def test_what_is_damaged_in_another_ranks_part_is_in_nobodys_way(

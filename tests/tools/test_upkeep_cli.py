@@ -324,6 +324,16 @@ def test_changes_as_json(store: Path) -> None:
 
 
 @pytest.mark.slow
+def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
+    SyncCheckpointEngine(tmp_path / "store").open().close()
+    (tmp_path / "store" / "store.json").unlink()
+    result = pccheck("recover", tmp_path / "store")
+    assert result.exit_code == 4
+    assert "With --write the store is there again; it names no checkpoint." in result.stdout
+    assert pccheck("recover", tmp_path / "store", "--write").exit_code == 0
+    assert pccheck("recover", tmp_path / "store").exit_code == 0
+
+
 def test_recover(store: Path) -> None:
     result = pccheck("recover", store)
     assert result.exit_code == 0
