@@ -380,6 +380,25 @@ def test_errors_close_the_store(tmp_path: Path, error: BaseException) -> None:
     assert fit(adapter.PCcheckCallback(tmp_path / "s", interval=1)).global_step == 5
 
 
+def test_fit_again_after_an_error_does_not_go_on_with_half_of_a_batch(tmp_path: Path) -> None:
+    class FailsOnce(pl.Callback):  # type: ignore[name-defined]
+        trainer: Any = None
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3 and self.trainer is None:
+                self.trainer = trainer
+                raise ZeroDivisionError
+
+    saver, fails = adapter.PCcheckCallback(tmp_path / "s", interval=1), FailsOnce()
+    with pytest.raises(ZeroDivisionError):
+        fit(saver, fails)
+    assert saver.restored is None
+    loader = ResumableLoader(kit.Samples(20, random=True), batch_size=4)
+    fails.trainer.fit(fails.trainer.lightning_module, loader, DataLoader(kit.Samples(8, random=False), 4))
+    assert saver.restored is not None
+    assert (saver.restored.step, fails.trainer.global_step) == (1, 5)
+
+
 EARLY: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], int, str]] = {
     "epoch": (lambda: [pl.callbacks.EarlyStopping("metric", patience=2)], {}, 15, "EarlyStopping: .* did not improve"),
     "validation": (
