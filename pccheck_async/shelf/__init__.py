@@ -1,7 +1,7 @@
 """Named variables that live in a mapped file and are used in place (PyMM's programming model).
 
-``shelf.shelf`` has the verbs and says why it works with shadow copies, ``shelf.format`` the bytes and why a crash
-cannot tear them. It may import medium, transfer, format, state, telemetry and errors; it knows no engine and no store.
+``shelf.shelf`` has the class and the reason for shadow copies, ``shelf.format`` the bytes and why a crash cannot tear
+them. It may import medium, transfer, format, state, telemetry and errors, but neither an engine nor a store.
 """
 
 from pccheck_async.shelf.file import ShelfFile

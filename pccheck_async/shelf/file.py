@@ -1,4 +1,4 @@
-"""What a shelf asks of its file. :class:`~pccheck_async.medium.windows.WindowedFile` has the contracts of all these."""
+"""The file protocol of a shelf. :class:`~pccheck_async.medium.windows.WindowedFile` documents the methods."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The file is divided into pages, of the size that the machine had which made it. Numbers are little-endian.
 
 ====================  ================================================================================================
-page 0                the header: what never changes (:data:`HEADER`)
+page 0                the header, which never changes (:data:`HEADER`)
 page 1, page 2        two roots (:data:`ROOT`, 64 bytes each): the one with the greater sequence number holds
 the others            extents, whole pages each: the directory, and the contents of each variable that has arrays
 ====================  ================================================================================================
@@ -14,7 +14,7 @@ of the variable's extent (0 where it has none) and a manifest (:mod:`pccheck_asy
 ``{name: value}``: plain values stand in its skeleton, arrays lie in the extent, which is its payload: one chunk with
 one CRC-32, as of the variable's last transaction. Its counter is the sequence number of that transaction's root.
 
-What no extent covers is free; there is no list of that which could be wrong.
+Space that no extent covers is free; no list of free space exists that could be wrong.
 
 A transaction changes no byte that the root in force names: it stores new extents and a new directory into free space,
 makes them durable, and then stores the root with the next sequence number over the older one (*the commit*). If the
@@ -66,7 +66,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file is. Only :func:`decode_header` makes one of bytes."""
+    """The constant facts of a file. Decoded only by :func:`decode_header`."""
 
     page_bytes: int
     identity: bytes
@@ -87,7 +87,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What is in force. Only :func:`newest_root` makes one of bytes."""
+    """A root, which names the state in force. Decoded only by :func:`newest_root`."""
 
     sequence: int
     nbytes: int
@@ -123,13 +123,13 @@ class Variable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return self.manifest.chunks[0].checksum if self.manifest.chunks else 0
 
     def with_checksum(self, checksum: int) -> Variable:
-        """Return it with the checksum of what it contains now."""
+        """Return a copy with a new checksum, that of the current contents."""
         chunks = (ChunkEntry(0, self.nbytes, checksum),) if self.nbytes else ()
         return type(self)(self.offset, msgspec.structs.replace(self.manifest, chunks=chunks))
 
 
 class StoredVariable(Variable, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One of an open transaction whose contents are stored already as they will be, under its checksum."""
+    """A variable of an open transaction whose final contents are stored already, under its checksum."""
 
 
 class _Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -144,7 +144,7 @@ class _Directory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 @dataclass(slots=True)
 class DirectoryEncoder:
-    """Encodes directories, and what did not change since the last time not again."""
+    """Encodes directories; reuses the encoding of entries that did not change since the last call."""
 
     _last: dict[str, tuple[Variable, _Placed]] = field(default_factory=dict)
     _encoder: msgspec.msgpack.Encoder = field(default_factory=msgspec.msgpack.Encoder)
@@ -179,7 +179,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(_Directory)
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode the header. Raises CorruptStoreError; NewerFormatError for a version that this package does not know."""
+    """Decode the header. Raises CorruptStoreError, and NewerFormatError for an unknown version."""
     if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
         raise CorruptStoreError("this is not the file of a shelf")
     _, version, page_bytes, identity, checksum = HEADER.unpack_from(data)
@@ -218,9 +218,9 @@ def newest_root(header: Header, head: bytes, size: int) -> Root:
 
 
 def decode_directory(header: Header, root: Root, data: bytes) -> dict[str, Variable]:
-    """Decode the directory that a root names, and check all that is in it. Raises CorruptStoreError.
+    """Decode the directory that a root names, and check all its entries. Raises CorruptStoreError.
 
-    Every extent lies in the file, overlaps no other, and holds what its manifest describes.
+    Every extent lies in the file, overlaps no other, and has the size that its manifest describes.
     """
     if len(data) != root.directory.nbytes or crc32(data) != root.checksum:
         raise CorruptStoreError("the directory of the shelf is damaged")

@@ -21,7 +21,7 @@ _ROOM = f"{Path(__file__).parent}/"
 
 
 class _Interrupts:
-    """The handler, and what it holds back. Only the main thread begins; a collector may end on any."""
+    """The handler and the signal held back. ``begin`` runs on the main thread only, ``end`` on any (a collector)."""
 
     def __init__(self) -> None:
         self._depth = 0

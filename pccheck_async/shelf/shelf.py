@@ -14,9 +14,9 @@ shadow copy              102 us              7.0 ms              5.1 ms         
 An undo log is durable before the first store may be (two flushes), and so are the new contents and the end of the log
 (two more); its bytes are written beside those of the variable. Of a *shadow copy* nothing needs to be durable before
 the commit, because nothing names it: two flushes, the bytes once, an abort copies nothing, and recovery has nothing to
-do but to read the root. What speaks against it is that arrays would change their address; here the variable's window
+do but to read the root. The objection to it is that arrays would change their address; here the variable's window
 shows the copy at the old address (:mod:`pccheck_async.medium.windows`), 20 us. So: shadow copies. Both need free space
-for one copy of what is changed in place.
+for one copy of each variable that is changed in place.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class Shelf:
     ordinary Python object; arrays in it are in place.
 
     **Durability.** An assignment or a deletion is a transaction of its own: atomic, and durable when it returns. What
-    is changed in place is protected inside ``with shelf.transaction("name", ...)`` only. Changed outside of one, an
-    array may be found half changed after a crash, and a list or dict unchanged; :meth:`verify` tells which. On a
+    Changes in place are protected inside ``with shelf.transaction("name", ...)`` only. Changed outside of one, an
+    array may be found half changed after a crash, and a list or dict unchanged; :meth:`verify` names them. On a
     filesystem in memory everything survives the death of the process, and nothing that of the machine (see ``kind``).
 
-    **Size.** The file has ``nbytes``, reserved when it is made. It grows only when it is told to, by :meth:`grow` or by
-    opening it with more, and never shrinks. A variable takes whole pages; a transaction takes space for one more copy
-    of what it names, and for what it assigns, until its end.
+    **Size.** The file has ``nbytes``, reserved when it is made. It grows only by :meth:`grow` or when it is opened with
+    more, and never shrinks. A variable takes whole pages; until its end a transaction takes space for one more copy
+    of the variables that it names, and for those that it assigns.
 
     **Sharing.** One process writes, or several read. A forked child sees what its parent's arrays showed, stores to
     them stay in the child, and the shelf itself is closed there. Threads take turns: a transaction waits for that of
@@ -118,7 +118,7 @@ class Shelf:
 
     **Interrupts.** A KeyboardInterrupt comes before or after a change, never in the middle. Inside the block of a
     transaction it comes at once, and undoes that. Meanwhile SIGINT has a handler of the shelf, which calls the one from
-    before. Whatever else ends a commit in the middle leaves a shelf that takes no more changes; reopen it.
+    before. Anything else that ends a commit in the middle leaves a shelf that takes no more changes; reopen it.
 
     **Arrays that are left behind.** When a variable is assigned anew or deleted, or the shelf is closed, arrays that
     are still held become private copies: they keep their contents, and no longer reach the file.
@@ -132,8 +132,8 @@ class Shelf:
         nbytes: Bytes of the file, 64 MiB by default; an existing one grows to it.
         readonly: Open beside other readers. Arrays can be changed, but only for this process.
 
-    Raises:
-        StoreLockedError: It is open elsewhere, for more than the second that a killed process may take to let go of
+    StoreLockedError: It is open elsewhere, for more than the second that a killed process may take to release it,
+        and one of both writes.
             it, and one of both writes.
         StoreFullError: There is no space for ``nbytes``.
         CorruptStoreError: It is no shelf, or damaged, or was truncated.
@@ -187,7 +187,7 @@ class Shelf:
             file.close()
             raise
 
-    # -- what it is
+    # -- properties
 
     @property
     def path(self) -> Path:
@@ -196,7 +196,7 @@ class Shelf:
 
     @property
     def kind(self) -> str:
-        """What its memory is: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes)."""
+        """The kind of its memory: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes)."""
         return str(getattr(self._file, "kind", ""))
 
     @property
@@ -238,8 +238,8 @@ class Shelf:
     def __setitem__(self, name: str, value: Any) -> None:
         """Assign a variable: atomically and durably, or as part of the transaction that is open.
 
-        The value is copied: what is changed in it afterwards is not changed here. Nobody may change it meanwhile: what
-        is kept would be a mixture, and :meth:`verify` may take it for damage.
+        The value is copied: later changes to the original do not reach the shelf. Nobody may change it meanwhile: the
+        stored copy would be a mixture, and :meth:`verify` may take it for damage.
 
         Raises:
             UnsupportedStateError: It cannot be kept; names its path.
@@ -273,7 +273,7 @@ class Shelf:
         return sum(1 for _ in self)
 
     def keys(self) -> list[str]:
-        """Return the names, so that ``dict(shelf)`` is what is on it."""
+        """Return the names, so that ``dict(shelf)`` has all variables."""
         return list(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -308,7 +308,7 @@ class Shelf:
 
         Args:
             names: Variables that are changed in place inside. Assignments and deletions inside belong to the
-                transaction whatever their names are.
+                transaction under any name.
 
         A transaction inside another one becomes part of it; an exception that leaves the inner one undoes that one
         only. Do not ``await`` inside: another task's changes would become part of it, so those raise RuntimeError.
@@ -316,7 +316,7 @@ class Shelf:
         Raises:
             KeyError: There is no such variable.
             StoreFullError: There is no space for copies. Nothing has changed.
-            StoreFailedError: A flush failed: it is unknown whether the transaction is durable; reopening tells.
+            StoreFailedError: A flush failed: it is unknown whether the transaction is durable. Reopen the shelf to see.
 
         A KeyboardInterrupt inside undoes all. One that comes while the transaction begins or ends is raised after that.
         """
@@ -331,7 +331,7 @@ class Shelf:
             yield
 
     def _entered(self) -> AbstractContextManager[object]:
-        """Return the lock; whoever holds it calls :meth:`_check_open`."""
+        """Return the lock; after entering it the caller calls :meth:`_check_open` again."""
         self._check_open()  # without the lock: in a forked child a thread may hold it that does not exist there
         return self._lock
 
@@ -402,14 +402,14 @@ class Shelf:
         return extent
 
     def _change(self, layer: Layer, name: str, variable: Variable | None) -> None:
-        """Enter a change into a layer; what it replaces there is free again."""
+        """Enter a change into a layer, and free the extent that it replaces there."""
         replaced = layer.changes.get(name)
         layer.changes[name] = variable
         if replaced is not None:
             self._space.give(self._extent(replaced))
 
     def _protect(self, layer: Layer, name: str) -> None:
-        """Let a variable be changed in place: what its window shows from now on is a copy."""
+        """Make a variable safe to change in place: from now on its window shows a copy."""
         variable = self._variable(name)
         if layer.changes.get(name) is variable:
             return
@@ -430,7 +430,7 @@ class Shelf:
         self._keep_outer(layer, name)
         live = self._live.get(name)
         if live is not None and parts.same_as(live.variable.manifest.skeleton, live.arrays):
-            self._protect(layer, name)  # ``shelf["x"] += 1``, or what a restore filled: it is there already
+            self._protect(layer, name)  # ``shelf["x"] += 1``, or filled by a restore: already there
         else:
             self._stage(layer, name, parts)
 
@@ -455,14 +455,14 @@ class Shelf:
         self._change(layer, name, StoredVariable(extent.offset, manifest).with_checksum(checksum))
 
     def _keep_outer(self, layer: Layer, name: str) -> None:
-        """Take over what was changed in a container before a nested layer: what an abort of that one goes back to."""
+        """Take over changes of a container made before a nested layer: an abort of that layer goes back to them."""
         if name not in layer.changes:
             outer = next((each for each in reversed(self._layers) if name in each.changes), None)
             if outer is not None:
                 self._restage(outer, name)
 
     def _restage(self, layer: Layer, name: str) -> None:
-        """Take over what was changed in a container apart from its arrays' contents; it stays the same object."""
+        """Take over changes of a container other than its arrays' contents; it stays the same object."""
         live, variable = self._live.get(name), layer.changes.get(name)
         if live is None or variable is None or isinstance(live.value, _ARRAYS):
             return
@@ -488,14 +488,14 @@ class Shelf:
         return live
 
     def _used(self, name: str, variable: Variable) -> Variable:
-        """Return a variable for somebody who has its arrays, and may store into them before the commit."""
+        """Return a variable whose arrays are handed out, and may be stored into before the commit."""
         if isinstance(variable, StoredVariable):
             layer = next(each for each in reversed(self._layers) if name in each.changes)
             variable = layer.changes[name] = Variable(variable.offset, variable.manifest)
         return variable
 
     def _retire(self, name: str) -> None:
-        """Leave arrays to those who hold them, with contents of their own."""
+        """Detach arrays from the file: their holders keep private copies."""
         live = self._live.pop(name, None)
         if live is not None and (window := live.window) is not None:
             del live
@@ -519,7 +519,7 @@ class Shelf:
                 return
 
     def _return(self, name: str, before: Variable | None) -> None:
-        """Let a variable be again what it was before a layer."""
+        """Restore a variable to its state before a layer."""
         live = self._live.get(name)
         if live is None:
             return
@@ -537,7 +537,7 @@ class Shelf:
         """Make the outermost layer durable.
 
         Durability: the new contents and the new directory, then the root that names them, each before the next. Space
-        of what the old root named is free only after that: until then the old root may come back into force.
+        that only the old root names is freed after that: until then the old root may come back into force.
         """
         file, sequence = self._file, self._root.sequence + 1
         for name in [name for name, variable in layer.changes.items() if variable is not None]:
@@ -560,13 +560,13 @@ class Shelf:
                     file.persist(new[name].offset, new[name].nbytes)
             # Crash: the root names a directory that was in caches only.
             file.store(place.offset, memoryview(data))
-            # Crash (where the kernel flushes): the root reaches the disk before what it names.
+            # Crash (where the kernel flushes): the root reaches the disk before the data that it names.
             file.flush()
         except OSError as error:
             self._space.give(place)
             self._failure = error
             raise _failed(error, self.path) from error
-        # Whatever ends this before memory is what the file is: nothing more is changed.
+        # If this ends before memory agrees with the file, nothing more may be changed.
         self._failure = _interrupted()
         self._publish(Root(sequence, self._root.nbytes, Extent(place.offset, len(data)), crc32(data)))
         self._layers.pop()
@@ -590,7 +590,7 @@ class Shelf:
         before, header = self._root, self._header
         try:
             self._file.store(header.place(root.sequence), memoryview(root.encode(header)))
-            # Crash: a transaction is acknowledged and gone; or the next one stores over what the older root names.
+            # Crash: a transaction is acknowledged and gone; or the next one stores over data that the older root names.
             self._file.flush()
         except OSError as error:
             self._failure = error
@@ -601,7 +601,7 @@ class Shelf:
     # -- the file
 
     def grow(self, nbytes: int) -> None:
-        """Let the file have at least ``nbytes``, durably, whatever becomes of a transaction. Arrays stay in place.
+        """Grow the file to at least ``nbytes``, durably; an abort does not undo it. Arrays stay in place.
 
         Raises:
             StoreFullError: There is not so much space; nothing has changed.
@@ -614,9 +614,9 @@ class Shelf:
             used = self._header.pages(len(data))
             size = max(self._header.pages(nbytes), end + used)
             self._file.grow(size)
-            self._failure = _interrupted()  # until memory is what the file is
+            self._failure = _interrupted()  # until memory agrees with the file
             self._space.give(Extent(end, size - end))
-            # At the end of what is new, if need be: what is free before and behind the old end stays one piece.
+            # At the end of the new space, if need be: free space before and behind the old end stays one piece.
             place = self._space.take_last(used)
             try:
                 self._file.store(place.offset, memoryview(data))
@@ -628,7 +628,7 @@ class Shelf:
             self._failure = None
 
     def verify(self) -> tuple[str, ...]:
-        """Return the names of the variables that are not what their last transaction made of them.
+        """Return the names of the variables that differ from the state of their last transaction.
 
         They were changed outside a transaction, or are damaged.
         """
@@ -650,7 +650,7 @@ class Shelf:
         return checksum == variable.checksum
 
     def variables(self) -> Mapping[str, Variable]:
-        """Return what the last transaction left, by name: places, manifests, checksums."""
+        """Return the committed variables, by name: places, manifests, checksums."""
         with self._entered():
             self._check_open()
             return dict(self._committed)
@@ -682,7 +682,7 @@ class Shelf:
         return {name: self[name] for name in self}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the shelf hold exactly these variables, in one transaction."""
+        """Replace all variables by these, in one transaction."""
         with self.transaction():
             for name in [name for name in self if name not in state]:
                 del self[name]
@@ -715,7 +715,7 @@ class _Transaction(AbstractContextManager[None]):
 
 
 def read_shelf(file: ShelfFile) -> tuple[Header, Root, dict[str, Variable]]:
-    """Return what is in force in a file, checked. Raises CorruptStoreError, naming the file."""
+    """Return the header, the root in force and its variables, checked. Raises CorruptStoreError, naming the file."""
     try:
         header = layout.decode_header(file.read(0, layout.HEADER.size))
         if header.page_bytes % PAGE_BYTES:
@@ -753,7 +753,7 @@ def _failed(error: OSError, path: Path) -> StoreFailedError:
 
 
 def _interrupted() -> OSError:
-    """Return what is the failure of a shelf until a commit that began has ended."""
+    """Return the failure that a shelf has from the beginning of a commit to its end."""
     return OSError(errno.EINTR, "a commit was interrupted")
 
 

@@ -57,7 +57,7 @@ class Space:
         return Extent(last.end - nbytes, nbytes)
 
     def give(self, extent: Extent) -> None:
-        """Let an extent be free again, or space that was added. Raises ValueError where it is free already."""
+        """Free an extent, or space that was added. Raises ValueError if part of it is free already."""
         if not extent.nbytes:
             return
         index = bisect_left(self._free, extent)

@@ -21,7 +21,7 @@ Put = Callable[[int, memoryview], None]
 """Stores bytes at an offset in a variable's contents."""
 
 _PIECE: Final = 256 << 10
-"""Bytes that are put at a time: what reads a piece twice finds it in the processor's caches."""
+"""Bytes that are put at a time: the second read of a piece finds it in the processor's caches."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -65,7 +65,7 @@ def described(parts: Parts) -> Manifest:
 
 
 def fill(parts: Parts, manifest: Manifest, put: Put) -> None:
-    """Store the bytes of a value's arrays, from whatever memory and device they are in, and zeros between them.
+    """Store the bytes of a value's arrays, from any memory and device, and zeros between them.
 
     That is all of the payload, in order.
     """
