@@ -1,7 +1,7 @@
-"""Where bytes rest: one protocol (:class:`Medium`), and one module for each medium.
+"""Storage of bytes: one protocol (:class:`Medium`), and one module for each medium.
 
-It may import transfer and what is below; it knows no record and decides nothing about durability. It is the only owner
-of file descriptors and locks, and the one seam at which faults are injected (:mod:`pccheck_async.testing`).
+It may import transfer and the rooms below. It reads no records and decides nothing about durability. It alone owns
+file descriptors and locks, and is the one seam at which faults are injected (:mod:`pccheck_async.testing`).
 ``medium.files`` and ``medium.open_medium`` are imported by their names: they import torch, which
 commands such as ``pccheck watch`` do not need.
 """

@@ -1,4 +1,4 @@
-"""The protocol of a medium: what a store asks of the place where its bytes rest."""
+"""The protocol of a medium: the operations that a store needs on its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_SMALL_BYTES = 1 << 20
 Piece: TypeAlias = tuple[int, memoryview]
 """Bytes, and where in a file they go."""
 Unsure: TypeAlias = Callable[[OSError], None]
-"""Told of an error after which it is unknown what is durable."""
+"""Called with an error that leaves durability unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class File:
         fd: The descriptor, -1 for a medium that has none.
         direct: Whether transfers bypass the page cache.
         mapping: Of all its bytes in memory, for a medium that writes through one.
-        identity: Equal for two open files of which both are the same file, whatever its name is by now.
+        identity: Equal for two open files if both are the same file, under any name.
     """
 
     name: str
@@ -48,12 +48,12 @@ class File:
 
 
 Part: TypeAlias = tuple[File, Sequence[Piece]]
-"""A file, and what of it is to become durable."""
+"""A file, and the pieces of it that are to become durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediumFacts:
-    """What a medium asks of those who use it.
+    """Alignment, and whether direct I/O works, on a medium.
 
     Attributes:
         block_bytes: Alignment of offsets and lengths of every transfer.
@@ -85,27 +85,27 @@ class MediumStatistics:
 
 
 def ignore(error: OSError) -> None:
-    """Ignore an :data:`Unsure` error, which is raised as well: for those who have no store to latch."""
+    """Ignore an :data:`Unsure` error, which is raised as well: for callers without a store to latch."""
 
 
 class Medium(abc.ABC):
-    """Where the files of one store are. Methods fail with WriteError, ReadError or StoreFullError.
+    """The files of one store. Methods fail with WriteError, ReadError or StoreFullError.
 
     Its verbs: :meth:`names` (list), :meth:`reserve`, :meth:`read`, :meth:`write`, :meth:`make_durable`, :meth:`replace`
     (a small file, as a whole), :meth:`lock` and :meth:`close`; :meth:`open` and :meth:`remove` belong to
-    :meth:`reserve`. Staging memory is the engine's pool's. A store decides what is durable: only :meth:`prepare`,
+    :meth:`reserve`. Staging memory comes from the engine's pool. A store decides what is durable: only :meth:`prepare`,
     :meth:`make_durable`, :meth:`sync_names` and :meth:`replace` make anything durable, and nothing does so on its own.
-    ``StoreFullError`` means that there is no space. What is no regular file (a pipe, a device, a folder, a symbolic
+    ``StoreFullError`` means that there is no space. Anything but a regular file (a pipe, a device, a folder, a symbolic
     link) is never opened: CorruptStoreError.
 
-    :mod:`pccheck_async.testing.medium_conformance` checks any medium for what this class promises.
+    :mod:`pccheck_async.testing.medium_conformance` checks any medium against this contract.
 
     Cancellation: every method waits until its operation ended, cancelled or not.
 
     Attributes:
         chains: Whether :meth:`make_durable` of small pieces of several files takes about as long as that of
-            one, so that a commit may be given to it with what it commits. Doubles that hold single operations up say
-            no: a commit would be held up by a write of another checkpoint.
+            one, so that a commit may be given to it with the data that it commits. False in doubles that hold
+            single operations up: a write of another checkpoint would hold up a commit.
         stages: Whether :meth:`stage` may return memory.
     """
 
@@ -114,7 +114,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def prepare(self, *, create: bool) -> MediumFacts:
-        """Find out what the medium asks for; with ``create`` make the place durably where it does not exist."""
+        """Determine alignment and direct I/O; with ``create`` make the folder, durably, if it does not exist."""
 
     @abc.abstractmethod
     async def names(self) -> list[str]:
@@ -147,28 +147,28 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        """Write all of ``data``; offset, length and address are aligned as :class:`MediumFacts` says. Volatile."""
+        """Write all of ``data``; offset, length and address are aligned by :class:`MediumFacts`. Volatile."""
 
     @abc.abstractmethod
     async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         """Write the pieces of a file and then flush it, and only then those of the next: all in one go.
 
-        A flush makes all that was written to the file durable, its size too. Every file but the last is unlocked
+        A flush makes everything written to the file durable, its size too. Every file but the last is unlocked
         before the next is written.
 
         Args:
             parts: Pieces are aligned as for :meth:`write`; none: the file is only flushed.
-            unsure: Called before an error is raised after which it is unknown what is durable: of a flush, and of
-                whatever comes after the first one. After a failed write to the first file nothing else happened.
-            final: What came of it is what the caller has to know, cancelled or not.
+            unsure: Called before an error is raised that leaves durability unknown: of a flush, and of any step
+                after the first flush. After a failed write to the first file nothing else happened.
+            final: The caller needs the outcome: cancellation is ignored.
 
-        Cancellation: all of it happens, and ``unsure`` is called where something fails, before that is raised; where it
-            is ``final``, cancellation comes too late, and is forgotten.
+        Cancellation: raised once everything is done, or a step failed and ``unsure`` was called; ignored if
+            ``final``.
         """
 
     @abc.abstractmethod
     async def sync_names(self) -> None:
-        """Make durable which names there are: what was reserved and removed so far."""
+        """Make the set of names durable: all files reserved and removed so far."""
 
     @abc.abstractmethod
     async def read_small(self, name: str) -> bytes | None:
@@ -235,19 +235,19 @@ class StepwiseMedium(Medium):
 async def read_around(
     medium: Medium, file: File, offset: int, into: memoryview, block_bytes: int = PAGE_BYTES
 ) -> tuple[int, dict[int, ReadError]]:
-    """Do what :meth:`Medium.read` does, and where the device fails, block by block: a bad sector costs one block.
+    """Read like :meth:`Medium.read`; on a device error retry block by block: a bad sector costs one block.
 
     Blocks have ``block_bytes``, or a page where that is larger.
 
     Returns:
-        The bytes read, and by offset in ``into`` the blocks that cannot be read, and why. Those hold ones (0xff):
-        neither a record, nor a manifest, nor what was never written looks like that.
+        The bytes read, and the error of each unreadable block by its offset in ``into``. Such a block is filled
+        with 0xff: no record, no manifest and no space never written looks like that.
     """
     try:
         return await medium.read(file, offset, into), {}
     except ReadError as error:
         if is_exhausted(error):
-            raise  # it says nothing of the device
+            raise  # no error of the device
         nbytes = max(0, min(len(into), file.nbytes - offset))
     lost = {}
     size = max(PAGE_BYTES, block_bytes)

@@ -78,7 +78,7 @@ class Files(Medium):
         return await self._look(name, self._folder.read_small, name)
 
     async def _look(self, name: str, function: Callable[..., T], *arguments: object) -> T | None:
-        """Return what a function of the folder does, None where there is no such file or folder."""
+        """Return the function's result, or None if there is no such file or folder."""
         with self._errors(name, read_error), suppress(FileNotFoundError, NotADirectoryError):
             return await self._operations.call(function, *arguments)
         return None
@@ -243,7 +243,7 @@ class Files(Medium):
     def _count(
         self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
     ) -> OSError | None:
-        """Count what happened of a chain as if each step were an operation; return the error with which it ended."""
+        """Count the steps of a chain as single operations; return the error that ended it, or None."""
         note = self._clock.note
         for step, (_, end) in zip(steps, ended, strict=False):
             kind = step[0]
@@ -282,7 +282,7 @@ def map_error(error: OSError, path: Path) -> OSError:
 
 
 def _flushes(steps: Sequence[ChainStep]) -> bool:
-    """Whether one of these is a flush, after which it is unknown what is durable where a later step fails."""
+    """Whether one of these is a flush, so that the failure of a later step leaves durability unknown."""
     return any(kind == _FLUSH for kind, *_ in steps)
 
 

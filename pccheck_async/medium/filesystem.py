@@ -1,4 +1,4 @@
-"""What kind of filesystem a folder is on, and what direct I/O asks for there: from the kernel, and by trying."""
+"""The kind of filesystem that a folder is on, and its alignment of direct I/O: from the kernel, and by trying."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
 except ImportError:  # built without a compiler
 
     def dio_alignment(fd: int, /) -> tuple[int, int] | None:
-        """Without the extension the kernel is not asked."""
+        """Return None: only the extension can query the kernel."""
         return None
 
 
@@ -34,8 +34,8 @@ WEAK_RESERVATION = frozenset(
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Return (memory alignment, offset and length alignment) in bytes for direct I/O on an open file.
 
-    Where the kernel does not say (before Linux 6.1, some filesystems), the larger of page and preferred block size is
-    assumed: every filesystem known to do direct I/O accepts it. Raises OSError where the kernel says there is none.
+    If the kernel does not report it (before Linux 6.1, some filesystems), the larger of page and preferred block size
+    is assumed: every filesystem known to do direct I/O accepts it. Raises OSError if the kernel reports none.
     """
     told = dio_alignment(fd)
     if told == (0, 0):
@@ -48,7 +48,7 @@ def direct_alignment(fd: int) -> tuple[int, int]:
 
 
 def filesystem_type(folder: str | os.PathLike[str]) -> str:
-    """Return the name of the filesystem that ``folder`` is on ("ext4"), "unknown" where the kernel does not tell."""
+    """Return the name of the filesystem that ``folder`` is on ("ext4"); "unknown" if the kernel does not report it."""
     try:
         # By the mount, not by the device: that of a btrfs subvolume, or of an overlay, is not the one that is mounted.
         wanted = _mount(folder)
@@ -130,7 +130,7 @@ def _buffered(why: str) -> MediumFacts:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what this user may still write where ``folder`` is or would be."""
+    """Return the bytes that this user may still write on the filesystem of ``folder``, which need not exist."""
     facts = os.statvfs(next(parent for parent in (folder, *folder.parents) if parent.exists()))
     return facts.f_bavail * facts.f_frsize
 

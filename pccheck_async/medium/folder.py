@@ -1,4 +1,4 @@
-"""A folder that is held open: what is done there is done there, wherever it is moved to."""
+"""A folder that is held open: its files are found in it even after it was moved."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _opening = ForkLock()
 class Folder:
     """Files of a folder, and the descriptors that were opened there. Methods that touch the disk may take long.
 
-    Until :meth:`hold` it is found by its path each time. Every descriptor is known from the moment it is opened: a
-    forked child, which would share their locks, lets :meth:`abandon` close all of them.
+    Until :meth:`hold` it is found by its path each time. Every descriptor is recorded from the moment it is opened: a
+    forked child, which would share their locks, closes all of them by :meth:`abandon`.
 
     Attributes:
         path: Where it was.
@@ -56,7 +56,7 @@ class Folder:
             sync(new.parent)  # a store whose folder vanishes with the power was never there
 
     def hold(self) -> None:
-        """Stay with this folder from now on, however it may be called."""
+        """Hold this folder open: later calls use it even if it is renamed."""
         if self._handle is None:
             self._handle = self._remembered(lambda: os.open(self.path, _FLAGS))
 
@@ -81,14 +81,14 @@ class Folder:
         return data
 
     def replace(self, name: str, data: bytes, keep_as: str) -> None:
-        """Make ``data`` all of a file, durably and atomically; what was there before gets the name ``keep_as``."""
+        """Replace a file's contents, durably and atomically; the file there before gets the name ``keep_as``."""
         new = name + ".new"
-        # Crash: what the killed writer of a left-over had queued for it lands in ours.
+        # Crash: writes that the killed writer of a left-over had queued land in ours.
         with suppress(FileNotFoundError):
             self.unlink(new)
         with open(new, "xb", opener=self.open_unknown) as file:
             file.write(data)
-            file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
+            file.flush()  # out of Python's buffer first: fsync covers only data that the kernel has
             os.fsync(file.fileno())  # crash: the name of a file without its bytes
         if keep_as:
             self._rename(name, keep_as)
@@ -172,10 +172,10 @@ def sync(path: Path) -> None:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
-    """Open a file as :func:`os.open` does, unless the name is that of something else.
+    """Open a file like :func:`os.open`, but only a regular file.
 
-    Opening a pipe waits for whoever opens its other end, a symbolic link leads into somebody else's file, and a device
-    may do anything. None of these is made by this package.
+    Opening a pipe waits for its other end, a symbolic link leads into another user's file, and a device may do
+    anything. This package makes none of these.
 
     With ``dir_fd``, a folder that is open, only the last part of ``path`` is looked up, there.
 
@@ -188,7 +188,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            with suppress(OSError):  # else the error of opening it says more
+            with suppress(OSError):  # else the error of opening it is the clearer one
                 _check(path, os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
         raise
     try:

@@ -28,13 +28,13 @@ _open: dict[int, _Open] = {}
 
 
 def remember(engine: _Open) -> None:
-    """Note an open engine; it stays alive until :func:`forget`. A forked child abandons it."""
+    """Keep an open engine alive until :func:`forget`. A forked child abandons it."""
     _open[id(engine)] = engine
     abandoned_in_child.add(engine)
 
 
 def forget(engine: _Open) -> None:
-    """Note that an engine was closed, or abandoned."""
+    """Drop an engine after it was closed or abandoned."""
     abandoned_in_child.discard(engine)
     _open.pop(id(engine), None)
 

@@ -29,7 +29,7 @@ _WHY: dict[Kind, str] = {
 
 
 def kind_of_folder(folder: Path) -> Kind:
-    """Find out what files of a folder are, mapped; of the folder above where it does not exist yet.
+    """Return the kind of mapped files in a folder, or in the nearest one above that exists.
 
     An existing store is not written to: a file without a name is.
     """
@@ -46,9 +46,9 @@ def kind_of_folder(folder: Path) -> Kind:
 
 
 class MappedFiles(StepwiseMedium, Files):
-    """Files that are written through mappings; all else is done as :class:`Files` does it.
+    """Files that are written through mappings, and otherwise :class:`Files`.
 
-    On persistent memory what is written is durable at once, without a system call.
+    On persistent memory, data is durable as soon as it is written, without a system call.
     """
 
     chains = True
@@ -128,7 +128,7 @@ class MappedFiles(StepwiseMedium, Files):
             self._clock.note("flush", start, time.perf_counter())
 
     async def _settle(self, file: File, mapping: Mapping) -> None:
-        # Crash: the new file has no size yet, or what a dead predecessor stored was in caches only (I12).
+        # Crash: the new file has no size yet, or data that a dead predecessor stored was in caches only (I12).
         await self._operations.flush(file.fd)
         mapping.settled = True
 

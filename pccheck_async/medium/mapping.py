@@ -1,9 +1,9 @@
-"""A file in memory: how it is mapped there, and what makes bytes stored in it durable.
+"""A file mapped into memory, and the instructions or calls that make bytes stored there durable.
 
-Three kinds, told apart by trying:
+Three kinds, distinguished by trying:
 
-- ``"persistent"``: the filesystem accepts MAP_SYNC (DAX: persistent memory, CXL memory, battery-backed DRAM). What was
-  stored is durable once its cache lines were written back and fenced: no system call.
+- ``"persistent"``: the filesystem accepts MAP_SYNC (DAX: persistent memory, CXL memory, battery-backed DRAM). Stored
+  bytes are durable once their cache lines were written back and fenced: no system call.
 - ``"emulated"``: tmpfs. The same instructions, and nothing survives the power: for tests, and against dying processes.
 - ``"cached"``: pages of the page cache, anywhere else. The kernel flushes them (``msync``).
 """
@@ -37,7 +37,7 @@ _MADV_DONTFORK = 10
 """A forked child gets none of it: it must not write to a store, and its memory is not the parent's."""
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
-"""From Linux 5.14 on: pages are there before they are stored to, or an error says that they cannot be."""
+"""From Linux 5.14 on: pages are there before they are stored to, or an error reports that they cannot be."""
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,10 +56,10 @@ def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
     Args:
         fd: Open for reading and writing.
         nbytes: The size of the file.
-        sync: With MAP_SYNC: what is stored needs no flush of the file's metadata.
+        sync: With MAP_SYNC: stored bytes need no flush of the file's metadata.
 
     Raises:
-        OSError: It cannot be mapped: EOPNOTSUPP where ``sync`` is asked for and the filesystem has no such memory.
+        OSError: It cannot be mapped: EOPNOTSUPP if ``sync`` is set and the filesystem has no such memory.
     """
     flags = _MAP_SHARED_VALIDATE | _MAP_SYNC if sync else mmap.MAP_SHARED
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
@@ -88,7 +88,7 @@ class Mapping:
     Attributes:
         view: All of its bytes.
         durable: Whether bytes are durable (or as good as, where that is emulated) when :meth:`store` returns.
-        settled: Whether the kernel flushed the file since it was opened: its size, and what others stored before that.
+        settled: Whether the kernel flushed the file since it was opened: its size, and all stores by others before.
     """
 
     settled = False
@@ -99,7 +99,7 @@ class Mapping:
         self._address = address_of(self.view)
         if kind != "cached" and _libc.madvise(self._address, nbytes, _MADV_POPULATE_WRITE) != 0:
             error = _error()
-            if error.errno == errno.EFAULT:  # what would be SIGBUS later
+            if error.errno == errno.EFAULT:  # later it would be SIGBUS
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # EINVAL, of an older kernel: pages come with the first stores.
 
@@ -109,7 +109,7 @@ class Mapping:
         if self.durable:
             # Crash: bytes that a record names were in the caches of the processor only.
             self._write_back(offset, len(data))
-            # Crash: a record is on its way to the memory sooner than what it names.
+            # Crash: a record is on its way to the memory sooner than the data that it names.
             self._fence()
 
     def flush(self) -> None:

@@ -103,7 +103,7 @@ async def open_medium(
 
 
 def store_path(path: str | os.PathLike[str]) -> str:
-    """Return where a store is, wherever the process goes. Raises ValueError for what means another place."""
+    """Return the absolute path of a store. Raises ValueError for "", "~..." and URLs, which mean another place."""
     text = str(os.fspath(path))
     if not text:
         raise ValueError("the path of the store is empty; the current folder is '.'")

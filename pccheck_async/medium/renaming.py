@@ -1,4 +1,4 @@
-"""Renames that say what may be there: nothing, or what takes the old name in turn."""
+"""Renames that fail if the new name exists, or exchange both names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rename_new(temporary: Path, path: Path) -> int:
-    """Return 0, or why not: EEXIST where there is something of that name, EINVAL where the filesystem cannot tell."""
+    """Return 0, or an errno: EEXIST if the name exists, EINVAL if the filesystem does not support the check."""
     return _rename(temporary, path, _RENAME_NOREPLACE)
 
 

@@ -1,10 +1,10 @@
-"""The status file: what a running engine tells other processes about itself.
+"""The status file: statistics that a running engine publishes for other processes.
 
 ``<store>/status`` is no part of the store's format: nothing is decided by it, nothing of it is flushed, and any of it
 may be missing. It is one line ``pccheck-status 1 <length> <CRC-32>``, both in eight hexadecimal digits, and a JSON
 document of that length. An engine makes the file when its first checkpoint was admitted, writes over it twice a second,
-keeps ``flock`` on it as long as it lives, and removes it when it is closed, as it does with one that it found. So a
-file that is not locked is what a process that died published last.
+keeps ``flock`` on it as long as it lives, and removes it, or one that it found, when it is closed. So a file that is
+not locked is the last status of a process that died.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _HEAD = re.compile(_MAGIC + rb"([0-9a-f]{8}) ([0-9a-f]{8})\n")
 _MOST_BYTES = 1 << 20
 _TRIES = 20
 _STALE_SECONDS = 10.0
-"""Where the filesystem locks nothing, a writer that has not been heard of for so long counts as dead."""
+"""If the filesystem locks nothing, a writer whose last status is older than this counts as dead."""
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""What computing with makes a float: larger ones are forged."""
+"""Within the range that converts to float; larger ones are forged."""
 
 
 class InFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint on its way, as ``PendingCheckpoint.progress`` tells it. Seconds since admission."""
+    """A checkpoint in progress (see ``PendingCheckpoint.progress``). Seconds since admission."""
 
     step: _Int
     counter: _Int
@@ -62,7 +62,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine published; fields without a line here are those of :class:`pccheck_async.EngineStatistics`.
+    """A published status; fields without a line here are those of :class:`pccheck_async.EngineStatistics`.
 
     Attributes:
         pid: Its process.
@@ -76,14 +76,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         stage_bytes: By stage, so far.
         stage_seconds: By stage, so far, summed over concurrent operations.
         host_memory: Staging memory that may be used, in bytes.
-        interval: Steps between checkpoints that the policy has decided on; None where it goes by time or does not know.
+        interval: Steps between checkpoints that the policy has decided on; None if it goes by time or is undecided.
         interval_seconds: Seconds between them; None where not known.
         reason: Why.
         step: The last step that ``engine.step`` finished, None before the first.
-        step_seconds: What it took.
+        step_seconds: The seconds that it took.
         next_step: After which the next checkpoint is due, None where not known.
         next_time: When it is due, in seconds since the epoch, None where not known.
-        failure: What stopped the store from taking commits, empty while it does.
+        failure: The error that stopped the store from taking commits; empty while it takes them.
     """
 
     pid: _Int
@@ -125,7 +125,7 @@ def copied(kind: type[S], source: object, **others: Any) -> S:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a status file says, and whether the engine that wrote it still runs."""
+    """The contents of a status file, and whether the engine that wrote it still runs."""
 
     status: Status
     alive: bool
@@ -143,7 +143,7 @@ def starts_status(head: bytes) -> bool:
 
 
 def read_status(path: str | os.PathLike[str]) -> Published | None:
-    """Read what the engine of a store published last; None where there is nothing, or nothing that can be understood.
+    """Read the last status of a store's engine; None if there is none, or it cannot be decoded.
 
     Takes no lock of the store, and writes nothing. Raises OSError if the file cannot be read.
     """
@@ -156,7 +156,7 @@ def read_status(path: str | os.PathLike[str]) -> Published | None:
         try:
             if (status := _read(fd)) is None:
                 return None
-            # An engine that is closed removes its file, and only then lets go of the lock.
+            # An engine that is closed removes its file, and only then releases the lock.
             if (alive := _is_locked(fd, status)) or _leads_to(name, fd):
                 return Published(status, alive)
         finally:

@@ -1,8 +1,8 @@
 """One file whose ranges are seen through windows: memory that stays at its address while the range behind it changes.
 
 A user holds arrays in a window. :meth:`Window.move` puts another range of the file there, in one step and without
-copying: by then that range holds a copy, so the arrays show what they showed before, and what is stored into them from
-now on goes to the copy. Each window that was moved keeps a twin, in which its last range is mapped: moving there and
+copying: by then that range holds a copy, so the arrays show the same contents as before, and later stores into them
+go to the copy. Each window that was moved keeps a twin, in which its last range is mapped: moving there and
 back exchanges page tables (20 us for 24 MiB), where mapping anew would fault on every page (8 ms).
 
 A window does not outlive its range by accident: :meth:`Window.detach` gives arrays that are still held private memory
@@ -36,8 +36,8 @@ _MAP_FIXED = 0x10
 _MAP_SHARED_VALIDATE = 0x03
 _MAP_SYNC = 0x80000
 _MREMAP = 1 | 2 | 4
-"""MAYMOVE, FIXED and DONTUNMAP (Linux 5.13 for files): what is moved away from stays mapped, so that never is there a
-hole which another thread's malloc could fill."""
+"""MAYMOVE, FIXED and DONTUNMAP (Linux 5.13 for files): the old range stays mapped, so that never is there a hole which
+another thread's malloc could fill."""
 _MADV_DONTFORK = 10
 _MADV_DONTDUMP = 16
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -97,7 +97,7 @@ class Window:
         return self._memory is not None and self._memory() is not None
 
     def move(self, offset: int) -> None:
-        """Show another range of the same length from now on. Raises OSError; then it shows what it showed before."""
+        """Show another range of the same length from now on. Raises OSError, and then still shows the old range."""
         if offset == self.offset:
             return
         if offset != self._twin_offset or not self._exchange():
@@ -115,14 +115,14 @@ class Window:
         if not _remap(here, spare, nbytes):
             return False
         if not _remap(twin, here, nbytes):
-            return False  # what was moved to the spare place is still mapped here, too
+            return False  # the range moved to the spare place is still mapped here, too
         self._twin_offset = self.offset
         if not _remap(spare, twin, nbytes):
             self._file.map_at(twin, self.offset, nbytes)
         return True
 
     def detach(self) -> None:
-        """Leave the file: what still holds the memory has it for itself from now on, contents as they are."""
+        """Detach the memory from the file: its holders keep it as private memory with the same contents."""
         if self.held:
             private = _map(None, self.nbytes, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
             ctypes.memmove(private, self._address, self.nbytes)
@@ -149,13 +149,13 @@ class WindowedFile:
         writable: Else it is locked with other readers, and windows show it privately.
 
     Raises:
-        StoreLockedError: Somebody else has it open, and one of both writes.
+        StoreLockedError: Another process has it open, and one of both writes.
         FileNotFoundError: There is no such file.
         CorruptStoreError: It is no regular file.
 
     Attributes:
         fd: Open as long as the file or memory of a window is held; -1 in a forked child.
-        kind: What its memory is (see :mod:`pccheck_async.medium.mapping`).
+        kind: The kind of its memory (see :mod:`pccheck_async.medium.mapping`).
         nbytes: Bytes that are mapped (:meth:`map`).
     """
 
@@ -235,9 +235,9 @@ class WindowedFile:
         return os.pread(self.fd, nbytes, offset)
 
     def map(self, nbytes: int) -> None:
-        """Map so many bytes of the file, and make sure of what others stored before."""
+        """Map so many bytes of the file, after a flush of earlier writers' stores."""
         try:
-            # Crash: what a dead predecessor stored was in caches only, and what builds on it becomes durable.
+            # Crash: a dead predecessor's stores were in caches only, and data that builds on them becomes durable.
             os.fsync(self.fd)
             self._mapping = Mapping(self.fd, nbytes, self.kind)
         except OSError as error:
@@ -261,7 +261,7 @@ class WindowedFile:
         return self._mapping.view[offset : offset + nbytes]
 
     def check_size(self) -> None:
-        """Raise CorruptStoreError where somebody truncated the file: touching what is gone would end the process."""
+        """Raise CorruptStoreError if the file was truncated: touching the missing pages would end the process."""
         if self.size < self.nbytes:
             raise CorruptStoreError(
                 f"{self.path} was truncated to {self.size} bytes of {self.nbytes} while it was open"
@@ -272,7 +272,7 @@ class WindowedFile:
         self.view(offset, len(data))[:] = data
 
     def persist(self, offset: int, nbytes: int) -> None:
-        """Write back what was stored to a range, by whomever: it is durable, or with the next :meth:`flush`."""
+        """Write back all stores to a range, by any writer: durable at once, or with the next :meth:`flush`."""
         self.store(offset, self.view(offset, nbytes))
 
     def store(self, offset: int, data: memoryview) -> None:
@@ -301,7 +301,7 @@ class WindowedFile:
         return window
 
     def map_at(self, address: int, offset: int, nbytes: int) -> None:
-        """Map a range of the file at an address, in place of what is there."""
+        """Map a range of the file at an address, over any mapping there."""
         flags = mmap.MAP_SHARED if self.writable else mmap.MAP_PRIVATE
         if self.kind == "persistent":
             flags = _MAP_SHARED_VALIDATE | _MAP_SYNC
@@ -320,16 +320,16 @@ class WindowedFile:
             window.detach()
         self._mapping = None
         if self.fd >= 0:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # whatever still maps the file
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # even if the file is still mapped somewhere
         self.fd = -1
         self._finalizer()
 
     def abandon(self) -> None:
-        """Keep nothing but what windows show, in a forked child."""
+        """Keep only the contents of windows, in a forked child."""
         if self.closed:
             return
         with suppress(OSError):
-            # Opened anew: a mapping holds what it was made of, and with that the parent's lock, whoever dies first.
+            # Opened anew: a mapping holds the open file that it was made of, and so the parent's lock, for too long.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
             for window in list(self.windows):
                 window.keep_in_child(fd)
