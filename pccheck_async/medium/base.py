@@ -241,7 +241,7 @@ async def read_around(
 
     Returns:
         The bytes read, and the error of each unreadable block by its offset in ``into``. Such a block is filled
-        with 0xff: no record, no manifest and no space never written looks like that.
+        with 0xff: no record, manifest or unwritten space looks like that.
     """
     try:
         return await medium.read(file, offset, into), {}

@@ -36,7 +36,7 @@ _MAP_FIXED = 0x10
 _MAP_SHARED_VALIDATE = 0x03
 _MAP_SYNC = 0x80000
 _MREMAP = 1 | 2 | 4
-"""MAYMOVE, FIXED and DONTUNMAP (Linux 5.13 for files): the old range stays mapped, so that never is there a hole which
+"""MAYMOVE, FIXED and DONTUNMAP (Linux 5.13 for files): the old range stays mapped, so that there is never a hole which
 another thread's malloc could fill."""
 _MADV_DONTFORK = 10
 _MADV_DONTDUMP = 16
@@ -149,7 +149,7 @@ class WindowedFile:
         writable: Else it is locked with other readers, and windows show it privately.
 
     Raises:
-        StoreLockedError: Another process has it open, and one of both writes.
+        StoreLockedError: It is open elsewhere, and one of both writes.
         FileNotFoundError: There is no such file.
         CorruptStoreError: It is no regular file.
 
@@ -329,7 +329,7 @@ class WindowedFile:
         if self.closed:
             return
         with suppress(OSError):
-            # Opened anew: a mapping holds the open file that it was made of, and so the parent's lock, for too long.
+            # Opened anew: the old mappings hold the parent's open file, and so its lock, even after its death.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
             for window in list(self.windows):
                 window.keep_in_child(fd)

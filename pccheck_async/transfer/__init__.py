@@ -1,7 +1,7 @@
 """Moving bytes: staging buffers, the plan of chunks, copies to and from devices, and I/O operations.
 
 Two rooms inside have doors of their own: ``operations/`` (write, read, flush, copy, checksum: in C or in Python) and
-``copying/`` (live state to buffers and back: host or CUDA). Here is what needs no torch. May import: state, format,
+``copying/`` (live state to buffers and back: host or CUDA). This level needs no torch. May import: state, format,
 telemetry and errors.
 """
 

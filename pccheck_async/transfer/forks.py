@@ -1,4 +1,4 @@
-"""What a forked child shares with its parent and must let go of: files and their locks, memory, whole engines."""
+"""Resources that a forked child shares with its parent and must release: files and their locks, memory, engines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["ForkLock", "abandoned_in_child"]
 
 
 class Abandoned(Protocol):
-    """What owns something that a child is not to keep."""
+    """An owner of resources that a forked child must not keep."""
 
     def abandon(self) -> None:
-        """Let go of it, in a forked child: no waiting, no unlocking, no flushing."""
+        """Release them, in a forked child: no waiting, no unlocking, no flushing."""
 
 
 abandoned_in_child: weakref.WeakSet[Abandoned] = weakref.WeakSet()

@@ -36,7 +36,7 @@ def available_cores(root: Path = Path("/")) -> int:
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process can still allocate: the least of free memory, cgroup and resource limits.
 
-    Page cache of a cgroup counts as free, as it does for the machine: the kernel drops it first.
+    Page cache of a cgroup counts as free, like that of the machine: the kernel drops it first.
     """
     free = _fields(f"{root}/proc/meminfo").get("MemAvailable:", os.sysconf("SC_PAGE_SIZE")) * 1024
     for folder in _cgroups(root, "memory"):
@@ -62,9 +62,9 @@ def available_descriptors() -> int:
 
 
 def share_of_machine(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return the cores and the bytes of memory that are this process's, where a launcher started several on this host.
+    """Return this process's share of cores and bytes of memory, if a launcher started several processes on this host.
 
-    torchrun and MPI say how many in the environment; they need not be one group. At least one core.
+    torchrun and MPI give their number in the environment; they need not be one group. At least one core.
     """
     return share_of_cores(environment), available_memory() // _local_ranks(environment)
 

@@ -26,7 +26,7 @@ MOST_HUGE_BYTES = 8 << 20
 
 class _Memory(mmap.mmap):
     def abandon(self) -> None:
-        # The child has the object without its memory: destroying it would unmap whatever lies there by then.
+        # The child has the object without its memory: destroying it would unmap any later mapping there.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 

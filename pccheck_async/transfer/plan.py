@@ -1,6 +1,6 @@
 """The payload: storages laid back to back, the whole cut into chunks, and the tables by which chunks are copied.
 
-Storages start at multiples of 64 bytes, large ones at a block. A chunk is what is copied, checksummed, written and read
+Storages start at multiples of 64 bytes, large ones at a block. A chunk is copied, checksummed, written and read
 in one piece. The plan depends only on the sizes of the storages, so it is kept while the structure of the state stays
 the same; addresses are looked up anew for every chunk that is copied.
 """
@@ -39,10 +39,10 @@ class Segments(NamedTuple):
     """The segments of one chunk; false where there are none.
 
     Attributes:
-        host: Those in host memory, packed as :meth:`Operations.gather` (in growing order of offset, not overlapping) or
-            :meth:`Operations.scatter` wants them.
-        devices: Those in the memory of CUDA devices, by the device's index; ordered as those of the host.
-        packed: What cannot be copied by address.
+        host: Those in host memory, packed for :meth:`Operations.gather` (in growing order of offset, not overlapping)
+            or :meth:`Operations.scatter`.
+        devices: Those in the memory of CUDA devices, by the device's index; ordered like those of the host.
+        packed: Pieces that cannot be copied by address.
     """
 
     host: bytes = b""
@@ -137,7 +137,7 @@ class Planner:
 
 
 def segments(chunk: Chunk, sources: Sources) -> Segments:
-    """Return what fills the buffer of ``chunk``."""
+    """Return the segments that fill the buffer of ``chunk``."""
     table = chunk.table
     index = table[:, 0].astype(np.intp)
     is_packed = sources.packed[index]
@@ -156,9 +156,9 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
 
 
 def scatter_runs(offset: int, nbytes: int, unit: int, targets: AnyTargets) -> list[tuple[range, Segments]]:
-    """Return what of a chunk has to be read: runs of its units of so many bytes, the last one maybe shorter.
+    """Return the parts of a chunk that have to be read: runs of its units of so many bytes, the last one maybe shorter.
 
-    With each comes what takes its bytes, in any order and maybe overlapping; offsets are from where the run begins.
+    With each run come its targets, in any order and maybe overlapping; offsets are from the beginning of the run.
     """
     table, devices = targets.segments(offset, nbytes)
     if unit >= nbytes and len(table):  # quickly, where only whole chunks can be verified

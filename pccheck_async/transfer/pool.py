@@ -88,7 +88,7 @@ class BufferPool:
         return len(self._free)
 
     async def lease(self) -> BufferLease:
-        """Wait for a buffer. Cancellation: leases nothing; one given at the same moment goes to the next who waits."""
+        """Wait for a buffer. Cancellation: leases nothing; one given at the same moment goes to the next waiter."""
         if self._free:
             index = self._free.pop()
             self._peak = max(self._peak, self._in_use())

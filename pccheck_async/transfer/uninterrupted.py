@@ -22,7 +22,7 @@ async def uninterrupted(step: Awaitable[T]) -> T:
         await _End(task)
     except asyncio.CancelledError:
         if not task.cancelled():
-            task.exception()  # retrieved: the cancellation is what the caller learns
+            task.exception()  # retrieved: the caller gets the cancellation
         raise
     return task.result()
 
@@ -30,7 +30,7 @@ async def uninterrupted(step: Awaitable[T]) -> T:
 async def to_its_end(step: Awaitable[T]) -> T:
     """Await ``step`` in a task of its own; return its result, or raise its error.
 
-    Cancellation: ignored; the caller has to know the outcome of the step.
+    Cancellation: ignored; the caller needs the outcome of the step.
     """
     task = asyncio.ensure_future(step)
     with suppress(asyncio.CancelledError):
@@ -50,7 +50,7 @@ class _End(asyncio.Future[object]):
 
 
 class Tasks(asyncio.TaskGroup):
-    """Tasks that end together: one failure ends the others, and is raised; what failed as well becomes notes on it."""
+    """Tasks that end together: one failure ends the others, and is raised; further failures become notes on it."""
 
     async def __aexit__(self, *raised: Any) -> None:
         try:

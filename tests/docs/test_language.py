@@ -26,7 +26,6 @@ NOT_YET_HELD = {
     "telemetry",
     "testing",
     "training",
-    "transfer",
     "tuning",
     "upkeep",
 }

@@ -22,7 +22,7 @@ def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:
     """Return the backend for this machine and build of torch. Called on the engine's loop; touches no device."""
     if torch.version.cuda is None:
         return CopyBackend(operations)
-    if not torch.cuda.device_count():  # asks NVML: children forked later may still use CUDA
+    if not torch.cuda.device_count():  # a query of NVML: children forked later may still use CUDA
         return CopyBackend(operations, "there is no CUDA device")
     # Importing CuPy may initialise CUDA, after which forked children cannot use it: not before the trainer did.
     prepare = load if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

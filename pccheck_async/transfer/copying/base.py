@@ -1,4 +1,4 @@
-"""Copies between live state and staging buffers: what every copy backend does, and how for memory of the host.
+"""Copies between live state and staging buffers: the contract of copy backends, and the backend for host memory.
 
 (Invariants, such as I8: :mod:`pccheck_async.store`.)
 """
@@ -34,10 +34,10 @@ class CopyStatistics:
 
 
 class CopyBackend:
-    """Copies host memory by address; torch copies what has no plain address, and all memory of devices.
+    """Copies host memory by address; torch copies tensors without a plain address, and all memory of devices.
 
     Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then. ``reason``
-    says why device memory, if there is any, is copied by torch.
+    is the reason why torch copies device memory, if there is any.
 
     Attributes:
         by_address: Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices`
@@ -104,7 +104,7 @@ class CopyBackend:
         await self._operations.scatter(source, checksum, segments.host, keepalive)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
-        """Note that ``nbytes`` of a state took ``seconds`` to reach staging buffers."""
+        """Called when ``nbytes`` of a state have reached staging buffers, after ``seconds``."""
 
     def statistics(self) -> CopyStatistics:
         """Return the current state."""

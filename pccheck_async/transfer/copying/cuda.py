@@ -1,7 +1,7 @@
 """The CUDA backend: its own streams copy device memory by address, as the base class copies that of the host.
 
-What that means for training (which work a capture contains, snapshots, overlap, CUDA graphs) is said in
-``examples/guide/training.md``. (Invariants, such as I9: :mod:`pccheck_async.store`.)
+``examples/guide/training.md`` has the consequences for training (the work that a capture contains, snapshots, overlap,
+CUDA graphs). (Invariants, such as I9: :mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CudaCopy(CopyBackend):
         self._open = open_device
         self._copiers: dict[int, Copier] = {}
         loop = asyncio.get_running_loop()
-        self._launching = _Waiting(loop, 1)  # not the loop: a device with a full queue blocks who submits
+        self._launching = _Waiting(loop, 1)  # not the loop: a device with a full queue blocks the submitter
         self._waiting = _Waiting(loop, _WAITERS)
         self._registering = _Waiting(loop, 1)  # not behind chunks that wait for training: later chunks wait for this
         self._pace = Pace()
@@ -151,7 +151,7 @@ class CudaCopy(CopyBackend):
             threads.close()
 
     async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, on_fence: Fenced | None) -> Ranges:
-        """Let devices copy their segments into a buffer. Returns the ranges written, in order."""
+        """Copy the devices' segments into a buffer, on the devices. Returns the ranges written, in order."""
         filled: list[Ranges] = []
         last: dict[Lane, tuple[Device, Event]] = {}
 
@@ -322,7 +322,7 @@ class _Waiting(WorkerThreads):
         super().__init__(loop, _end, count=count, name="pccheck-device")
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call ``function`` on a thread and return (or raise) what it does.
+        """Call ``function`` on a thread and return its result, or raise its error.
 
         Cancellation: raised once the function has returned (I9): device work cannot be stopped.
         """

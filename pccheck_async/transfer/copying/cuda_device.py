@@ -37,7 +37,7 @@ class CudaDevice:
 
     def current(self) -> CudaEvent:
         with torch.cuda.device(self.index):
-            if torch.cuda.is_current_stream_capturing():  # what waits for the event would be recorded, and not run
+            if torch.cuda.is_current_stream_capturing():  # work behind the event would be recorded, and not run
                 raise RuntimeError("the current stream is being recorded as a CUDA graph; save and restore outside it")
         return CudaEvent(self.index, torch.cuda.current_stream(self.index))
 
@@ -139,7 +139,7 @@ class CudaStream:
         self._gather = runtime.kernel(index)
         self._stream = idle.pop() if idle else runtime.stream(index)
         self._table = Memory()
-        self._kept: list[Any] = []  # memory that queued work uses besides what it copies
+        self._kept: list[Any] = []  # memory that queued work uses besides the copied one
         weakref.finalize(self, idle.append, self._stream).atexit = False
 
     def wait(self, event: CudaEvent) -> None:
@@ -224,7 +224,7 @@ def load() -> TorchRuntime:
 
 @cache
 def choose_runtime() -> TorchRuntime:
-    """Do what :func:`load` does, without its lock."""
+    """Load the runtime of :func:`load`; its caller holds the lock."""
     relax()
     try:
         from pccheck_async.transfer.copying.cupy_runtime import CupyRuntime

@@ -54,7 +54,7 @@ class CupyRuntime(TorchRuntime):
             _move((count,), (_THREADS,), (np.uint64(table),))
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        kind = runtime.memcpyDefault  # the driver knows where each address lies
+        kind = runtime.memcpyDefault  # the driver finds out where each address lies
         runtime.memcpyAsync(into, source, nbytes, kind, stream.cuda_stream)
 
     def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
@@ -80,7 +80,7 @@ def _compiled(index: int) -> bool:
         except OSError:  # no home directory, or a read-only one
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             _ = _move.num_regs
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises, copying works without the kernel
+    except Exception as error:  # noqa: BLE001 - copying works without the kernel, after any error of the compiler
         text = "device %d: the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower"
         write(logging.WARNING, "no_kernel", text, index, str(error))  # its traceback would keep the stream
         return False

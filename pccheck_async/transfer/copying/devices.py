@@ -1,4 +1,4 @@
-"""What the CUDA backend needs of a device: streams of copies, memory, events; and fences made of these events."""
+"""The devices of the CUDA backend: streams of copies, memory, events; and fences made of these events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Block until all work before it ended. Called on the engine's threads. Raises what went wrong there."""
+        """Block until all work before it ended. Called on the engine's threads. Raises the error of that work."""
 
     def seconds_since(self, earlier: Event) -> float:
         """Return the time between two events that were recorded with ``timed`` and have passed."""
@@ -35,7 +35,7 @@ class Stream(Protocol):
     """Work that a device does in order, beside other streams. Called on the engine's threads, by one at a time."""
 
     def wait(self, event: Any) -> None:
-        """Let later work wait for an event of :meth:`Device.current`."""
+        """Order later work after an event of :meth:`Device.current`."""
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate device memory that later work of this stream may use without a wait. Raises MemoryError."""
@@ -77,7 +77,7 @@ class Device(Protocol):
         """
 
     def hold_up(self, events: Sequence[Any]) -> bool:
-        """Let later work of the calling thread's current stream wait for events of streams of this device.
+        """Order later work of the calling thread's current stream after events of streams of this device.
 
         False if that cannot be done (the stream is being recorded as a graph).
         """
@@ -110,9 +110,9 @@ class Fence:
         return Fence(self._ends | later._ends)
 
     def hold_up(self) -> bool:
-        """Let later work on the calling thread's current stream of each device wait for the copies.
+        """Order later work on the calling thread's current stream of each device after the copies.
 
-        False if a stream cannot wait: then nothing is read any more only when the capture has ended.
+        False if a stream cannot wait: then reads are known to have ended only when the capture has ended.
         """
         events: dict[int, tuple[Device, list[Event]]] = {}
         for device, event in self._ends.values():

@@ -33,7 +33,7 @@ _SMALL_MOVE: Final = 16 << 10
 """Most bytes that one block of GPU threads moves for a chunk: few, so that there are enough blocks for the device."""
 
 _LARGE_MOVE: Final = 256 << 10
-"""The same for a snapshot, which has more bytes: larger, so that its table has fewer rows."""
+"""Most bytes that one block moves for a snapshot, which has more bytes: larger, so that its table has fewer rows."""
 
 _REFUSED_SECONDS: Final = 1.0, 600.0
 """Pause after a failed allocation: the first, and the longest; each is twice the one before."""
@@ -85,7 +85,7 @@ class Copier:
             return self._made_lanes()[self._turn % _LANES]
 
     def wait(self, event: Any) -> None:
-        """Let later copies of all lanes wait for an event."""
+        """Order later copies of all lanes after an event."""
         with self._guard:
             lanes = self._made_lanes()
         for lane in lanes:
@@ -127,7 +127,7 @@ class Lane:
         self._guard = threading.Lock()
 
     def wait(self, event: Any) -> None:
-        """Let later copies wait for an event."""
+        """Order later copies after an event."""
         with self._guard:
             self._stream.wait(event)
 

@@ -1,4 +1,4 @@
-"""What a device needs of the CUDA runtime, by torch's functions (``cupy_runtime.py``: CuPy's), and the one kernel."""
+"""The CUDA runtime as devices need it, by torch's functions (``cupy_runtime.py``: CuPy's), and the one kernel."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ extern "C" __global__ void pccheck_move(const unsigned long long *table)
 
 
 def relax() -> None:
-    """Let the calling thread, which records no CUDA graph, register and allocate memory while another one records.
+    """Allow the calling thread to register and allocate memory while another one records a CUDA graph.
 
-    Neither CuPy nor torch offers that; NVIDIA's bindings do, which torch for CUDA depends on from 2.11 on.
+    The thread records no graph itself. Only NVIDIA's bindings can do that, which torch for CUDA needs from 2.11 on.
     """
     with suppress(ImportError, RuntimeError):  # not installed, or without that function of the driver
         from cuda.bindings import driver

@@ -54,8 +54,8 @@ class Account:
     def training_peak(self, peak: int) -> int:
         """Return the most that training uses, given the peak of all memory in use.
 
-        That peak includes memory of the backend; how much at that time is unknown, at most the backend's own peak. The
-        result is never less than what was seen before the backend held anything.
+        That peak includes memory of the backend; its share then is unknown, at most the backend's own peak. The
+        result is never less than the peak before the backend held anything.
         """
         with self._guard:
             self._training_peak = max(self._training_peak, peak - self.peak)
@@ -69,7 +69,7 @@ class Pace:
         self._seconds_per_byte: float | None = None
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Note a measurement; one of zero bytes is ignored."""
+        """Take a measurement; one of zero bytes is ignored."""
         if nbytes > 0:
             self._seconds_per_byte = seconds / nbytes
 

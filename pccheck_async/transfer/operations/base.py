@@ -1,7 +1,7 @@
-"""Operations on bytes, submitted in batches: what both backends share, and the one in C.
+"""Operations on bytes, submitted in batches: the base of both backends, and the backend in C.
 
 Awaiting an operation puts it into the batch of the current loop iteration, which is submitted in one call. A cancelled
-operation is asked to stop and then *waited for*: when the await ends, cancelled or not, nothing of the operation runs
+operation is stopped if possible, and then *waited for*: when the await ends, cancelled or not, nothing of it runs
 any more, so its buffer may be reused (invariant I9 of :mod:`pccheck_async.store`).
 """
 
@@ -53,7 +53,7 @@ Step: TypeAlias = tuple[int, float]
 
 
 class _Completion(asyncio.Future[Any]):
-    """The end of an operation. Cancelling it only asks the operation to stop; the awaiter resumes once it has ended.
+    """The end of an operation. Cancelling it only requests a stop; the awaiter resumes once the operation has ended.
 
     Raises OSError where the backend is closed.
     """
@@ -76,17 +76,17 @@ class _Completion(asyncio.Future[Any]):
 class Operations(abc.ABC):
     """Base of the backends: batches submissions, matches completions to awaiters. Belongs to one event loop.
 
-    A backend has what is declared here without a body, and ends operations on the loop's thread. To it an operation is
-    the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
+    A backend has the members declared here without a body, and ends operations on the loop's thread. To it an
+    operation is the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
     """
 
     name: str
     gather_at_once: Callable[[bytes, memoryview], bytes]
-    """Does what :meth:`gather` does, now and on the calling thread: for copies faster than waking up a thread."""
+    """:meth:`gather`, performed at once on the calling thread: for copies faster than waking up a thread."""
     _submit: Callable[[list[tuple[Any, ...]]], object]
     """Starts the operations of a batch; all or none."""
     _cancel: Callable[[int], object]
-    """Asks the operation to stop: completes it with ECANCELED where it has not started, else lets it end."""
+    """Requests a stop: completes the operation with ECANCELED if it has not started, else lets it end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class Operations(abc.ABC):
         return result
 
     async def flush(self, fd: int) -> None:
-        """Make what was written through ``fd`` durable (``fdatasync``). Raises OSError."""
+        """Make all writes through ``fd`` durable (``fdatasync``). Raises OSError."""
         await self._start(Kind.FLUSH, fd)
 
     async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> bytes:
@@ -137,12 +137,12 @@ class Operations(abc.ABC):
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
         """Perform ``steps`` on one thread, each after the one before it succeeded.
 
-        For short writes that somebody waits for: as an operation of its own, each step would wake up a thread and then
+        For short writes with a waiting caller: as an operation of its own, each step would wake up a thread and then
         the loop, which takes longer than a small write.
 
         ``ended`` receives how each performed step ended; the last of them failed if not all were performed.
 
-        Cancellation: stops nothing, and is raised once the chain has ended and ``ended`` says how.
+        Cancellation: stops nothing, and is raised once the chain has ended and ``ended`` is filled.
 
         Raises:
             OSError: The backend is closed; nothing was performed.
@@ -158,13 +158,13 @@ class Operations(abc.ABC):
             raise
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a blocking ``function`` on a helper thread and return (or raise) what it does."""
+        """Call a blocking ``function`` on a helper thread and return its result, or raise its error."""
         return await self.obtain(lambda _: None, function, *arguments)
 
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
-        """Do what :meth:`call` does, for a result that has to be given back.
+        """Call a blocking ``function`` on a helper thread, for a result that has to be given back.
 
-        Cancellation: raised once the call has ended and ``undo`` was called with what it returned.
+        Cancellation: raised once the call has ended and ``undo`` was called with its result.
         """
         completion = _Completion(self, self._ask_to_stop)
         try:
@@ -266,7 +266,7 @@ class NativeOperations(Operations):
             self._queue = _ext.Queue(io_threads, copy_threads)
         except BaseException as error:
             self._helpers.close()
-            if isinstance(error, BlockingIOError):  # as Python says of its own threads
+            if isinstance(error, BlockingIOError):  # Python's error for its own threads
                 raise RuntimeError("can't start new threads: see ulimit -u and the cgroup's pids.max") from error
             raise
         self._submit, self._cancel, self.gather_at_once = self._queue.submit, self._queue.cancel, _ext.gather

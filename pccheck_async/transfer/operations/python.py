@@ -111,7 +111,7 @@ def chain(steps: Sequence[ChainStep]) -> list[Step]:
 
 
 def _check_linked(fd: int) -> None:
-    """Raise FileNotFoundError if the open file has no name any more; if that cannot be told, the next step says why."""
+    """Raise FileNotFoundError if the open file has no name any more; other errors are left to the next step."""
     try:
         links = os.fstat(fd).st_nlink
     except OSError:
