@@ -1,7 +1,7 @@
 """The bytes of a store, purely: commit record, manifest, skeleton, dtypes, keys, checksum.
 
-No await and no file descriptor; of the package it imports :mod:`pccheck_async.errors` alone. What imports torch is not
-offered here, but by its module: :mod:`~pccheck_async.format.manifest` and :mod:`~pccheck_async.format.dtypes`.
+No await and no file descriptor; of the package it imports :mod:`pccheck_async.errors` alone. Modules that import torch
+are not offered here: :mod:`~pccheck_async.format.manifest` and :mod:`~pccheck_async.format.dtypes`.
 """
 
 from pccheck_async.format.arguments import (

@@ -13,7 +13,7 @@ def check_step(step: object) -> int | None:
 
 
 def which_one(step: object, name: object) -> Which:
-    """Return which checkpoint a user asks for. Raises ValueError where both are given, TypeError for other types."""
+    """Return the requested step or name. Raises ValueError if both are given, TypeError for other types."""
     if name is None:
         return check_step(step)
     if step is not None:
@@ -22,7 +22,7 @@ def which_one(step: object, name: object) -> Which:
 
 
 def check_name(name: object) -> str:
-    """Return the name of a checkpoint. Raises TypeError for what is no str, ValueError for an empty one."""
+    """Return the name of a checkpoint. Raises TypeError for anything but a str, ValueError for an empty one."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a checkpoint is a str, not {name!r}")
     if not name:
@@ -46,7 +46,7 @@ def new_step(step: object) -> int:
 
 
 def whole_step(step: object) -> int:
-    """Return a user's step as an int. Raises TypeError for what is no integer, ValueError for more than 64 bits."""
+    """Return a user's step as an int. Raises TypeError for a non-integer, ValueError for more than 64 bits."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
@@ -57,7 +57,7 @@ def whole_step(step: object) -> int:
 
 
 def check_count(name: str, value: object, *, no_int: type[Exception] = ValueError) -> int:
-    """Return a setting that is a whole number of at least 1. Raises ValueError, ``no_int`` for what is no int."""
+    """Return a setting that is a whole number of at least 1. Raises ValueError, or ``no_int`` for a non-integer."""
     if type(value) is int and value >= 1:
         return value
     raise (ValueError if type(value) is int else no_int)(f"{name} is a whole number of at least 1, not {value!r}")

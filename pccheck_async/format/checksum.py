@@ -3,8 +3,8 @@
 Every Python has it, so a store can be verified where the extension was not compiled; the extension computes it faster
 than memory delivers. CRC-32 detects every burst error of up to 32 bits, and misses one random corruption in 2**32.
 
-It is linear: the checksum of bytes is a function of those of their parts and of the parts' lengths. So who computes one
-for each MiB has that of the whole for nothing, and who reads some MiBs in one go verifies them by one checksum.
+It is linear: the checksum of bytes is a function of those of their parts and of the parts' lengths. So one for each
+MiB gives that of the whole for nothing, and several MiBs read in one go are verified by one checksum.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def combine(sums: bytes | memoryview, nbytes: int) -> int:
 
 
 def piece_sums_in_python(data: bytes | bytearray | memoryview) -> bytes:
-    """Do what :func:`piece_sums` does, without the extension."""
+    """Return the checksums of :func:`piece_sums`, without the extension."""
     octets = memoryview(data).cast("B")
     pieces = (octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES))
     return b"".join(zlib.crc32(piece).to_bytes(SUM_BYTES, "little") for piece in pieces)
 
 
 def combine_in_python(sums: bytes | memoryview, nbytes: int) -> int:
-    """Do what :func:`combine` does, without the extension.
+    """Return the checksum of :func:`combine`, without the extension.
 
-    The checksum so far moves over the bytes behind it: a multiplication with x**(8 * bytes), as zlib does it.
+    The checksum so far moves over the bytes behind it: a multiplication with x**(8 * bytes), the method of zlib.
     """
     if nbytes < 0 or len(sums) != SUM_BYTES * piece_count(nbytes):
         raise ValueError(f"{len(sums)} bytes are no table of checksums for {nbytes}")

@@ -54,7 +54,7 @@ def numpy_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def foreign(dtype: np.dtype[Any]) -> bool:
-    """Return whether another package defined a numpy dtype (ml_dtypes' bfloat16), whose name numpy misreads."""
+    """Return whether another package defined a numpy dtype (ml_dtypes' bfloat16): numpy misreads its name."""
     try:
         return np.dtype(dtype.str) != dtype
     except TypeError:

@@ -24,9 +24,9 @@ class CheckpointInfo:
         counter: The engine's own number, larger than that of every checkpoint kept when this one was admitted.
         nbytes: Length of the payload in bytes (tensors and arrays, with padding).
         time: Time of the capture, seconds since the epoch (UTC).
-        pinned: Kept until it is unpinned, whatever the rules (``keep_last`` and its like) say.
-        metadata: What the user gave to ``checkpoint(metadata=...)``.
-        name: What the user gave to ``checkpoint(name=...)``, None for nothing.
+        pinned: Kept until it is unpinned, under any rules (``keep_last`` and its like).
+        metadata: The user's ``checkpoint(metadata=...)``.
+        name: The user's ``checkpoint(name=...)``, None for none.
         rejected: Passed over by ``restore`` and ``load``, and kept by no rule (``engine.reject``).
     """
 

@@ -2,8 +2,8 @@
 
 The entries in it are arrays of the fields of :class:`TensorEntry`, :class:`StorageEntry` and :class:`ChunkEntry` in
 their order. Only :func:`decode` makes a manifest of bytes, and it raises unless every range lies inside the payload, no
-view reaches outside its storage, every array is named once, and the checksums of pieces make those of their chunks: who
-allocates and copies by a manifest needs no checks of its own. Reading one takes time in proportion to its length at
+view reaches outside its storage, every array is named once, and the checksums of pieces make those of their chunks:
+allocating and copying by a manifest needs no further checks. Reading one takes time in proportion to its length at
 most: nesting and keys of equal hash are bounded.
 """
 
@@ -37,7 +37,7 @@ SHARDED_VERSION: Final = 2
 """Of a manifest with boxes of tensors that lie on several ranks: others read parts of them."""
 LATEST_VERSION: Final = 3
 """Of a manifest whose outermost mapping is an OrderedDict, or with tensors that are composed of others, with boxes or
-without; earlier versions of the package, which know neither, refuse this number."""
+without; earlier versions of the package, which support neither, refuse this number."""
 ALIGNMENT: Final = 64
 """Bytes. Every storage starts at a multiple of it in the payload."""
 _MAX_DIMENSIONS: Final = 64

@@ -1,4 +1,4 @@
-"""What the commit record of a rank says besides its checkpoints (format version 2): of which run, and what was decided.
+"""The group's fields of a rank's commit record (format version 2): the run of each part, and the decisions applied.
 
 A group's folder has a store for each rank, ``rank-00003``; its record names that rank's *parts* of checkpoints. A
 checkpoint of the group is complete when the records of all its ranks name their parts of it.
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What makes parts one checkpoint, and in what order checkpoints come.
+    """The identity of a group's checkpoint, common to its parts; keys sort in the order of checkpoints.
 
     Not the step: a step may be saved twice, and a rank's part of the one does not belong to the other.
     """
@@ -54,11 +54,11 @@ class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     world: int
     committed: bool
     """The record applied the decision that committed it; else it is only prepared. That decides nothing:
-    a checkpoint is complete when all ranks' records name it, whoever was told."""
+    a checkpoint is complete when all ranks' records name it."""
 
 
 class Parts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a record of version 2 says besides its entries."""
+    """The fields of a record of version 2 besides its entries."""
 
     applied: Applied | None = None
     """None before the first decision."""

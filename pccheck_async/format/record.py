@@ -62,7 +62,7 @@ HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")
 
 MIN_BLOCK = 512
-"""Bytes. The smallest block size. The length of every chunk is a multiple of it, whatever the store's block size."""
+"""Bytes. The smallest block size. The length of every chunk is a multiple of it, under any block size of the store."""
 REGION_NBYTES = 64 * 1024
 """Room for one copy of one record; a multiple of every block size a store may have."""
 COMMIT_NBYTES = 4 * REGION_NBYTES
@@ -74,9 +74,9 @@ MOST_RANKS = 1_000_000_000
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 NAME_KEY = "pccheck.name"
-"""A checkpoint's name, in its metadata: so it is in version 1, too, and readers that do not know names keep them."""
+"""A checkpoint's name, in its metadata: so it is in version 1, too, and readers without support for names keep them."""
 REJECTED_KEY = "pccheck.rejected"
-"""Whether a checkpoint is rejected, in its metadata for the same reason: versions that do not know it restore it."""
+"""Whether a checkpoint is rejected, in its metadata for the same reason: older versions ignore it and restore it."""
 _OWN_KEYS = {NAME_KEY: "where checkpoint(name=...) is kept", REJECTED_KEY: "what engine.reject(step) sets"}
 
 _LARGEST = 1 << 62
@@ -129,7 +129,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def name(self) -> str | None:
-        """What the user called it."""
+        """The user's name for it."""
         return name_in(self.metadata)
 
     @property
@@ -152,7 +152,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return CheckpointInfo(self.step, self.counter, self.nbytes, self.time, self.pinned, metadata, name, rejected)
 
     def matches(self, which: Which) -> bool:
-        """Whether it is one of those that are asked for."""
+        """Whether this entry matches the requested step or name."""
         return which is None or which == (self.name if isinstance(which, str) else self.step)
 
 
@@ -165,7 +165,7 @@ class Record(msgspec.Struct, frozen=True):
     before: tuple[Entry, ...] = ()
     """The entries of the record before this one, newest first; not part of this record's bytes."""
     parts: Parts | None = None
-    """Of what the entries are parts, in the store of one rank of a group; None in a store of its own."""
+    """The group's data of the entries, in the store of one rank of a group; None in a store of its own."""
 
     @property
     def version(self) -> int:
@@ -220,7 +220,7 @@ def encode_identity(identity: Identity) -> bytes:
 
 
 def decode_identity(data: bytes) -> Identity:
-    """Decode and check ``store.json``. Raises CorruptStoreError; NewerFormatError for what only newer versions read."""
+    """Decode and check ``store.json``. Raises CorruptStoreError; NewerFormatError if only newer versions read it."""
     try:
         identity = _identity_decoder.decode(data)
         id_nbytes = len(identity.id_bytes)
@@ -302,7 +302,7 @@ def _plain(value: object) -> object:
     if type(value) not in _PLAIN:
         import numpy as np  # records are read without it
 
-        if isinstance(value, np.generic):  # what np.mean() returns
+        if isinstance(value, np.generic):  # such as the result of np.mean()
             value = value.item()
     if not isinstance(value, _PLAIN):
         raise TypeError(f"{type(value).__qualname__} is none of these")
@@ -372,7 +372,7 @@ def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, 
     """Return the content of a lost ``store.json`` and the newest record; None where no record is valid.
 
     No record has the block size, but every offset in the store is a multiple of it. The largest block size for which
-    that is so is returned: a multiple of the true one, to which whatever is written is then aligned, too.
+    that is so is returned: a multiple of the true one, so that later writes are aligned to the true one, too.
     """
     by_store: dict[bytes, list[Record]] = {}
     for region in _regions(commit):
@@ -397,7 +397,7 @@ def largest_block(entries: Collection[Entry], most: int) -> int:
 
 
 def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
-    """Return whether a commit file without its ``store.json`` seems to name checkpoints, of whatever store."""
+    """Return whether a commit file without its ``store.json`` seems to name checkpoints, of any store."""
     headers = (HEADER.unpack_from(region) for region in _regions(commit))
     return any(magic == MAGIC and generation > 0 for magic, _, _, _, generation, _ in headers)
 

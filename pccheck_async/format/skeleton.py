@@ -15,7 +15,7 @@ import msgspec
 from msgspec import structs
 
 MAX_DEPTH: Final = 100
-"""Levels of nesting a state may have; far below what would exhaust Python's or msgpack's stack."""
+"""Levels of nesting a state may have; far below the limits of Python's and msgpack's stacks."""
 MOST_ALIKE: Final = 256
 """Keys of one mapping that may have the same hash. Python compares each of them with all others, so a file made of such
 keys would take time by the square of its size. Honest mappings have few: tuples of -1 and -2, which hash alike, would
@@ -44,14 +44,14 @@ class ShardedNode(_Struct, frozen=True, tag="sharded"):
     Negative only for plain tensors of one rank, where parts are merged (:func:`private_mesh`); never on disk."""
     dtype: str
     plain: bool
-    """It was no DTensor, but a plain tensor that all ranks have alike."""
+    """It was no DTensor, but a plain tensor with equal values on all ranks."""
     shape: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     boxes: tuple[ArrayNode, ...]
 
 
 class StatefulNode(_Struct, frozen=True, tag="stateful"):
-    """An object with ``state_dict``; ``child`` is what that returned."""
+    """An object with ``state_dict``; ``child`` is the result of that."""
 
     child: Node
 
@@ -84,7 +84,7 @@ class ComposedNode(_Items, frozen=True, tag="composed"):
     names: list[str]
     """The attributes that have them."""
     context: Node
-    """What ``__tensor_flatten__`` returned beside the names: plain values."""
+    """The context that ``__tensor_flatten__`` returned beside the names: plain values."""
     module: str
     """Of its class,"""
     name: str
@@ -175,7 +175,7 @@ class NumpyDtypeNode(_Named, frozen=True, gc=False, tag="npdtype"):
 
 
 class PickledNode(_Struct, frozen=True, gc=False, tag="pickle"):
-    """A value of a user's type as ``torch.save`` wrote it: only who asks for that unpickles it, which may run code."""
+    """A value of a user's type, written by ``torch.save``; unpickled only on request, as that may run code."""
 
     kind: str
     """Name of its type, with the module."""

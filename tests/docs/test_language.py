@@ -18,7 +18,6 @@ NOT_YET_HELD = {
     "cli",
     "convert",
     "engine",
-    "format",
     "group",
     "integrations",
     "state",
