@@ -1,6 +1,6 @@
-"""What happens, told to people and programs: events and hooks, log lines, spans, stage times and progress.
+"""Reports for people and programs: events and hooks, log lines, spans, stage times and progress.
 
-Primitives that know no engine and no store, and import ``errors`` only. :mod:`.events` lists the events, and
+Primitives without an engine or a store, which import ``errors`` only. :mod:`.events` lists the events, and
 :mod:`.logs` the log lines and their fields.
 """
 

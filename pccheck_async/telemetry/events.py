@@ -1,6 +1,6 @@
-"""What happens to the checkpoints of an engine, as frozen values: for ``engine.on_event`` and for the log.
+"""Events in the life of an engine's checkpoints, as frozen values: for ``engine.on_event`` and for the log.
 
-The log has a line for those that say so (:mod:`pccheck_async.telemetry.logs` has the names and levels).
+The log has a line for those with a level (:mod:`pccheck_async.telemetry.logs` has the names and levels).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened(Event):
-    """The store was opened: how many checkpoints it holds, the newest one's step, and what I/O it uses."""
+    """The store was opened: the number of its checkpoints, the newest one's step, and the I/O backend."""
 
     name = "opened"
     level = logging.INFO
@@ -47,7 +47,7 @@ class Opened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(Event):
-    """The engine was closed: what became of its checkpoints, the bytes of the durable ones, its seconds."""
+    """The engine was closed: the outcomes of its checkpoints, the bytes of the durable ones, its seconds."""
 
     name = "closed"
     level = logging.INFO

@@ -23,11 +23,11 @@ summary             INFO     every ten minutes in which checkpoints ended: durab
                              nbytes and seconds since the last summary
 interval            INFO     the policy has decided: interval (steps)
 restored            INFO     a checkpoint was restored
-cleared_gradients   WARNING  a restore set gradients of what it restored to None: they were of an interrupted step
+cleared_gradients   WARNING  a restore set gradients of restored parameters to None: of an interrupted step
 lost_gradients      WARNING  the restored checkpoint was saved inside a window of gradient accumulation
 restored_in_part    WARNING  with ``strict=False``, a checkpoint that lacks paths, or has others
-fell_back           INFO     a damaged checkpoint was passed over, as a warning says; step, counter and error are its
-preemption          WARNING  a signal asked the process to go, and what became of that
+fell_back           INFO     a damaged checkpoint was passed over, with a warning; step, counter and error are its
+preemption          WARNING  a signal requested the end of the process, and the outcome
 event_hook          WARNING  a hook of ``on_event`` raised (once for each hook), or was so slow that events were dropped
 status              WARNING  the status file for ``pccheck watch`` cannot be written; once
 progress            WARNING  a progress callback raised, and is not called any more
@@ -39,11 +39,11 @@ last_unseen         INFO     leaving the context saves the last step, and no opt
                              torch's counters are not seen
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
 unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
-stopped             WARNING  a Trainer trains nothing more: the training that was restored had been told to stop
+stopped             WARNING  a Trainer trains nothing more: the restored training had been stopped by a callback
 inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
-captured_eagerly    WARNING  the next 100 checkpoints capture what keeps being torn before ``engine.step`` ends
+captured_eagerly    WARNING  the next 100 checkpoints capture values torn again and again, before the step ends
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
@@ -59,7 +59,7 @@ other_world         WARNING  a group of another number of ranks saved the checkp
 other_ranks         WARNING  a group's checkpoint is read without naming a rank, and ranks have different tensors: which
 not_compared        WARNING  tensors that ranks may have differently were not compared: another rank's part is damaged
 surplus             WARNING  a slot, or a former rank's folder, that is not needed any more could not be removed
-miscounted          ERROR    counting the end of a checkpoint failed; those who waited for it were told all the same
+miscounted          ERROR    counting the end of a checkpoint failed; its waiters were woken all the same
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
 mapped              INFO     files are written through memory, and what kind of memory; when a store is opened
 zeros               INFO     the filesystem reserves no space, so that zeros are written to new files; once
@@ -88,7 +88,7 @@ FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
 """Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
 
 about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 - nobody changes it
-"""Fields of what the current task works for, and inherited by the tasks that it starts: modules below need not know."""
+"""Fields of the current task's work, inherited by the tasks that it starts: modules below need no arguments for it."""
 
 log = logging.getLogger("pccheck_async")
 
@@ -100,7 +100,7 @@ def write(level: int, event: str, message: str, *arguments: Any, **fields: Any) 
 
 
 def _complete(record: logging.LogRecord) -> bool:
-    """Complete a record; let all of them pass."""
+    """Add the missing fields to a record. A filter of the log that returns True."""
     known = about.get()
     for name in FIELDS:
         if getattr(record, name, None) is None:

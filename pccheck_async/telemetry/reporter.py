@@ -1,4 +1,4 @@
-"""Tells the log and users' callbacks what happens, without a line for everything."""
+"""Reports events to the log and to users' callbacks, without a line for everything."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HELD_UP = (
 class Hooks:
     """Calls hooks with events, in order, on a thread of their own, which starts with the first event that a hook gets.
 
-    May be used from any thread, signal handlers included; never waits for a hook, and never raises what one raises.
+    May be used from any thread, signal handlers included; never waits for a hook, and raises none of its errors.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Hooks:
         self._logged_drops = False
 
     def add(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook`` with every event from now on. Returns what ends that. Raises TypeError."""
+        """Call ``hook`` with every event from now on. Returns a function that ends that. Raises TypeError."""
         if not callable(hook):
             raise TypeError(f"a hook is called with every event, and {hook!r} cannot be called")
         with self._lock:
@@ -102,11 +102,11 @@ class Hooks:
             first = not quiet and not self._logged_drops
             self._logged_drops = self._logged_drops or first
         if first:
-            with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
+            with suppress(Exception):  # of a handler of the log; no caller expects it
                 write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
 
     def close(self) -> Future[None]:
-        """Take no more events. The future is done when those that were told are delivered; a hook may take long.
+        """Take no more events. The future is done when those taken are delivered; a hook may take long.
 
         It is done already on the thread that delivers them, which must not wait for itself.
         """
@@ -152,14 +152,14 @@ class Reporter:
         self._waited = waited
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        self._since, self._waited_then = self._began, 0.0  # the last summary, and what training had waited by then
+        self._since, self._waited_then = self._began, 0.0  # of the last summary, and the wait of training by then
         self._sums: Counter[str] = Counter()  # since then
         self._last: deque[bool] = deque(maxlen=_LAST)  # whether they were superseded
         self._burst = False
-        self._held_up = -math.inf  # when that was said last
+        self._held_up = -math.inf  # when that was last logged
 
     def tell(self, kind: Callable[P, Event], *arguments: P.args, **fields: P.kwargs) -> None:
-        """Note an event: its class, and its fields by name. It is made only where a hook gets it."""
+        """Count and log an event, given by class and fields; the object is made only for hooks."""
         of: Any = kind
         lines = self._count(of, fields)
         logged = of.level is not None and log.isEnabledFor(of.level)
@@ -176,7 +176,7 @@ class Reporter:
             self.hooks.put(kind(*arguments, **fields), quiet=kind is Admitted)
 
     def closed(self, **ended: int) -> None:
-        """Note the engine's end, and how many checkpoints were durable, superseded, failed and skipped."""
+        """Called at the engine's end, with the numbers of durable, superseded, failed and skipped checkpoints."""
         seconds, stall = time.monotonic() - self._began, self._waited()
         self.tell(Closed, **ended, nbytes=self.nbytes, seconds=seconds, stall=stall)
 
@@ -214,7 +214,7 @@ class Reporter:
 
 
 def reading_progress(callback: ReadProgress | None, nbytes: int) -> Callable[[int], None]:
-    """Return what is called with the bytes of each chunk that is read, or that need not be, of ``nbytes`` in all."""
+    """Return a function to call with the bytes of each chunk that is read, or need not be, of ``nbytes`` in all."""
     if callback is not None and not callable(callback):
         raise TypeError(f"progress is called with two numbers of bytes, and {callback!r} cannot be called")
     done, current = 0, callback

@@ -10,8 +10,8 @@ __all__ = ["fill_standard_files"]
 def fill_standard_files() -> None:
     """Put ``/dev/null`` where descriptors 0 to 2 are closed.
 
-    The next file that is opened would get such a number: a slot that whoever reports an error on descriptor 2 writes
-    into, or a descriptor of uvloop's, which ends the process when it is to close one of these.
+    The next file that is opened would get such a number: a slot, overwritten by error messages to descriptor 2, or a
+    descriptor of uvloop's, which ends the process when it is to close one of these.
     """
     for fd in range(3):
         try:

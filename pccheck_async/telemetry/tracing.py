@@ -1,6 +1,6 @@
-"""What an engine did and when: sums by stage, and spans for whoever records a run.
+"""Timing of an engine: sums by stage, and spans for a recorder of a run.
 
-Nobody records a run in everyday use, and then this costs the lookup of one variable for each timed operation. The
+Without a recorder, as in everyday use, this costs the lookup of one variable for each timed operation. The
 recorder is found through a context variable, so that a writer need not know for which checkpoint it writes.
 """
 
@@ -22,14 +22,14 @@ class Span:
     Attributes:
         name: "step" and "stall" on the training thread ("stall": it was kept waiting); of a checkpoint "capture" (copy
             and checksum of a chunk), "write", "flush", and "commit", which holds its slot's flush, the record's writes
-            and the record's flush, and of a small checkpoint the write of all that it is, too.
+            and the record's flush, and for a small checkpoint the write of its data, too.
         start: When it began, of ``time.perf_counter()``: for copies and writes when they were handed over, so
             that waiting for a free thread is part of them.
         end: When it ended, failed or not.
         nbytes: Bytes that were moved, 0 where none are.
         step: The user's number of the step or checkpoint.
         counter: The engine's number of the checkpoint, None for a step.
-        chunk: Number of the chunk, None for what is not about one (manifest, record, flushes).
+        chunk: Number of the chunk, None for work on no chunk (manifest, record, flushes).
     """
 
     name: str
@@ -47,7 +47,7 @@ Sink = Callable[[Span], None]
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the current task works for, and who is told."""
+    """The work of the current task, and the recorder of its spans."""
 
     sink: Sink
     step: int
@@ -60,13 +60,13 @@ traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
 
 
 def enter_chunk(index: int | None) -> None:
-    """Note that the current task works for one chunk, or no longer for one."""
+    """Set the chunk that the current task works for; None for none."""
     if (now := traced.get()) is not None:
         traced.set(replace(now, chunk=index))
 
 
 def tell(now: Traced, name: str, start: float, end: float, nbytes: int) -> None:
-    """Tell of a span of the current task."""
+    """Record a span of the current task."""
     now.sink(Span(name=name, start=start, end=end, nbytes=nbytes, step=now.step, counter=now.counter, chunk=now.chunk))
 
 
@@ -80,7 +80,7 @@ class Stage:
 
 
 class StageClock:
-    """Adds up counts, bytes and seconds by stage, and tells whoever records the run of each operation."""
+    """Adds up counts, bytes and seconds by stage, and passes each operation to the recorder, if there is one."""
 
     def __init__(self, *names: str) -> None:
         self._sums: dict[str, list[float]] = {name: [0, 0, 0.0] for name in names}

@@ -22,7 +22,6 @@ NOT_YET_HELD = {
     "integrations",
     "state",
     "store",
-    "telemetry",
     "testing",
     "training",
     "tuning",
