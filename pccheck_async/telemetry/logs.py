@@ -39,7 +39,7 @@ last_unseen         INFO     leaving the context saves the last step, and no opt
                              torch's counters are not seen
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
 unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
-stopped             WARNING  a Trainer trains nothing more: the restored training had been stopped by a callback
+stopped             WARNING  a Trainer trains nothing more: the restored training had been stopped early
 inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now

@@ -1,6 +1,6 @@
 """All around a training step: the step context, accumulation windows, policies, preemption, resumable data.
 
-It puts an engine together with what the engine asks of training.
+It connects an engine to the hooks that the engine has for training.
 It may import: engine and what is below. Policies are in :mod:`.policy`, resumable data in :mod:`.data`.
 """
 

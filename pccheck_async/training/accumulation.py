@@ -7,11 +7,11 @@ steps of optimizers:
 - If optimizers are attached, at least one of them must make a step in the context.
 - No watched optimizer (attached, or found in the state) that made no step in the context may have unused gradients.
 
-A step of any optimizer counts for those whose parameters it changes: what is attached may be around one that makes the
-steps, and have a ``step`` of another name or none (sharpness-aware minimisation).
+A step of any optimizer counts for those whose parameters it changes: an attached object may wrap the one that makes
+the steps, and have a ``step`` of another name or none (sharpness-aware minimisation).
 
-A gradient counts as used if it is still what it was when the last context with a step on its parameter ended. Gradients
-computed after that step do not count: some training leaves gradients that nobody ever uses (an actor's loss leaves some
+A gradient counts as used if it has not changed since the last context with a step on its parameter ended. Gradients
+computed after that step do not count: some training leaves gradients that are never used (an actor's loss leaves some
 in the critic). If such gradients reach an optimizer that makes no step, and no context ends without any for a while,
 they are ignored from then on, with a warning.
 
@@ -66,7 +66,7 @@ _version_of, _is_leaf, _gradient_of = attrgetter("_version"), attrgetter("is_lea
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one optimizer."""
+    """The record of one optimizer."""
 
     last: int  # number of the context of its last step
     patience: int = PATIENCE  # contexts until gradients that it does not use are ignored
@@ -76,7 +76,7 @@ class _Watched:
 class Accumulation:
     """Watches the attached optimizers, and those in the state, for the ends of windows.
 
-    Those in the state join the attached ones that ``guard`` knows: their steps would tear captures.
+    Those in the state join the attached ones in ``guard``: their steps would tear captures.
     """
 
     def __init__(self, guard: Guard, store: str) -> None:
@@ -105,7 +105,7 @@ class Accumulation:
         self._watched[optimizer] = _Watched(self._context - 1)
 
     def begin(self, state: Mapping[str, Any]) -> int:
-        """Note the beginning of a step context, and return its number. Watches the optimizers in its state, too."""
+        """Called when a step context begins; returns its number. Watches the optimizers in its state, too."""
         self._context += 1
         for found in optimizers_in(state):
             try:
@@ -118,7 +118,7 @@ class Accumulation:
         return self._context
 
     def end(self, step: int, context: int) -> str:
-        """Note the end of a step context; return why it may be inside a window, empty where it is outside all."""
+        """Called when a step context ends; returns why it may be inside a window, empty if it is outside all."""
         watched = list(self._watched.items())
         if self._guard.attached and watched and all(each.last < context for _, each in watched):
             return (
@@ -127,7 +127,7 @@ class Accumulation:
             )
         for optimizer, each in watched:
             if each.last >= context and not each.ignored:
-                # Of one that is attached it is enough to know that it made a step.
+                # For the only attached one it is enough that it made a step.
                 _note_used(optimizer, most=1 if len(watched) == 1 and self._guard.attached else None)
         without = [optimizer for optimizer, each in watched if each.last < context and not each.ignored]
         waiting = [each for each in without if not all(map(_is_used, _gradients(each)))]
@@ -143,19 +143,19 @@ class Accumulation:
         return ""
 
     def mark(self) -> Mark:
-        """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
+        """Return a mark for :meth:`is_at`: the watched optimizers and their parameters at this moment."""
         parameters = [*chain.from_iterable(map(_parameters, list(self._watched)))]
         return self._mark(parameters)
 
     def is_at(self, mark: Mark) -> bool:
-        """Whether no watched optimizer has made a step since, and the parameters are what and where they were."""
+        """Whether no watched optimizer has made a step since, and the parameters have not changed or moved."""
         return mark == self._mark(mark.parameters)
 
     def _mark(self, parameters: list[torch.Tensor]) -> Mark:
         return Mark(self._steps, parameters, _versions(parameters), _addresses(parameters))
 
     def close(self) -> None:
-        """Let go of all optimizers."""
+        """Release all optimizers."""
         if self._hooks is not None:
             self._hooks.remove(self._after_step)
         self._watched.clear()
@@ -200,7 +200,7 @@ class Accumulation:
             self._steps += 1
 
     def _with_parameters_of(self, other: torch.optim.Optimizer) -> list[_Watched]:
-        """Return what is known of the watched optimizers that have a parameter of another one."""
+        """Return the records of the watched optimizers that have a parameter of another one."""
         theirs = {*map(id, _parameters(other))}
         return [each for own, each in list(self._watched.items()) if not theirs.isdisjoint(map(id, _parameters(own)))]
 
@@ -226,7 +226,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    with no_functions():  # lazy parameters, and classes of users, refuse what they do not know
+    with no_functions():  # lazy parameters, and classes of users, refuse unknown functions
         try:
             return [*map(_version_of, tensors)]
         except RuntimeError:  # made in inference mode, or wrappers of others

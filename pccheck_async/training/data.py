@@ -25,7 +25,7 @@ Shuffle = bool | Literal["keyed"]
 Positions = npt.NDArray[np.uint64]
 
 _SAME = ("size", "seed", "shuffle", "drop_last")
-"""What a position is saved with, and must be resumed with."""
+"""The arguments that a position is saved with, and must be resumed with."""
 
 
 def mix(*parts: int | str) -> int:
@@ -55,14 +55,14 @@ class Order:
         if self.shuffle == "keyed":
             return KeyedPermutation(self.size, key)
         generator = torch.Generator("cpu").manual_seed(key)
-        return torch.randperm(self.size, generator=generator, device="cpu").numpy()  # whatever the default device
+        return torch.randperm(self.size, generator=generator, device="cpu").numpy()  # under any default device
 
 
 class KeyedPermutation:
-    """A permutation of ``range(size)`` in constant memory, each place computed when it is asked for.
+    """A permutation of ``range(size)`` in constant memory, each place computed on demand.
 
-    A Feistel network on pairs of digits, one below ``a``, one below ``b``, where ``a b`` is just large enough; what
-    falls beyond ``size`` is permuted again (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    A Feistel network on pairs of digits, one below ``a``, one below ``b``, where ``a b`` is just large enough; results
+    beyond ``size`` are permuted again (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
     2002). It shuffles well and keeps no secrets.
     """
 
@@ -77,7 +77,7 @@ class KeyedPermutation:
         ]
 
     def __getitem__(self, positions: Positions) -> Positions:
-        """Return what stands at these positions, all of them below ``size``."""
+        """Return the permuted values of these positions, all of them below ``size``."""
         found = self._permute(positions)
         while len(beyond := np.flatnonzero(found >= self.size)):
             found[beyond] = self._permute(found[beyond])
@@ -86,7 +86,7 @@ class KeyedPermutation:
     def _permute(self, positions: Positions) -> Positions:
         left, right = np.divmod(positions, self._b)
         for left_key, right_key in self._keys:
-            # What is added stays below 2**63, so that no sum wraps before it is reduced.
+            # The summands stay below 2**63, so that no sum wraps before it is reduced.
             left = (left + _scramble(right ^ left_key)) % self._a
             right = (right + _scramble(left ^ right_key)) % self._b
         return left * self._b + right
@@ -118,7 +118,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     ``for epoch in sampler.epochs(n)`` counts the epochs of a training. A ``for`` over the sampler itself is a new pass
     over the data, unless the position was restored or set and no iterator has taken it yet: then it is the rest of that
-    pass, which is nothing if all of it was delivered. The position is taken when the iterator is made.
+    pass, which is empty if all of it was delivered. The position is taken when the iterator is made.
 
     One iterator is alive at a time: another one, ``load_state_dict`` and ``set_epoch`` of another epoch make its
     ``next`` raise RuntimeError, because ending it would look like the end of the data. An iterator that was only made
@@ -138,7 +138,7 @@ class ResumableSampler(Sampler[list[int]]):
     Args:
         data: The number of samples, or a dataset that has a length.
         batch_size: Samples per batch and rank.
-        seed: What the orders are drawn from.
+        seed: The source of the orders.
         shuffle: True: ``torch.randperm``, which takes time and 8 bytes of memory per sample, once per epoch, and
             may differ between releases of torch. "keyed": computed batch by batch in constant memory, the same
             everywhere, for billions of samples. False: in order.
@@ -168,14 +168,14 @@ class ResumableSampler(Sampler[list[int]]):
         self.batch_size, self.seed = operator.index(batch_size), operator.index(seed)
         if shuffle not in (True, False, "keyed"):
             raise ValueError(f"shuffle is {shuffle!r}; use True, False or 'keyed'")
-        # What only equals a bool, such as 0 or one of numpy's, could not be told from it later, or saved.
+        # A value that only equals a bool, such as 0 or one of numpy's, could not be distinguished later, or saved.
         self.shuffle: Shuffle = "keyed" if shuffle == "keyed" else bool(shuffle)
         self.drop_last = bool(drop_last)
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it is at least 1")
         given = _given(rank, world_size)
         self._follows = given is None  # torch.distributed
-        shares = self._divide(*(given or _distributed() or (0, 1)))  # whatever can be refused now is
+        shares = self._divide(*(given or _distributed() or (0, 1)))  # refuse early if possible
         self._resolved = shares if given else None
         self._order = Order(self.size, self.seed, self.shuffle)
         self.course = Course()
@@ -219,7 +219,7 @@ class ResumableSampler(Sampler[list[int]]):
         return self.course.epochs(epochs, steps, self.__len__, lambda epoch: self.deliver(self.rest, epoch=epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``for`` be the first one of ``epoch``, counted by the caller (a trainer).
+        """Begin the next ``for`` with ``epoch``, counted by the caller (a trainer).
 
         It starts at the epoch's beginning; if a position inside this epoch was restored and nothing was loaded
         since, there. Each further ``for`` is another pass of the same epoch. Inside a loop over :meth:`epochs` the
@@ -232,7 +232,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.course.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it is valid for: plain values, the same on every rank."""
+        """Return the position and the arguments that it is valid for: plain values, the same on every rank."""
         valid_for = {name: getattr(self, name) for name in (*_SAME, "batch_size", "world_size")}
         epoch, number, position, earlier = self.course.save()
         # Where loops over epochs were not counted, every pass was an epoch: older versions go on with this pass.
@@ -255,7 +255,7 @@ class ResumableSampler(Sampler[list[int]]):
         """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
 
         Raises:
-            ValueError: The position is none of this sampler's, or was saved with other arguments; says which.
+            ValueError: The position is none of this sampler's, or was saved with other arguments, which are named.
         """
         numbers = ("epoch", "position", "batch_size", "world_size")
         try:
@@ -287,7 +287,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
 
     def rest(self, place: Place, end: int) -> Iterator[list[int]]:
-        """Yield what this rank gets of a pass from a place up to position ``end``, without moving on."""
+        """Yield this rank's batches of a pass from a place up to position ``end``, without moving on."""
         shares, position = self._shares(), place.position
         while position < end:
             stop = shares.stop(position)
@@ -340,7 +340,7 @@ class ResumableSampler(Sampler[list[int]]):
 
 
 def _size(data: int | Sized | Dataset[Any]) -> int:
-    if isinstance(data, DataLoader):  # whose length is that of its batches
+    if isinstance(data, DataLoader):  # its length is that of its batches
         raise TypeError("this takes the dataset, not a DataLoader: ResumableLoader(dataset, batch_size=...)")
     if isinstance(data, Sized):
         return len(data)
@@ -369,16 +369,16 @@ class ResumableLoader:
     """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
 
     Loop over :meth:`epochs`, or, for training that counts steps, over :meth:`forever` or the loader itself, whose every
-    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) where a loop over the
-    loader itself resumes wrongly, as after a ``break``. Order, ranks and what happens to a live iterator: see
+    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) if a loop over the
+    loader itself resumes wrongly, as after a ``break``. Order, ranks and the fate of a live iterator: see
     :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save after the step that used it.
-    Unlike a ``DataLoader`` it shuffles unless it is told not to, and
+    Unlike a ``DataLoader`` it shuffles by default, and
     the order comes from ``seed``, not from ``torch.manual_seed``.
 
-    Random augmentations come out the same after a resume, whatever ``num_workers`` is: Python's, numpy's and torch's
+    Random augmentations come out the same after a resume, with any ``num_workers``: Python's, numpy's and torch's
     global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
-    from where the last sample of its batch left them. The state of a worker's generators would depend on what the
-    worker fetched before, which is not saved. In the process of the trainer (``num_workers=0``) the generators are put
+    from the state that the last sample of its batch left. The state of a worker's generators would depend on the
+    samples that the worker fetched before, which is not saved. With ``num_workers=0`` the trainer's generators are put
     back afterwards; loading never moves them, so ``RNGState`` stays in step. A dataset with ``__getitems__`` (torch's
     ``Subset``, too) is seeded per batch. Generators that the dataset owns (``default_rng``) and those of GPUs are not
     seeded.
@@ -387,13 +387,13 @@ class ResumableLoader:
         dataset: Map-style: it has a length and ``[index]``.
         batch_size, shuffle, drop_last, rank, world_size: See :class:`ResumableSampler`; without ``batch_size``, 1, as
             in ``DataLoader``.
-        seed: For the orders, and for what is random in the samples.
+        seed: For the orders, and for randomness in the samples.
         num_workers: Worker processes; 0 loads in this one.
         seed_samples: Seed before each sample (some 20 microseconds). False: in this process samples and ``collate_fn``
             draw from the global generators, and those of workers are seeded when they start, from (seed, epoch,
-            worker), which no resume in mid-epoch can repeat. Right for datasets where nothing is random.
+            worker), which no resume in mid-epoch can repeat. Right for datasets without randomness.
         dataloader_kwargs: Anything else that DataLoader takes (``collate_fn``, ``pin_memory``, ``prefetch_factor``,
-            ``persistent_workers``...), except for what decides the order.
+            ``persistent_workers``...), except for arguments that decide the order.
 
     Raises:
         TypeError: The dataset is iterable-style, or a ``DataLoader``, or an argument is one that this class decides.
@@ -475,7 +475,7 @@ class ResumableLoader:
         """Yield the epochs that are left of so many, each to iterate over: ``for batch in epoch``.
 
         A restored loader starts in the epoch that was underway, with its remaining batches; all of them delivered
-        means an empty one, because what the loop does at its end may still be to do. A ``for`` over the loader itself
+        means an empty one, because the loop's work at its end may still be to do. A ``for`` over the loader itself
         in an epoch that had its batches (``update_bn``, the accuracy on the training data) is a whole pass that leaves
         the position alone. A loop that is left by ``break`` goes on at the same position when it is called again.
 
@@ -496,7 +496,7 @@ class ResumableLoader:
             yield from self.sampler.deliver(self._batches, on=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``for`` be the first one of ``epoch`` (see :meth:`ResumableSampler.set_epoch`)."""
+        """Begin the next ``for`` with ``epoch`` (see :meth:`ResumableSampler.set_epoch`)."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -518,7 +518,7 @@ class ResumableLoader:
 
 
 class _Feed:
-    """What the DataLoader draws from. It may run ahead: the position moves when a batch is delivered."""
+    """The DataLoader's batch sampler. It may run ahead: the position moves when a batch is delivered."""
 
     place: Place
     end: int
@@ -566,7 +566,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _introduce(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Let code in a worker find the user's own dataset, not its wrapper, in ``get_worker_info()``."""
+    """Make ``get_worker_info()`` in a worker return the user's own dataset, not its wrapper."""
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignments
     if worker_init_fn is not None:

@@ -1,4 +1,4 @@
-"""Passes over the data and the epochs of a training loop: where a loader is, and what its next ``for`` begins with."""
+"""Passes over the data and the epochs of a training loop: a loader's place, and the beginning of its next ``for``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Place(NamedTuple):
-    """A place in the data, as it is saved.
+    """A place in the data, in the form in which it is saved.
 
     Attributes:
         epoch: Epoch of the training loop, from 0. It may consist of several passes over the data.
         number: Of the pass over the data, from 0; order and random samples depend on it.
-        position: What was delivered of the pass, in the loader's unit.
+        position: The part of the pass that was delivered, in the loader's unit.
         earlier: For each pass of this epoch before this one, whether it was more than a look at its first batch.
     """
 
@@ -38,7 +38,7 @@ class Batches(Protocol[T_co]):
     def __call__(self, place: Place, steps: int | None, counted: bool, /) -> Iterable[tuple[int, bool, T_co]]:
         """Begin at ``place.position`` and end ``steps`` batches after the start of the pass (None: at its end).
 
-        ``counted``: this is the pass whose place is saved.
+        ``counted``: the place of this pass is saved.
         """
         ...
 
@@ -77,10 +77,10 @@ class Epoch(Generic[T]):
 
 
 class _Together(threading.local):
-    """What tells the end of a loop over several loaders (``zip``) from ``break``: all loaders of a thread share it."""
+    """State of all loaders of a thread, to distinguish the end of a loop over several (``zip``) from ``break``."""
 
     ended_last: Course | None = None
-    """Whose pass ended, with no batch of an epoch of any loader since."""
+    """The course whose pass ended last, if no loader delivered a batch of an epoch since."""
     delivered = 0
     """Batches of epochs of all loaders."""
 
@@ -91,8 +91,8 @@ _together = _Together()
 class Course:
     """The passes over the data of one loader in this process, and the place where they are.
 
-    A ``for`` begins a new pass, unless a place is pending: that of the start, of a restore, of ``set_epoch``. What
-    counts epochs is decided by the first use: :meth:`epochs`, or :meth:`set_epoch`; else every pass is an epoch.
+    A ``for`` begins a new pass, unless a place is pending: that of the start, of a restore, of ``set_epoch``. The first
+    use decides how epochs are counted: by :meth:`epochs`, or by :meth:`set_epoch`; else every pass is an epoch.
     """
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ class Course:
         self._warned: set[str] = set()
         self._iterator = 0
         self._move(Place(0, 0))
-        self._origin = self.place  # where epochs() begins, whatever a loop over the loader itself took since
+        self._origin = self.place  # the start of epochs(), even after loops over the loader itself
         self._restored: Place | None = None  # until another pass has begun
 
     def _move(self, place: Place) -> None:
-        """Let the next iterator begin at ``place``; one that is underway ends with RuntimeError."""
+        """Set the place for the next iterator; one that is underway ends with RuntimeError."""
         self.place = place
         self._pending: Place | None = place
         self._untouched = True  # no iterator has begun to load from here
@@ -134,7 +134,7 @@ class Course:
 
     @property
     def state(self) -> Place:
-        """What a resumed process has to begin with."""
+        """The place with which a resumed process has to begin."""
         return self._next_epoch() if self._loop and self._is_over else self.place
 
     @property
@@ -153,7 +153,7 @@ class Course:
 
     @property
     def epoch(self) -> int:
-        """The epoch underway. A loop that asks before its first pass counts epochs by it."""
+        """The epoch underway. A loop that reads it before its first pass counts epochs by it."""
         self._asked = self._asked or not self._started
         return self.state.epoch
 
@@ -177,7 +177,7 @@ class Course:
             self._counter = "passes"
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iterator begin epoch ``epoch``, or go on in it at a restored place that was not used yet."""
+        """Begin the next iterator with epoch ``epoch``, or go on in it at a restored place that was not used yet."""
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; the first one is 0")
@@ -252,7 +252,7 @@ class Course:
         return Place(self.place.epoch + 1, self.place.number + 1)
 
     def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[T]:
-        """Return the iterator of one ``for``; what it begins with is decided now, not at its first ``next``.
+        """Return the iterator of one ``for``; its place is decided now, not at its first ``next``.
 
         Args:
             batches: Loads a pass.

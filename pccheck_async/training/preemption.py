@@ -1,12 +1,12 @@
-"""Signals that ask the process to go: one last checkpoint at the next safe point, and then it goes.
+"""Signals that request the end of the process: one last checkpoint at the next safe point, and then it ends.
 
-What a user sees of it, and job scripts for schedulers, are in ``examples/guide/preemption.md``. If forked workers of a
+The effects for a user, and job scripts for schedulers, are in ``examples/guide/preemption.md``. If forked workers of a
 ``DataLoader`` die of a signal that the whole process group gets, the trainer's next batch raises: outside a step,
 leaving the engine's context still saves the last finished one; inside a step nothing more is saved.
 
 How: a handler runs in the main thread between any two of its instructions, so it takes no lock, writes no log and
-raises nothing on the first signal: it notes the request and starts a thread that may do all that. Who lets the process
-go is decided by one lock that is only ever tried: the training step that saved, or that thread, when the time is over.
+raises nothing on the first signal: it records the request and starts a thread that may do all that. One lock, which is
+only ever tried, decides which of both ends the process: the training step that saved, or that thread, at the deadline.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pccheck_async.telemetry import write
 __all__ = ["Preemption"]
 
 _SAME_SECONDS = 1.0
-"""Signals so soon after the first are the same one: launchers pass on what the whole process group got anyway."""
+"""Signals so soon after the first are the same one: launchers pass on a signal that the process group got anyway."""
 _LATE_SECONDS = 0.5
-"""What a safe point that gives up at the deadline gets to go by itself."""
+"""Seconds for a safe point that gives up at the deadline to end the process itself."""
 
 
 class _Request:
-    """A signal that came: whom it asked, how many seconds they have, and who lets the process go."""
+    """A signal that came: its engines, their seconds, and the lock that decides which thread ends the process."""
 
     def __init__(self, signum: int, seconds: float, asked: list[Preemption]) -> None:
         self.signum = signum
@@ -51,7 +51,7 @@ class _Request:
         self._gone.acquire()
 
     def claim(self) -> bool:
-        """Take over letting the process go; whoever is first does it."""
+        """Claim the end of the process; only the first call returns True."""
         return self.claim_lock.acquire(blocking=False)
 
     def wake(self) -> None:
@@ -63,7 +63,7 @@ class _Request:
         self._wake.acquire(timeout=max(0.0, self.until + _LATE_SECONDS - time.monotonic()))
 
     def leave(self) -> bool:
-        """Note that the process goes now; False where that was noted before."""
+        """Mark the process as ending; False if it was marked before."""
         if self.left:
             return False
         self.left = True
@@ -84,7 +84,7 @@ class _Signals:
         self._request: _Request | None = None
 
     def watch(self, preemption: Preemption) -> None:
-        """Install handlers for what ``preemption`` wants. Main thread only."""
+        """Install handlers for the signals of ``preemption``. Main thread only."""
         if preemption not in self.engines:
             self.engines.append(preemption)
         for signum in preemption.signals:
@@ -94,14 +94,14 @@ class _Signals:
                 signal.signal(signum, self._on_signal)
 
     def forget(self, preemption: Preemption) -> None:
-        """Put back what no engine wants any more, unless a request is pending that still needs it."""
+        """Put back handlers that no engine needs any more, unless a request is pending that still needs them."""
         if preemption in self.engines:
             self.engines.remove(preemption)
         if self._request is None or self._request.left:
             self._put_back(set(self._previous) - {each for other in self.engines for each in other.signals})
 
     def let_go(self, request: _Request) -> None:
-        """Let the process go, from a safe point on any thread. Returns where a previous handler decides otherwise."""
+        """End the process, from a safe point on any thread. Returns if a previous handler decides otherwise."""
         mine, main = request.claim(), threading.current_thread() is threading.main_thread()
         request.wake()
         if main:
@@ -175,7 +175,7 @@ class _Signals:
         self._wake_main(request)
 
     def _wake_main(self, request: _Request) -> None:
-        """Have the handler run in the main thread, whatever system call that waits in."""
+        """Run the handler in the main thread, interrupting any system call in which that waits."""
         ident = threading.main_thread().ident
         if ident is not None and signal.getsignal(request.signum) == self._on_signal:
             signal.pthread_kill(ident, request.signum)
@@ -191,7 +191,7 @@ class _Signals:
         previous(request.signum, frame)
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        """Do what would happen without these handlers: they could not be put back from the thread that closed."""
+        """Handle a signal as if these handlers were not installed: the thread that closed could not put them back."""
         previous = self._previous.get(signum)
         ours = signal.getsignal(signum) == self._on_signal
         self._put_back({signum} & set(self._previous))
@@ -217,7 +217,7 @@ os.register_at_fork(after_in_child=_signals.forked)
 
 
 class Preemption:
-    """One engine's share in the signals that ask the process to go."""
+    """One engine's share in the signals that request the end of the process."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -253,33 +253,33 @@ class Preemption:
 
     @property
     def pending(self) -> bool:
-        """Whether a signal came and the process has not been let go yet."""
+        """Whether a signal came and the process has not ended for it yet."""
         return self.request is not None and not self.request.left
 
     @property
     def patience(self) -> float | None:
-        """Seconds that may still be spent on ending what is in flight; None: any."""
+        """Seconds that may still be spent on checkpoints in flight; None: any."""
         return None if self.request is None else max(_LATE_SECONDS, self.request.until - time.monotonic())
 
     @property
     def newest(self) -> str:
-        """What there is, in words."""
+        """The newest checkpoint and the store, in words."""
         step = self._engine.newest_step
         return f"{'no checkpoint' if step is None else f'the checkpoint of step {step}'} is in {self._engine.path}"
 
     def end_last_drains_at(self, until: float) -> None:
-        """Let the engine's last drain end at a time, in seconds of the monotonic clock."""
+        """End the engine's last drain at a time, in seconds of the monotonic clock."""
         self.limited = True
         self._engine.end_last_drains_at(until)
 
     def go_on(self) -> None:
-        """Note that the engine is used: where a previous handler let the process stay, drains may take their time."""
+        """Called when the engine is used: lifts the limit of drains if a previous handler kept the process alive."""
         if self.limited and self.request is not None and self.request.left:
             self.limited = False
             self._engine.end_last_drains_at(None)
 
     def finish(self) -> None:
-        """Note that this engine did what it could, and let the process go when all did that."""
+        """Called when this engine has done all it could; ends the process once all engines have."""
         self.finished = True
         request = self.request
         if request is not None and not request.left and not self._others(request):
@@ -287,10 +287,10 @@ class Preemption:
 
     @contextmanager
     def ending(self, *, go: bool = True) -> Iterator[None]:
-        """Around closing the engine: put handlers back, and let the process go where that was asked for.
+        """Around closing the engine: put handlers back, and end the process if a signal requested that.
 
         Args:
-            go: False where something else ends the process already.
+            go: False if something else ends the process already.
         """
         failure: Exception | None = None
         try:
@@ -321,12 +321,12 @@ class Preemption:
         return any(each.in_use and not each.finished for each in others)
 
     def say(self, message: str, *arguments: Any) -> None:
-        """Log what became of the last checkpoint."""
+        """Log the outcome of the last checkpoint."""
         if self.request is not None:
             self.write(f"%s: {message}", _name(self.request.signum), *arguments)
 
     def write(self, message: str, *arguments: Any) -> None:
-        """Log what becomes of this engine."""
+        """Log a warning about this engine."""
         write(logging.WARNING, "preemption", message, *arguments, store=self._engine.path)
 
 

@@ -44,7 +44,7 @@ _EVERY_STEP = 16
 
 
 class TrainingStep:
-    """What ``with engine.step(...) as this_step`` gives.
+    """The result of ``with engine.step(...) as this_step``.
 
     Attributes:
         step: The user's number.
@@ -53,7 +53,7 @@ class TrainingStep:
         pending: The checkpoint that was taken when the step context ended, or None.
         whole: Whether it ended outside windows of gradient accumulation: the state is that of a whole step.
         inside_window: Whether it is saved although it is not whole, after its checkpoint waited too long for that.
-        why_not_whole: Why it may have ended inside a window; empty where it did not.
+        why_not_whole: Why it may have ended inside a window; empty if it did not.
     """
 
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
@@ -76,7 +76,7 @@ class TrainingStep:
         self.inside: tuple[int, int] | None = None
 
     def save(self) -> None:
-        """Ask for a checkpoint of this step, whatever the policy says; call it inside the context.
+        """Request a checkpoint of this step, also against the policy; call it inside the context.
 
         It is taken when the context ends, or, inside a window of gradient accumulation, at the window's end. In a group
         all ranks call it in the same step.
@@ -85,23 +85,24 @@ class TrainingStep:
 
     @property
     def stored_metadata(self) -> Metadata:
-        """What is saved as metadata: the user's, and the mark of a checkpoint that was saved inside a window."""
+        """The metadata to save: the user's, and the mark of a checkpoint that was saved inside a window."""
         if not self.inside_window:
             return self.metadata
         marked = {**self.metadata, WINDOW_KEY: True}
         try:
             return check_metadata(marked)
-        except UnsupportedStateError:  # too large for both: a restore has to know
+        except UnsupportedStateError:  # too large for both: a restore needs the mark
             return {WINDOW_KEY: True}
 
 
 class TrainingRun(TrainingHooks):
-    """Measures the training steps of one engine, asks the policy when to checkpoint, and saves the last step.
+    """Measures the training steps of one engine, lets its policy decide when to checkpoint, and saves the last step.
 
-    A policy may say "now" inside a window of gradient accumulation, or after a step that a gradient scaler left out.
-    Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and the
-    policy is told: what it measures, and its next answer, count from the step that is saved. Where windows end is a
-    guess, so after 64 contexts or ten minutes it is made all the same, without overlap, and marked in its metadata.
+    A policy may decide so inside a window of gradient accumulation, or after a step that a gradient scaler left out.
+    Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and
+    ``policy.skipped`` is called: its measurements, and its next answer, count from the step that is saved. The end of a
+    window is a guess, so after 64 contexts or ten minutes it is made all the same, without overlap, and marked in its
+    metadata.
 
     With ``save_last``, leaving the engine's context saves the last finished step.
     """
@@ -129,7 +130,7 @@ class TrainingRun(TrainingHooks):
 
     most_postponed_seconds = MOST_POSTPONED_SECONDS
 
-    # -- what the engine asks
+    # -- hooks that the engine calls
 
     def opened(self) -> None:
         self.decision = self._policy.decision()
@@ -140,7 +141,7 @@ class TrainingRun(TrainingHooks):
 
     @property
     def stopping(self) -> bool:
-        """Whether the process was asked to go, and this step is the last one before it does."""
+        """Whether a signal requested the end of the process: this step is the last one."""
         return self.preemption.pending
 
     def before_checkpoint(self) -> bool:
@@ -165,14 +166,14 @@ class TrainingRun(TrainingHooks):
     # -- steps
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Let steps of ``optimizers`` wait for captures that they would tear, and watch for ends of windows."""
+        """Make steps of ``optimizers`` wait for captures that they would tear, and watch for ends of windows."""
         self.core.check_alive()
         for optimizer in map(unwrapped, optimizers):
             self.core.guard.attach(optimizer)
             self._accumulation.watch(optimizer)
 
     def begin(self, this: TrainingStep) -> TrainingStep:
-        """Note the beginning of a training step, and return it."""
+        """Called when a training step begins; returns it."""
         core = self.core
         core.check_alive()
         if (outer := self._inside.get(_thread_and_task())) is not None:
@@ -195,19 +196,19 @@ class TrainingRun(TrainingHooks):
         return this
 
     def enter(self, this: TrainingStep) -> None:
-        """Note that this thread and task are inside the context of a step, until :meth:`leave_step`."""
+        """Record that this thread and task are inside the context of a step, until :meth:`leave_step`."""
         this.inside = _thread_and_task()
         self._inside[this.inside] = this
 
     def leave_step(self, this: TrainingStep) -> None:
-        """Note that the context of a step is left, or given up. Idempotent."""
+        """Called when the context of a step is left, or given up. Idempotent."""
         if this.inside is not None and self._inside.get(this.inside) is this:
             del self._inside[this.inside]
 
     def end(self, this: TrainingStep, *, failed: bool) -> bool:
-        """Note the end of a training step; return whether to checkpoint now, and train on.
+        """Called when a training step ends; returns whether to checkpoint now, and train on.
 
-        Raises UnsupportedStateError after the first one where its state could not be saved.
+        Raises UnsupportedStateError after the first one if its state could not be saved.
         """
         self.leave_step(this)
         if failed:
@@ -226,18 +227,18 @@ class TrainingRun(TrainingHooks):
         if first:
             self._warn_of_state_dicts(this)
         if first and not due:
-            core.captures.check(this.state)  # what cannot be saved is told now, and not in an hour
+            core.captures.check(this.state)  # a state that cannot be saved fails now, not in an hour
         return due
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
-        """Note the checkpoint that was taken after a step."""
+        """Record the checkpoint that was taken after a step."""
         this.pending = pending
         pending.overlap_was_chosen = True
         if pending.skipped and self.last_report is not None:
             self._policy.skipped(self.last_report)
 
     async def save_and_go(self, caller: Caller, this: TrainingStep) -> None:
-        """Save this step unless that was done, drain until the deadline, and let the process go."""
+        """Save this step unless that was done, drain until the deadline, and end the process."""
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
             if this.rejections != self._rejections:
@@ -245,7 +246,7 @@ class TrainingRun(TrainingHooks):
             if this.pending is None or this.pending.skipped:
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
             await caller.run(core.wait_ended(last=True))
-            if isinstance(this.pending.error, ReplicasDifferError):  # which only a checkpoint finds out
+            if isinstance(this.pending.error, ReplicasDifferError):  # only a checkpoint finds out
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
                 await caller.run(core.wait_ended(last=True))
             pending = this.pending
@@ -261,12 +262,12 @@ class TrainingRun(TrainingHooks):
         preemption.finish()
 
     async def let_cancel(self) -> None:
-        """Let what a SIGINT's handler of asyncio did to the task happen now, not some steps later."""
+        """Yield to the loop, so that a cancellation by asyncio's SIGINT handler arrives now, not some steps later."""
         if self.preemption.asked:
             await asyncio.sleep(0)
 
     def _is_due(self, this: TrainingStep) -> bool:
-        """Tell the policy of a step; return whether to checkpoint after it."""
+        """Report a step to the policy; return whether to checkpoint after it."""
         now, core = time.monotonic(), self.core
         stall = core.stalls.seconds
         for saved in core.in_flight.take_reports():
@@ -284,7 +285,7 @@ class TrainingRun(TrainingHooks):
         self._say()
         this.why_not_whole = self._accumulation.end(this.step, this.window)
         this.whole = not this.why_not_whole
-        if this.rejections != self._rejections:  # its state may be what was rejected, or have been restored since
+        if this.rejections != self._rejections:  # its state may be rejected, or have been restored since
             return False
         if self._save_last:
             this.mark = self._accumulation.mark() if this.whole else None
@@ -302,9 +303,9 @@ class TrainingRun(TrainingHooks):
         return saves
 
     def _sets_metric(self, this: TrainingStep) -> bool:
-        """Whether to save it as it sets the number that ``keep_best`` goes by, which the policy may never meet.
+        """Whether to save it as it sets the number that ``keep_best`` goes by; the policy may never choose such a step.
 
-        Asked once after every step. A number that every step sets, as the training loss, does not say when to save.
+        Called once after every step. A number that every step sets, such as the training loss, triggers no saves.
         """
         if self._metric is None or this.metadata.get(self._metric) is None:
             self._with_metric = 0
@@ -364,7 +365,7 @@ class TrainingRun(TrainingHooks):
             if well or self.stopping:
                 await self._save_last_step(caller, well=well)
         except BaseException as error:
-            if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
+            if not isinstance(error, Exception):  # cancelled: as in closing, checkpoints in flight are not waited for
                 await caller.run(core.cancel_all())
             with note_closing_failure_on(error):
                 await core.close(caller)
@@ -391,19 +392,19 @@ class TrainingRun(TrainingHooks):
             await caller.run(core.wait_ended(last=True))
             if isinstance(pending.error, ReplicasDifferError):
                 core.start_checkpoint(last.state, last.step, last.metadata, last=True)
-            return  # closing waits for it, and tells its failure
-        await caller.run(core.wait_ended(last=True))  # closing would wait, too: which one is the newest is known then
+            return  # closing waits for it, and raises its failure
+        await caller.run(core.wait_ended(last=True))  # closing would wait, too: the newest one is known then
         there = "nothing is saved" if core.newest_step is None else f"newest saved: step {core.newest_step}"
         text = "the last step, %d, is not saved on leaving (%s): %s"
         write(logging.WARNING, "last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
 
     def _what_changed(self, this: TrainingStep, *, well: bool) -> str:
-        """Return why the state is not that of the end of this step any more; empty where it is, as far as can be told.
+        """Return why the state is not that of the end of this step any more; empty if it is, by all that can be seen.
 
         Args:
             this: The step.
             well: No error ends the run. An error may come out of an evaluation with other weights in the parameters'
-                memory, however they got there. Without one, code that may have only read the memory (to write a file,
+                memory, put there in any way. Without one, code that may have only read the memory (to write a file,
                 say) counts as a reader.
         """
         if not this.whole:
@@ -430,7 +431,7 @@ def _thread_and_task() -> tuple[int, int]:
 
 
 class _Context:
-    """What both contexts are made of; ``checkpoint`` is the engine's method."""
+    """The base of both contexts; ``checkpoint`` is the engine's method."""
 
     _entered = False
     _statement: str
@@ -454,7 +455,7 @@ class _Context:
         self._checkpoint = checkpoint
 
     def _refuse(self, instead: str) -> NoReturn:
-        self._entered = True  # else that it was not would be told, too
+        self._entered = True  # else a warning would follow
         raise TypeError(instead)
 
     def _take(self) -> Any:
@@ -462,12 +463,12 @@ class _Context:
         return self._checkpoint(this.state, step=this.step, metadata=this.stored_metadata, overlap=overlap)
 
     def _is_last(self) -> bool:
-        """Whether the process was asked to go, and may after this step."""
+        """Whether a signal requested the end of the process, and it may end after this step."""
         return self._training.stopping and (self._this.whole or self._this.inside_window)
 
 
 class StepContext(_Context):
-    """What ``SyncCheckpointEngine.step`` returns."""
+    """The result of ``SyncCheckpointEngine.step``."""
 
     _statement = "with"
 
@@ -490,7 +491,7 @@ class StepContext(_Context):
 
 
 class AsyncStepContext(_Context):
-    """What ``CheckpointEngine.step`` returns."""
+    """The result of ``CheckpointEngine.step``."""
 
     _statement = "async with"
 

@@ -23,7 +23,6 @@ NOT_YET_HELD = {
     "state",
     "store",
     "testing",
-    "training",
     "tuning",
     "upkeep",
 }

@@ -1,4 +1,4 @@
-"""When to checkpoint: policies that are told of every step and every checkpoint, and answer yes or no.
+"""When to checkpoint: policies that get a report of every step and every checkpoint, and decide.
 
 Pure: time comes in with the reports, so that a run can be replayed or simulated.
 """

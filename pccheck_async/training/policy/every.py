@@ -1,4 +1,4 @@
-"""What users write as ``interval=``: fixed intervals of steps or seconds, a policy, or nothing."""
+"""The values of ``interval=``: fixed intervals of steps or seconds, a policy, or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EverySeconds", "EverySteps", "make_policy"]
 
 class _Given(Retrying):
     def saved(self, report: SaveReport) -> None:
-        """Learn nothing."""
+        """Ignore the report."""
 
 
 class EverySteps(_Given):
@@ -37,7 +37,7 @@ class EverySteps(_Given):
         return self._was_skipped() or (report.step + 1) % self._interval == 0
 
     def next_after(self, step: int) -> int:
-        """Return the next step to save after: a group of ranks has to know it in advance."""
+        """Return the next step to save after: a group of ranks needs it in advance."""
         return ((step + 1) // self._interval + 1) * self._interval - 1
 
     def decision(self) -> Decision:

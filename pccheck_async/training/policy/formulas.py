@@ -22,7 +22,7 @@ class CheckFreqChoice:
     Attributes:
         mode: Where to copy the state first: "device", or "host".
         interval: Steps between checkpoints (k).
-        overhead_seconds: What one checkpoint costs training (To).
+        overhead_seconds: The cost of one checkpoint to training (To).
     """
 
     mode: Literal["device", "host"]
@@ -75,7 +75,7 @@ def young_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_seconds: What one checkpoint costs training (delta).
+        cost_seconds: The cost of one checkpoint to training (delta).
         mtbf_seconds: Mean time between failures (M).
     """
     if not (cost_seconds >= 0 and mtbf_seconds > 0):
@@ -86,13 +86,13 @@ def young_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Return the same to a higher order: better than Young's where a checkpoint costs a good part of the MTBF.
+    """Return that time to a higher order: better than Young's if a checkpoint costs a good part of the MTBF.
 
     sqrt(2 delta M) (1 + sqrt(x)/3 + x/9) - delta with x = delta/(2 M) where delta < 2 M, else M.
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
 
     Args:
-        cost_seconds: What one checkpoint costs training (delta).
+        cost_seconds: The cost of one checkpoint to training (delta).
         mtbf_seconds: Mean time between failures (M).
     """
     first_order = young_seconds(cost_seconds, mtbf_seconds)
@@ -123,7 +123,7 @@ def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, 
     """Return f* = ceil(Tw(N) / (N q t)), the fewest steps between checkpoints that do not pile up (PCcheck, eq. 3).
 
     Args:
-        seconds: Tw(N), what one checkpoint takes to become durable with N in flight.
+        seconds: Tw(N), the time of one checkpoint to become durable with N in flight.
         max_in_flight: N.
         step_seconds: Time of a training step (t).
         slowdown: Tolerated factor (q): 1.03 is 3 %.

@@ -1,6 +1,6 @@
-"""The policies that profile, calibrate, and then decide by what they measure.
+"""The policies that profile, calibrate, and then decide by their measurements.
 
-Adaptive, Young-Daly and CheckFreq go by what checkpoints cost, PCcheck by what takes place with N in flight.
+Adaptive, Young-Daly and CheckFreq go by the cost of a checkpoint, PCcheck by its time with N in flight.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _MOST_SECONDS = 600.0
 _RETRY = 0.1
 """Part of the age limit after which a checkpoint that failed is tried again where the limit was near."""
 _LEAP = 8
-"""The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
+"""The most by which an interval grows at a time: a high cost is measured again before all of it is believed."""
 _WARM_UP = 2
 """Steps that compile, allocate and fill caches: not like the others."""
 _PROFILE = 5
 _CALIBRATIONS = 5
-"""Early checkpoints: the first pays for slots and staging memory, four show what one costs (one may be stray)."""
+"""Early checkpoints: the first pays for slots and staging memory, four measure the cost (one may be stray)."""
 _TAIL = (4, 32)
 """Least and most clean steps to wait for where clean steps are scarce."""
 _SURE, _SURE_LATER, _MANY = 2.5, 1.75, 16
 """Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
 _FEWEST = 2
-"""Periods without which nobody knows what a checkpoint costs."""
+"""Fewest periods for an estimate of the cost."""
 _GO_UP = 1.02
 """A longer interval that is not this much longer is not worth a word."""
 _COME_DOWN = 0.85
@@ -52,23 +52,23 @@ _LEAVE_OUT_EVERY, _DOUBTFUL = 10, 4
 _JUST = 1.01
 """Where N in flight just follow, by which one may seem not to."""
 _LEARN = 3
-"""Checkpoints that tell what one takes when they do not pile up."""
+"""Checkpoints from which the time of one is estimated when they do not pile up."""
 _TINY = 1e-9
 """Seconds of a step that a coarse clock took for none."""
 _BURSTS = 2
 """Those that are compared each time: one alone may meet a hiccup. The very first pays for slots and staging memory."""
 _STEPS, _SAVES, _DRIFT = 32, 3, 0.2
-"""Of PCcheck: steps whose median counts, checkpoints that tell what one takes, and what is a change of either."""
+"""Of PCcheck: steps of the median, checkpoints of an estimate of their time, and the least change of either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a policy found out so far; 0 where it did not yet.
+    """The measurements of a policy so far; 0 if not measured yet.
 
     Attributes:
         step_seconds: A step with no checkpoint in flight (t).
         save_seconds: A checkpoint, from admission to durable (Tw).
-        cost_seconds: What one costs training: stall and interference.
+        cost_seconds: The cost of one to training: stall and interference.
         overhead: That as a share of the training time, waiting for a place included; None before the first checkpoint.
     """
 
@@ -87,7 +87,7 @@ class _Wanted(NamedTuple):
 
 
 class AgeLimit:
-    """Tells when a checkpoint has to begin so that the newest durable one never gets older than ``most_seconds``.
+    """Decides when a checkpoint has to begin so that the newest durable one never gets older than ``most_seconds``.
 
     A checkpoint that takes more than half of the limit leaves no time to keep it: then one begins as soon as the one
     before it has ended. None is no limit.
@@ -96,8 +96,8 @@ class AgeLimit:
     def __init__(self, most_seconds: float | None) -> None:
         self.most_seconds = None if most_seconds is None else check_seconds("most_seconds", most_seconds)
         self._durable: float | None = None  # when the newest durable one began, or else the first step
-        self._newest = 0.0  # the same of those that are not known to have failed
-        self._begun: int | None = None  # the step of one of which the outcome is not known
+        self._newest = 0.0  # when the newest one began that is not known to have failed
+        self._begun: int | None = None  # the step of one without a known outcome
 
     def apart(self, save_seconds: float) -> float:
         """Return the most seconds from one checkpoint to the next if each takes ``save_seconds`` to become durable."""
@@ -105,7 +105,7 @@ class AgeLimit:
         return max(most - save_seconds, save_seconds)
 
     def reached(self, report: StepReport, save_seconds: float) -> bool:
-        """Tell, once after every step, whether to begin one now: another such step would be too long."""
+        """Return, once after every step, whether to begin one now: another such step would be too long."""
         if self._durable is None:
             self._durable = self._newest = report.now - report.seconds
         if self.most_seconds is None:
@@ -116,11 +116,11 @@ class AgeLimit:
         return report.now - self._newest + report.seconds > self.apart(save_seconds)
 
     def begin(self, report: StepReport) -> None:
-        """Note that a checkpoint begins after this step."""
+        """Called when a checkpoint begins after this step."""
         self._newest, self._begun = report.now, report.step
 
     def saved(self, report: SaveReport) -> None:
-        """Note that a checkpoint is durable, whoever asked for it."""
+        """Called when any checkpoint is durable, requested by the policy or not."""
         began = report.now - report.seconds
         self._durable = began if self._durable is None else max(self._durable, began)
         self._newest = max(self._newest, began)
@@ -143,7 +143,7 @@ class Retrying:
 
 
 class Profiling(Retrying):
-    """What policies share that measure before they decide."""
+    """The base of policies that measure before they decide."""
 
     def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
         self._overhead = check_overhead(overhead)
@@ -168,8 +168,8 @@ class Profiling(Retrying):
 class Adaptive(Profiling):
     """Checkpoint as often as a budget allows: by default 3 % of the training time, for stall and interference together.
 
-    k = max(ceil(C / (overhead t)), ceil(Tw / (N t))), all of it measured: C is what a checkpoint costs training, t the
-    time of a clean step, Tw what a checkpoint takes to become durable. Follows CheckFreq's adaptive rule (FAST'21),
+    k = max(ceil(C / (overhead t)), ceil(Tw / (N t))), all of it measured: C is the cost of a checkpoint to training, t
+    the time of a clean step, Tw that of a checkpoint to become durable. Follows CheckFreq's adaptive rule (FAST'21),
     but also comes back down.
 
     The first steps are timed without a checkpoint. Five early checkpoints follow, with some clean steps after each.
@@ -194,22 +194,22 @@ class Adaptive(Profiling):
         self._saves = Level(odd_first=True)
         self._captures = Level(odd_first=True)
         self._starts = 0
-        self._ended = False  # the last checkpoint, as far as reports tell
+        self._ended = False  # the last checkpoint, by the reports
         self._after = 0  # steps since then
         self._longest = 0.0  # of the checkpoints that ended in this period
         self._priced = False  # this period: it is only being waited for a longer interval
         self._left_out = 0  # periods since an interval was left out
         self._leave_out = False
         self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
-        self._alone: list[float] = []  # what they took after that
+        self._alone: list[float] = []  # the seconds of each after that
         self._share = 1 / self._places
         self._raised_at = 0
-        self._before: int | None = None  # the interval before it grew, until clean steps have told that this was right
+        self._before: int | None = None  # the interval before it grew, until clean steps confirm that
 
     # -- the protocol
 
     def due(self, report: StepReport) -> bool:
-        """Tell whether to checkpoint now."""
+        """Return whether to checkpoint now."""
         overdue = self._age.reached(report, self._saves.upper)
         self._steps += 1
         if self._steps > _WARM_UP:
@@ -235,7 +235,7 @@ class Adaptive(Profiling):
         return True
 
     def saved(self, report: SaveReport) -> None:
-        """Learn what a checkpoint takes."""
+        """Add a checkpoint's seconds to the measurements."""
         self._age.saved(report)
         self._nbytes = report.nbytes
         self._longest = max(self._longest, report.seconds)
@@ -249,7 +249,7 @@ class Adaptive(Profiling):
                 self._learn_share()
 
     def measured(self) -> Measured:
-        """Return what the decision rests on."""
+        """Return the measurements behind the decision."""
         meter = self._meter
         return Measured(meter.step_seconds, self._saves.median, max(0.0, meter.cost().seconds), meter.overhead)
 
@@ -286,7 +286,7 @@ class Adaptive(Profiling):
     # -- how it goes on
 
     def _complete(self) -> bool:
-        """Tell whether the period is over."""
+        """Return whether the period is over."""
         if not self._starts:
             return self._since >= _PROFILE
         if self._interval is None:
@@ -308,7 +308,7 @@ class Adaptive(Profiling):
         return min(_TAIL[1], max(_TAIL[0], (self._interval or 0) // 2))
 
     def _scarce(self, periods: int) -> bool:
-        """Tell whether in so many periods no interval was left out, and clean steps did not come of themselves."""
+        """Return whether no interval was left out for so many periods, and clean steps did not come of themselves."""
         return self._left_out >= periods and self._meter.clean_in(periods) < self._tail
 
     def _price(self) -> None:
@@ -317,7 +317,7 @@ class Adaptive(Profiling):
             self._meter.close(first=True)
             self._reason = "checkpointing early, to learn what one costs"
             return
-        # Where N in flight did not follow, checkpoints waited for each other: that is not what one costs.
+        # If N in flight did not follow, checkpoints waited for each other: that is not the cost of one.
         self._meter.close(counted=self._longest <= _JUST * self._since * self._step_seconds * self._places)
         self._left_out = 0 if self._leave_out else self._left_out + 1
         self._leave_out = self._scarce(_LEAVE_OUT_EVERY)
@@ -326,7 +326,7 @@ class Adaptive(Profiling):
 
     def _choose(self) -> None:
         if self._interval is not None and self._meter.periods < _FEWEST:
-            return  # it was forgotten what one costs
+            return  # the costs were forgotten
         cost = self._meter.cost()
         likely = self._limited(cost.seconds + cost.error)
         if self._interval is None:
@@ -348,10 +348,10 @@ class Adaptive(Profiling):
             self._take(likely, "down")
 
     def _confirm(self) -> None:
-        """Take a longer interval back where the steps have become slower, and not the checkpoints dearer.
+        """Take a longer interval back if the steps have become slower, and not the checkpoints dearer.
 
-        The clean steps that were compared with were older than that, and the longer the interval the later the next
-        ones would tell.
+        The clean steps in the comparison were older than that, and the longer the interval the later the next ones
+        would show it.
         """
         assert self._before is not None
         before, self._before = self._before, None
@@ -383,9 +383,9 @@ class Adaptive(Profiling):
         )
 
     def _learn_share(self) -> None:
-        """Take from what checkpoints cost together and alone how much being several helps on this storage.
+        """Compute, from the costs of checkpoints together and alone, how much being several helps on this storage.
 
-        On one that a single checkpoint saturates it does not: then N in flight take N times as long each, and the time
+        If a single checkpoint saturates it, it does not help: then N in flight take N times as long each, and the time
         of one that is alone, divided by N, would be an interval at which they pile up again.
         """
         assert self._saturated is not None
@@ -433,10 +433,10 @@ class YoungDaly(Adaptive):
 
 
 class CheckFreqInterval(Adaptive):
-    """Checkpoint as CheckFreq does (FAST'21): one in flight, k from Algorithm 1, then from the measured cost.
+    """CheckFreq (FAST'21): one checkpoint in flight, k from Algorithm 1, then from the measured cost.
 
-    Step (Ti), copy (Tc) and persist time (Ts) are profiled; To is at first what Algorithm 1 makes of them, and from the
-    first change on the measured cost. Unlike the published rule this one comes back down.
+    Step (Ti), copy (Tc) and persist time (Ts) are profiled; To is at first computed from them by Algorithm 1, and from
+    the first change on the measured cost. Unlike the published rule this one comes back down.
 
     Args:
         overhead: Budget as a share of the training time (p).
@@ -446,7 +446,7 @@ class CheckFreqInterval(Adaptive):
         most_seconds: See :class:`Adaptive`.
 
     Attributes:
-        choice: What Algorithm 1 made of the profile; None before its end.
+        choice: The result of Algorithm 1 for the profile; None before its end.
     """
 
     def __init__(
@@ -492,7 +492,7 @@ class PCcheckInterval(Profiling):
     q = 1 + overhead is the tolerated slowdown. The first steps give t. Then N checkpoints in a row (three times, of
     which the quicker of the last two counts) give Tw(N), the time of one with N in flight, and B, the bandwidth of all
     together. Where two checkpoints and more take longer than N in flight can follow, f* grows. Where they take
-    a fifth less than they used to, N in a row are measured again; a single one cannot tell what N take.
+    a fifth less than they used to, N in a row are measured again; a single one does not show the time of N.
 
     Args:
         overhead: Tolerated slowdown (q - 1).
@@ -551,7 +551,7 @@ class PCcheckInterval(Profiling):
         return False
 
     def saved(self, report: SaveReport) -> None:
-        """Learn what a checkpoint takes."""
+        """Add a checkpoint's seconds to the measurements."""
         self._age.saved(report)
         self._nbytes = report.nbytes
         if self._left is not None:

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, measured against clean steps; and the level of what is noisy and may change."""
+"""The cost of a checkpoint to training, measured against clean steps; and the level of noisy values that may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLEAN_ENOUGH = 8
 _WINDOW = 31
 """Periods that count."""
 _STRAY = 4.0
-"""A clean step so many times as long as all others that are compared with says nothing about steps."""
+"""A clean step so many times as long as all others in the comparison is ignored."""
 _BEYOND_NOISE = 2.5
 _SOME = 3
 _MOVED = 3.0
@@ -34,8 +34,8 @@ class Level:
     """A window of measurements: their median, from which a single stray one takes nothing.
 
     Three in a row on one side of the older ones, by more than the tolerance, or two by more than twice that, are a
-    change: the older ones are forgotten. The first measurement is forgotten with the second, where ``odd_first``: what
-    is made only once (slots, staging memory, a plan) is paid for by the first checkpoint.
+    change: the older ones are forgotten. The first measurement is forgotten with the second, if ``odd_first``: the
+    first checkpoint pays for everything that is made only once (slots, staging memory, a plan).
 
     ``window`` measurements are kept; ``tolerance`` is a relative difference that is no change.
     """
@@ -75,7 +75,7 @@ class Level:
 
     @property
     def upper(self) -> float:
-        """What three of four measurements do not exceed, and one is left out that may be stray; 0 of none."""
+        """An upper bound of three of four measurements, without one that may be stray; 0 of none."""
         return self._ranked((3 * len(self.values) - 1) // 4)
 
     def _ranked(self, rank: int) -> float:
@@ -123,7 +123,7 @@ class _Steps:
 class OverheadMeter:
     """Splits training into periods, from one checkpoint to the next, and prices each.
 
-    A period costs the stalls in it, and what its busy steps (a checkpoint in flight) took longer than clean ones. The
+    A period costs the stalls in it, and the excess time of its busy steps (a checkpoint in flight) over clean ones. The
     clean ones are the nearest: the tail of the period itself and that of the one before, so that a machine that gets
     slower or faster as a whole is not taken for interference. Within a period means are compared with means: a median
     would pass over the few steps that a checkpoint hits hardest, and find interference where every tenth step is slow
@@ -159,8 +159,8 @@ class OverheadMeter:
     def close(self, *, first: bool = False, counted: bool = True) -> None:
         """End the period, since the next checkpoint begins.
 
-        The ``first`` had no checkpoint: nothing but clean steps to compare with. Where checkpoints waited for each
-        other, what it cost is not what a checkpoint costs, and is not ``counted``.
+        The ``first`` had no checkpoint: only clean steps, for comparison. If checkpoints waited for each other, the
+        cost of the period is not that of a checkpoint, and is not ``counted``.
         """
         busy = self._busy.count
         steps = busy + self._idle.count
@@ -183,7 +183,7 @@ class OverheadMeter:
         self.restart()
 
     def forget(self) -> None:
-        """Forget what checkpoints cost, but for the last ones."""
+        """Forget the costs of checkpoints, except for the last ones."""
         del self._costs.values[:-2]
 
     @property
@@ -225,15 +225,15 @@ class OverheadMeter:
         return len(self._costs.values)
 
     def cost(self) -> Cost:
-        """Return what a checkpoint costs."""
+        """Return the cost of a checkpoint, and its error."""
         count = len(self._costs.values)
         if not count:
             return Cost(0.0, 0.0)
         busy = statistics.median(list(self._lengths)[-count:])
         clean = sum(tail.count for tail in list(self._tails)[-count - 1 :])
         noise = self._noise()
-        # The scatter of few periods says little: the noise of the steps is a lower limit. What is off by the clean
-        # steps is off alike in all periods that are compared with the same ones.
+        # The scatter of few periods is no estimate: the noise of the steps is a lower limit. An error of the clean
+        # steps is the same in all periods that are compared with the same ones.
         scatter = max(noise * math.sqrt(busy), self._costs.deviation) * (_MEDIAN if count > 2 else 1.0)
         error = math.hypot(scatter / math.sqrt(count), noise * busy / math.sqrt(max(1, clean)))
         return Cost(self._costs.median, error)
@@ -243,7 +243,7 @@ class OverheadMeter:
         moved = self.moved
         if moved:
             self._tails.clear()
-            del self._costs.values[max(0, len(self._costs.values) - self._unsure) :]  # nobody knows since when
+            del self._costs.values[max(0, len(self._costs.values) - self._unsure) :]  # since when is unknown
         if self._idle.count >= _SOME:
             self._unsure = 0
         self._tails.append(self._idle)
