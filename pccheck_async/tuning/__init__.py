@@ -1,6 +1,6 @@
 """Measure a disk and choose settings: checkpoints in flight, writers, bytes of a chunk, staging memory.
 
-It may import: training and what is below.
+It may import: training and the rooms below.
 """
 
 from pccheck_async.tuning.choice import Point

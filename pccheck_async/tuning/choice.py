@@ -1,4 +1,4 @@
-"""Which N, p and b to use: decided from measured times and from what the machine has, with no measuring here.
+"""The choice of N, p and b, from measured times and the machine's limits; nothing is measured here.
 
 PCcheck, section 3.4: with N checkpoints in flight, each of which takes Tw(N) to become durable, one is durable every
 Tw(N)/N. The smallest N that brings this within the noise of the best is enough; of the smallest N the smallest p, of
@@ -37,7 +37,7 @@ class Point:
 
     Attributes:
         max_in_flight: Checkpoints in flight (N).
-        writers: Writes running at a time (p). All checkpoints in flight share them, so this is what PCcheck calls N p.
+        writers: Writes running at a time (p). All checkpoints in flight share them: PCcheck's N p.
         chunk_bytes: Unit of copying and writing (b).
     """
 
@@ -48,13 +48,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What there is to use.
+    """The resources to use.
 
     Attributes:
-        storage_bytes: For slots: free space and what the store's slots hold already.
+        storage_bytes: For slots: free space, and the bytes of the store's slots.
         host_memory: Most staging memory in bytes.
         cores: Cores this process may use.
-        keep_last: Committed checkpoints that are kept, by whatever rules.
+        keep_last: Committed checkpoints that are kept, by any rules.
         stream_cpu: Share of a core that one running write takes. PCcheck's writers copy into persistent memory and
             need a core each (1.0: then the rule is its N p <= cores); writers that wait for a device need less.
     """
@@ -83,7 +83,7 @@ class FittedTimes(NamedTuple):
 
 
 def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
-    """Return the constraints that ``point`` violates for checkpoints of ``nbytes``: their names, and what to do.
+    """Return the constraints that ``point`` violates for checkpoints of ``nbytes``: their names, each with a remedy.
 
     The constraints are PCcheck's: (N + keep_last) m <= storage, staging memory <= budget, and p u <= cores, where u is
     the share of a core that one running write takes (:class:`Limits`).
@@ -114,13 +114,13 @@ def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
 
 
 def choose(table: Mapping[Point, float], limits: Limits, nbytes: int, noise: float) -> Choice:
-    """Choose the least of the points that :class:`Limits` allow of which Tw(N)/N is within the noise of the best.
+    """Choose the least of the points within :class:`Limits` whose Tw(N)/N is within the noise of the best.
 
     Args:
         table: Tw in seconds by point.
-        limits: What there is to use.
+        limits: The resources to use.
         nbytes: Size of a checkpoint (m).
-        noise: Relative difference that means nothing.
+        noise: Relative difference that is ignored.
 
     Raises:
         InfeasibleError: no point is allowed; names the constraint.
@@ -157,9 +157,9 @@ def staging_bytes(nbytes: int, point: Point, budget: int) -> int:
 
 
 def fit_rounds(rounds: Sequence[Mapping[Point, float]]) -> FittedTimes:
-    """Separate what the points take from how fast the machine happened to be.
+    """Separate the times of the points from the changing speed of the machine.
 
-    A round measures some points one after the other, so that what a shared machine does to one of them it does to all:
+    A round measures some points one after the other, so that a slow phase of a shared machine affects all of them:
     each time is taken to be the point's own, times a factor of its round. Both are fitted so that the absolute
     deviations (of logarithms) are least, which a few stray measurements do not move. Rounds that share points are made
     comparable by them.
@@ -187,7 +187,7 @@ def _noise(residuals: np.ndarray[tuple[int], np.dtype[np.float64]], design: np.n
     spare = len(residuals) - int(np.linalg.matrix_rank(design))
     if spare < 1:
         return math.inf
-    # The fit goes right through as many measurements as it has parameters: the others tell how far it may be off.
+    # The fit goes right through as many measurements as it has parameters: the others show how far it may be off.
     deviation = 1.48 * float(np.median(np.sort(residuals)[-spare:]))  # of one measurement
     return max(_LEAST_NOISE, 1.25 * math.sqrt(2 / repetitions) * deviation)  # of the difference of two medians
 
@@ -202,7 +202,7 @@ def _memory_reason(nbytes: int, point: Point, host_memory: int, limits: Limits) 
 
 
 def _infeasible(table: Mapping[Point, float], limits: Limits, nbytes: int) -> InfeasibleError:
-    """Name what no point satisfies; where each constraint alone can be met, what the least of the points lacks."""
+    """Name the constraints that no point satisfies; if each alone can be met, those that the least point violates."""
     found = {point: shortages(point, limits, nbytes) for point in table}
     always = set.intersection(*(set(lacks) for lacks in found.values()))
     named = {name: text for name, text in found[min(table)].items() if name in always or not always}

@@ -1,4 +1,4 @@
-"""Trials for the tuner in a folder of theirs: what the storage does, and a real engine with one way to run it."""
+"""Trials for the tuner in a folder of theirs: the speed of the storage, and that of a real engine at one point."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _MOST_SAVES = 64
 
 
 class Disk(NamedTuple):
-    """What the storage does without an engine."""
+    """The speed of the storage without an engine."""
 
-    bandwidth: float  # bytes per second that are written over what was written before, and flushed
+    bandwidth: float  # bytes per second that are written over earlier ones, and flushed
     stream_cpu: float  # share of a core that one running write takes
 
 
 class Trial(NamedTuple):
-    """What a save takes, in seconds: until it is durable, times N (Tw); and until captured, nothing else in flight."""
+    """Seconds of a save: until it is durable, times N (Tw); and until captured, nothing else in flight."""
 
     durable: float
     captured: float
@@ -122,7 +122,7 @@ async def run_trial(folder: Path, io: IO, point: Point, sample: Sample, host_mem
     )
     async with _engine(folder, io, config) as core:
         # Space that was only reserved is slower to write than space that holds data, and staging memory is slow at
-        # first touch: neither is what a long run sees.
+        # first touch: a long run has neither.
         written_before = core.infos and core.infos[0].nbytes >= sample.nbytes
         warm_up = 1 if written_before else point.max_in_flight + 1
         took = (await _save(core, sample, warm_up)).durable / warm_up
@@ -181,7 +181,7 @@ async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder inside ``folder``; afterwards it is gone, and so are the parents that were made for it.
 
-    Also at the interpreter's exit; and what a killed process left there goes when the next one comes.
+    Also at the interpreter's exit; leftovers of a killed process are removed by the next one.
 
     Raises:
         StoreLockedError: another process has a scratch folder there.
@@ -206,12 +206,12 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def _lock(fd: int, folder: Path) -> None:
-    """Lock ``folder`` against other tunings, and remove what one that was killed left there."""
+    """Lock ``folder`` against other tunings, and remove the leftovers of one that was killed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StoreLockedError(f"another tuning runs in {folder}; each would measure the other") from None
     except OSError:
-        return  # a filesystem that locks no folders: what was left there stays
+        return  # a filesystem that locks no folders: leftovers stay
     for left in folder.glob(_PREFIX + "*"):
         shutil.rmtree(left, ignore_errors=True)

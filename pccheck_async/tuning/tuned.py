@@ -1,4 +1,4 @@
-"""What a tuning found, and the file that carries its settings to later runs."""
+"""The result of a tuning, and the file that carries its settings to later runs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class TunedSettings(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one way to run the engine takes.
+    """The measured times of one point.
 
     Attributes:
         point: Checkpoints in flight, writers, bytes of a chunk.
-        seconds: What one checkpoint takes to become durable with that many in flight (Tw), for ``Tuning.nbytes``.
+        seconds: Time of one checkpoint to become durable with that many in flight (Tw), for ``Tuning.nbytes``.
         bandwidth: Bytes per second that become durable.
         capture_bandwidth: Bytes per second of a capture while nothing else is in flight.
         repetitions: How often it was measured.
@@ -109,10 +109,10 @@ class Tuning:
 def read_tuning(path: str | os.PathLike[str]) -> TunedSettings:
     """Return the settings that :meth:`Tuning.write` wrote, for ``CheckpointEngine(store, **read_tuning(path))``.
 
-    Warns (RuntimeWarning) where they were measured with another number of cores: they work, but tune again.
+    Warns (RuntimeWarning) if they were measured with another number of cores: they work, but tune again.
 
     Args:
-        path: What :meth:`Tuning.write` was given.
+        path: The path that :meth:`Tuning.write` was given.
 
     Raises:
         FileNotFoundError: there is none.
@@ -160,7 +160,7 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """The file: the settings, the machine they are for, and for people what they are based on."""
+    """The file: the settings, the machine they are for, and, for people, the measurements behind them."""
 
     version: Literal[1]
     settings: _Settings

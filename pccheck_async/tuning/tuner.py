@@ -2,8 +2,8 @@
 
 Every point is measured by a real engine on a store of its own, in a folder that is gone afterwards: a sample state that
 changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times what one
-save takes. Not all combinations are measured, but three lines: N with enough writers, then p at the best N, then b;
-each goes on while more is better. The points of a line take turns in rounds, so that a machine whose speed drifts does
+changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times the time of
+one save. Not all combinations are measured, but three lines: N with enough writers, then p at the best N, then b;
 not decide (:func:`pccheck_async.tuning.choice.fit_rounds`).
 """
 
@@ -35,16 +35,16 @@ from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning
 __all__ = ["Progress", "checkpoint_bytes", "tune"]
 
 Progress = Callable[[float, str], None]
-"""Called with the part done (0 to 1) and what is being measured, on a thread of the tuner."""
+"""Called with the part done (0 to 1) and the name of the present measurement, on a thread of the tuner."""
 
 _MIB = 1 << 20
 _MANIFEST_BYTES = _MIB
-"""What a checkpoint may take beside the tensors."""
+"""Most bytes of a checkpoint beside the tensors."""
 
 _WRITERS = 4
 _CHUNK_BYTES = 8 * _MIB
 _CHUNK_SECONDS = 0.02
-"""First guess of b: at most this, and at most what the device writes in this time."""
+"""First guess of b: at most this, and at most the bytes that the device writes in this time."""
 _LEAST_CHUNK_BYTES = _MIB // 4
 _MOST = Point(max_in_flight=8, writers=64, chunk_bytes=64 * _MIB)
 
@@ -54,7 +54,7 @@ _PLANNED_ROUNDS = 4
 _MOST_ROUNDS = 16
 _GOOD_NOISE = 0.04
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 0.05, 0.1
-"""What a smaller setting may be slower by: less does not pay for a slot, more is not given away to noise."""
+"""Tolerated slowness of a smaller setting: less does not pay for a slot, more is not given away to noise."""
 
 _LEAST_SAMPLE_BYTES = 2 * _MIB
 _LEAST_CHUNKS = 4
@@ -180,7 +180,7 @@ class _Search:
         most_chunk = max(_LEAST_CHUNK_BYTES, self.most_sample // _LEAST_CHUNKS)
         chunk = _chunk_bytes(min(_CHUNK_BYTES, int(self.bandwidth * _CHUNK_SECONDS), most_chunk), self.limits)
         least_chunk = min(chunk, _LEAST_CHUNK_BYTES)
-        # Enough writers, so that they do not hide what more in flight would bring; but no more than the cores feed.
+        # Enough writers, so that they do not hide the gain of more in flight; but no more than the cores feed.
         most_writers = _power_of_two(int(self.limits.cores / max(self.limits.stream_cpu, 1 / _MOST.writers)))
         await self._line("max_in_flight", 1, 2, lambda n: Point(n, min(max(_WRITERS, n), most_writers), chunk))
         best = self._choose().point
@@ -193,7 +193,7 @@ class _Search:
         return choice._replace(reasons=reasons)
 
     def measurements(self) -> tuple[Measurement, ...]:
-        """Return what was measured, times scaled to the checkpoints that the tuning is for."""
+        """Return the measurements, times scaled to the checkpoints that the tuning is for."""
         trials = [item for measured in self.rounds for item in measured.items()]
         repetitions = Counter(point for point, _ in trials)
         return tuple(
@@ -232,7 +232,7 @@ class _Search:
                 await self._measure(name, points)
                 if len(points) > 1 and not self._still_better(points):
                     return
-                points = points[-1:]  # what comes next is measured beside it
+                points = points[-1:]  # the next point is measured beside it
         if len(points) > 1 or points[0] not in self.fitted.seconds:
             await self._measure(name, points)
 
