@@ -1,7 +1,7 @@
-"""Looking after stores: what a checkpoint holds, whether it is whole, how two differ; copy, drop, pin, recover.
+"""Maintenance of stores: describe, verify and compare checkpoints; copy, drop, pin, recover.
 
 The functions block; call them from asyncio code with ``asyncio.to_thread``. Those that only read open everything
-read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and what is below it.
+read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and the rooms below it.
 """
 
 from pccheck_async.upkeep.change import Removal, pin_checkpoint, reject_checkpoints, remove_checkpoints

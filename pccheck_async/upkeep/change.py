@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What was dropped.
+    """The result of dropping checkpoints.
 
     Attributes:
         removed: The checkpoints, newest first.
-        freed_nbytes: Space on storage that came free; what a reader holds comes free with the next commit.
+        freed_nbytes: Space on storage that came free; that of slots held by readers comes free with the next commit.
     """
 
     removed: tuple[CheckpointInfo, ...]
@@ -87,9 +87,9 @@ def remove_checkpoints(
 
 
 def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = True, io: IO = "auto") -> CheckpointInfo:
-    """Keep the newest checkpoint of ``step`` whatever a trainer's rules say, or leave it to them again.
+    """Keep the newest checkpoint of ``step`` against a trainer's rules, or leave it to them again.
 
-    Durability: when this returns the change survives power loss. Does nothing where it was so already.
+    Durability: when this returns the change survives power loss. Does nothing if it was so already.
 
     Raises:
         NoCheckpointError: there is none of that step.
@@ -105,14 +105,14 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
 
 
 def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:
-    """Reject every checkpoint from ``step`` on, as :meth:`pccheck_async.CheckpointEngine.reject` does.
+    """Reject every checkpoint from ``step`` on (see :meth:`pccheck_async.CheckpointEngine.reject`).
 
     In the folder of a group that does not run, on all ranks that have their folders in it.
 
     Durability: when this returns restores pass them over also after a power failure.
 
     Returns:
-        What was rejected, newest first.
+        The rejected checkpoints, newest first.
 
     Raises:
         NoCheckpointError: there is none from ``step`` on that is not rejected.

@@ -65,7 +65,7 @@ class LeafDifference:
 
     Attributes:
         path: Of the leaf, or of a container of another type.
-        change: What differs: the leaf is only in the second checkpoint (``added``) or only in the first (``removed``);
+        change: The kind: the leaf is only in the second checkpoint (``added``) or only in the first (``removed``);
             its ``kind`` (tensor, parameter, array, plain value, or whether it requires a gradient), ``dtype`` or
             ``shape``; its ``elements``; the ``value`` or type of a plain value; the type of a ``container``.
         one: The leaf in the first checkpoint, in words; empty where there is none.
@@ -111,23 +111,23 @@ def compare_checkpoints(
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> Comparison:
-    """Compare two checkpoints, verifying what is read of both.
+    """Compare two checkpoints, verifying all bytes that are read of both.
 
     A few chunks of each are in memory at a time, and of tensors that do not lie in memory as their elements follow each
     other (transposed, with gaps) all of it. Both are held meanwhile: a trainer that writes to their store takes one
     slot more, or waits.
 
     Of a group's checkpoint, tensors that lie on several ranks are compared in full, so that two are equal where only
-    the number of ranks, or how tensors are divided among them, differs; what ranks have of their own is that of
+    the number of ranks, or how tensors are divided among them, differs; tensors of single ranks are those of
     ``rank``.
 
     Args:
         path: Folder of the first's store, or of a group.
-        other: The same of the second; by default the same folder.
+        other: Folder of the second's store, or of a group; by default the first folder.
         step: Of the first; by default the newest one there.
         other_step: Of the second; by default the newest one there.
-        rank: Whose part of the first, in the folder of a group; by default that of rank 0.
-        other_rank: Whose part of the second; in the same folder by default that of ``rank``.
+        rank: The rank of the first part, in the folder of a group; by default 0.
+        other_rank: The rank of the second part; in the same folder by default ``rank``.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -307,7 +307,7 @@ def _words(leaf: StoredLeaf) -> str:
 
 
 def compare_elements(entry: TensorEntry, one: memoryview, other: memoryview, into: Difference) -> None:
-    """Compare elements of ``entry``'s dtype that lie back to back, and add what is found to ``into``."""
+    """Compare elements of ``entry``'s dtype that lie back to back, and add the differences to ``into``."""
     size = entry.itemsize
     into.total += len(one) // size
     width = _WIDTHS.get(size)

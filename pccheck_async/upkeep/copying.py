@@ -278,9 +278,9 @@ async def _held(reader: PartReader, chosen: Complete, lease: FolderLease, file: 
 async def _copy_parts(
     parts: list[Held], stores: list[GroupStore], target: Path, pinned: bool | None, progress: Progress
 ) -> CheckpointInfo:
-    """Commit the parts as the ranks would: all prepared, and only then called committed.
+    """Commit the parts in the order of a group's ranks: all are prepared, and only then marked committed.
 
-    The stores are locked. What is left of a copy that was cut short is provably no checkpoint, and is dropped.
+    The stores are locked. The rest of a copy that was cut short is provably no checkpoint, and is dropped.
     """
     seen = {store.rank: store for store in seen_stores(target)}
     view = view_of(list(seen.values()), [0], [])
@@ -289,7 +289,7 @@ async def _copy_parts(
     dead = {one.key for one in view.incomplete if one.proven}
     rejected = {one.key for one in view.complete if one.entry.rejected}
     there = [[part for part in seen[rank].parts if part.key not in dead] for rank in range(len(stores))]
-    for named in there:  # what is rejected on one rank is so on all
+    for named in there:  # a checkpoint rejected on one rank is so on all
         marked = [part.entry.as_rejected() if part.key in rejected else part.entry for part in named]
         _check_room(parts[0].entry, marked, target)
     counter = max(parts[0].entry.counter, view.base + 1)

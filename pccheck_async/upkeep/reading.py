@@ -41,7 +41,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A committed checkpoint, held for reading: its store, what the record says of it, its slot, and what it holds."""
+    """A committed checkpoint, held for reading: its store, its entry in the record, its slot, and its manifest."""
 
     reader: StoreReader
     entry: Entry
@@ -51,10 +51,10 @@ class Held:
 
 @asynccontextmanager
 async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
-    """Hold the newest checkpoint, or the one asked for, until the context is left; of a group, a rank's part.
+    """Hold the newest checkpoint, or the requested one, until the context is left; of a group, a rank's part.
 
-    Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank of
-    what is no group's folder.
+    Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank
+    if the folder is not a group's.
     """
     reader = await open_reader(path, io, which=which, rank=rank)
     async with reader.opened:
@@ -70,23 +70,23 @@ async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | N
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A committed checkpoint and where it lies. Sizes and offsets in bytes.
+    """A committed checkpoint and its place. Sizes and offsets in bytes.
 
     Attributes:
-        info: What the commit record says of it.
+        info: The commit record's description of it.
         leaves: Its tensors, arrays and plain values, in the order of the state.
         branches: Types of its containers by their paths, the root's empty.
         slot: The file that holds it.
         slot_nbytes: Size of that file.
         chunks: Pieces of the payload as they were written, each with its checksum.
-        manifest_offset: Where in the slot the manifest begins, behind the payload.
+        manifest_offset: Offset of the manifest in the slot, behind the payload.
         manifest_nbytes: Its length.
         store_id: Of the store.
-        block_bytes: Of the store: what offsets and lengths are multiples of.
-        rank: Whose part of a group's checkpoint it is, else None.
+        block_bytes: Of the store: offsets and lengths are multiples of it.
+        rank: The rank whose part of a group's checkpoint it is, else None.
         sharded: The tensors of that part that lie on several ranks, in the order of the state, with all their boxes;
             those that the part has itself are among ``leaves``, too.
-        differing: Where no rank was named, paths under which other ranks have different tensors. When 20 are known, the
+        differing: If no rank was named, paths under which other ranks have different tensors. When 20 are known, the
             bytes of others are not compared.
     """
 
@@ -127,9 +127,9 @@ def describe_checkpoint(
 
     Reads its manifest and no tensor.
 
-    In a group's folder it is one rank's part of a complete checkpoint. Where tensors of it lie on several ranks, the
-    manifests of all ranks are read. Without ``rank`` it is that of rank 0, and what each rank has for itself is
-    compared: where checksums do not tell, tensors are read.
+    In a group's folder it is one rank's part of a complete checkpoint. If tensors of it lie on several ranks, the
+    manifests of all ranks are read. Without ``rank`` it is that of rank 0, and tensors that each rank has for itself
+    are compared: if checksums do not decide, tensors are read.
 
     Raises:
         NoCheckpointError: there is none.
@@ -196,7 +196,7 @@ _BUFFERS = 6
 """Four are being read, one is checked. More take longer to be touched for the first time than they save."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Told on another thread how many bytes are done, and of how many."""
+"""Called on another thread with the bytes done, and those of the whole."""
 
 
 class Run(NamedTuple):
@@ -246,7 +246,7 @@ async def check_chunks(
         opened: Moves the bytes.
         file: The slot.
         manifest: Names the chunks.
-        damaged: Called with the number of every chunk that is not what was written, and why.
+        damaged: Called with the number of every chunk that differs from the written one, and the reason.
         checked: Awaited with every run none of whose chunks is damaged, and its bytes.
         read: Called with the bytes of every run that was read.
 
@@ -290,6 +290,6 @@ async def check_chunks(
 
 
 def _checksums(run: Run, view: memoryview) -> list[bytes]:
-    """On a helper thread; each table of checksums lets the GIL go."""
+    """Called on a helper thread; each table of checksums is computed without the GIL."""
     starts = [chunk.offset - run.offset for chunk in run.chunks]
     return [piece_sums(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]

@@ -1,4 +1,4 @@
-"""Recovering a store whose records or ``store.json`` are lost. Slots are only read, whatever happens."""
+"""Recovery of a store whose records or ``store.json`` are lost. Slots are only read, in any case."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ FileState = Literal["valid", "missing", "damaged"]
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was found, and done.
+    """The result of a recovery.
 
     Attributes:
         identity: State of ``store.json``, or of a group's folder of ``group.json``.
-        record: State of the commit records: ``valid`` where any of the four copies is.
-        found: What each slot holds; empty where the slots were not searched, because a record is valid.
-        named: What the record names, or would name, newest first.
+        record: State of the commit records: ``valid`` if any of the four copies is.
+        found: The contents of each slot; empty if the slots were not searched, because a record is valid.
+        named: The checkpoints that the record names, or would name, newest first.
         written: Names of the files that were written.
-        kept: Names that the files which they replace have now.
+        kept: New names of the files that they replace.
         identity_name: The file that ``identity`` is the state of.
-        missing: Slots that a valid record names and that are not there: their checkpoints are lost.
+        missing: Slots that a valid record names and that do not exist: their checkpoints are lost.
     """
 
     identity: FileState
@@ -96,36 +96,36 @@ def recover_store(
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> Recovery:
-    """Find out what a damaged store still holds, and make it a store again.
+    """Examine the contents of a damaged store, and make it a store again.
 
-    A record that is valid decides, also where ``store.json`` is lost. Without one the slots are searched: a checkpoint
-    counts as whole where its manifest decodes and every chunk has the checksum listed there. That proves that the bytes
+    A record that is valid decides, also if ``store.json`` is lost. Without one the slots are searched: a checkpoint
+    counts as whole if its manifest decodes and every chunk has the checksum listed there. That proves that the bytes
     of its tensors are those that were written. It does not prove that it had been committed: the newest one may be one
     that the engine was about to commit. One that failed, such as one whose state changed while it was captured
     (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
     died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest
-    flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). What
-    was pinned or rejected is known only where a record is valid.
+    flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). Pins
+    and rejections are known only if a record is valid.
 
     Of a group's folder it reads the records of all ranks, and makes a ``group.json`` that is lost or damaged anew; a
     rank's store is recovered by its own folder.
 
     Args:
         path: Folder of the store, or of a group.
-        write: Write a new commit record, and ``store.json`` where it is not valid. The files that they replace stay
+        write: Write a new commit record, and ``store.json`` if it is not valid. The files that they replace stay
             under other names. Else nothing is written.
-        search: Search the slots also where a record is valid, and write one that names what was found.
+        search: Search the slots also if a record is valid, and write one that names the checkpoints found.
         slots: Name only the checkpoints in these; by default all that are whole.
-        progress: Told bytes searched, and then bytes checked, of one slot after another.
+        progress: Called with bytes searched, and then bytes checked, of one slot after another.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
-    Durability: what is written survives power loss when this returns. A crash in between leaves a store that can be
+    Durability: the written files survive power loss when this returns. A crash in between leaves a store that can be
     recovered by another call.
 
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
-        StoreError: ``write`` where nothing is missing or damaged, or where the store of a group's rank needs a record:
-            of which checkpoints its slots hold parts was only in those that are lost.
+        StoreError: ``write`` if nothing is missing or damaged, or if the store of a group's rank needs a record:
+            only the lost ones assigned its slots to checkpoints.
         StoreLockedError: ``write`` while a trainer has the store open.
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
@@ -138,7 +138,7 @@ def recover_store(
         opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the folder is closed
         if write and not alone and await lock_commit(medium, opening, LOCK_SECONDS) is None:
             raise StoreLockedError(f"another process has {name} open for writing: close it first")
-        names = await medium.names()  # only now: whoever held the lock may have made slots
+        names = await medium.names()  # only now: the previous holder of the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
         if not numbers and COMMIT_NAME not in names:
             raise no_store(opened, path, "no store, nor parts of one")
@@ -178,7 +178,7 @@ def recover_store(
         files: dict[str, bytes] = {}
         if record is None or search:
             files[COMMIT_NAME] = _commit_file(identity, entries)
-        if identity_state != "valid":  # it comes last, and names the store whose records are there by then
+        if identity_state != "valid":  # it comes last, after the records of the store that it names
             files[IDENTITY_NAME] = encode_identity(identity)
         return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
 
@@ -212,7 +212,7 @@ async def _recover_group(medium: Medium, folder: Path, write: bool, search: bool
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)
-    # Which number it is does not matter: ranks that open this folder together only compare what they read.
+    # Any number will do: ranks that open this folder together only compare the numbers that they read.
     files = {GROUP_NAME: encode_domain(secrets.token_hex(16))}
     kept = await _replace_files(medium, await medium.names(), files)
     return replace(recovery, written=(GROUP_NAME,), kept=kept)
@@ -244,7 +244,7 @@ def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[E
 
 
 def _commit_file(identity: Identity, entries: Sequence[Entry]) -> bytes:
-    """Return a commit file both of whose records name ``entries``: four copies of it."""
+    """Return a commit file with two records that both name ``entries``: four copies of it."""
     image = bytearray(COMMIT_NBYTES)
     for generation in (0, 1):
         data = encode_record(Record(generation, tuple(entries)), identity.id_bytes, identity.block_bytes)
@@ -282,7 +282,7 @@ async def _identity(medium: Medium) -> tuple[FileState, Identity | None]:
 def _record(
     commit: memoryview, lost: Mapping[int, ReadError], identity: Identity | None
 ) -> tuple[Record | None, str | None]:
-    """Return the newest valid record, and the store id that it names; without ``store.json`` of whatever store."""
+    """Return the newest valid record, and the store id that it names; without ``store.json`` of any store."""
     if identity is not None:
         store_id, record = identity.store_id, newest_record(commit, identity.id_bytes)
     elif rebuilt := rebuild_identity(commit):
@@ -295,15 +295,15 @@ def _record(
 async def _search(
     opened: OpenMedium, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
 ) -> FoundCheckpoint:
-    """Search a slot; it stays locked until the folder is closed where what was found is going to be named.
+    """Search a slot; if ``keep``, it stays locked until the folder is closed, unless another process has it.
 
     With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
     """
     try:
-        file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS asks for that
+        file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS needs that
     except (CorruptStoreError, OSError) as error:
         if is_exhausted(error) or is_forbidden(error):
-            raise  # what it holds may be whole, and would not be named
+            raise  # its checkpoint may be whole, and would not be named
         return FoundCheckpoint(number, note=str(error))
     try:
         if not await opened.medium.lock(file, shared=not alone):

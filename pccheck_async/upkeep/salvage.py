@@ -37,15 +37,15 @@ _BASE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """What a slot holds.
+    """The contents of a slot.
 
     Attributes:
         slot: Its number.
-        info: What the manifest says; None where there is none.
+        info: The manifest's description of the checkpoint; None if there is none.
         chunks: Pieces of its payload.
-        damage: Those that are not what the manifest says: another checkpoint was written over it, or bytes rotted.
-        entry: How a record would name it; None unless it is whole.
-        note: Why it is not offered; empty where it is.
+        damage: Chunks that differ from the manifest's: another checkpoint was written over them, or bytes rotted.
+        entry: The entry for a record; None unless it is whole.
+        note: Why it is not offered; empty if it is.
     """
 
     slot: int
@@ -71,10 +71,10 @@ async def search_slot(
 ) -> FoundCheckpoint:
     """Look for a whole checkpoint in a slot, from its end.
 
-    What matters is the manifest with the highest offset whose whole payload, from the beginning of the slot up to it at
+    The result is the manifest with the highest offset whose whole payload, from the beginning of the slot up to it at
     most, has the checksums that it lists. A newer checkpoint that was being written over an older one changes chunks of
-    that; a manifest inside the payload of a whole checkpoint is part of somebody's tensors. Without a whole one, the
-    one with the latest time is described, and what is damaged of it.
+    that; a manifest inside the payload of a whole checkpoint is part of a user's tensors. Without a whole one, the
+    one with the latest time is described, with its damage.
     """
     search = _Search(opened, number, file, progress, _MOST_LOOKS * file.nbytes + _FEW_BYTES)
     best, tried = FoundCheckpoint(number, note="no manifest"), 0
@@ -124,7 +124,7 @@ class _Search:
             self.progress(nbytes - start, nbytes)
 
     async def candidate(self, offset: int) -> _Candidate:
-        """Read the manifest at ``offset``, whose length nothing tells. Raises CorruptStoreError where there is none."""
+        """Read the manifest at ``offset``, of unknown length. Raises CorruptStoreError if there is none."""
         base = offset // _BASE * _BASE
         most = min(self.file.nbytes - base, _MOST_MANIFEST_NBYTES)
         size = _FIRST_LOOK_BYTES
@@ -178,7 +178,7 @@ class _Search:
 
 
 def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
-    """Return what a new record names, newest first, and notes on slots.
+    """Return the entries of a new record, newest first, and notes on slots.
 
     Counters order them, as in every record. Of two with one counter the later one counts: the other was written before
     a crash, never committed, and its counter given again.
@@ -204,7 +204,7 @@ def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, st
 _PIECES: Final = ((VERSION, None), (SHARDED_VERSION, ()), (LATEST_VERSION, None), (LATEST_VERSION, ()))
 _FIRST: Final = [encode(Manifest(each, 0, 0, 0.0, {}, None, (), (), (), 0, its)) for each, its in _PIECES]
 SIGNATURES: Final = [first[: first.index(b"counter") + len(b"counter")] for first in _FIRST]
-"""What manifests of each version begin with: a map of so many entries, its version, the name of the second."""
+"""The first bytes of manifests of each version: a map of so many entries, its version, the name of the second."""
 
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), 0),  # nil, false, true
@@ -261,9 +261,9 @@ def object_length(data: bytes | memoryview) -> int | None:
 
 
 def manifest_at(data: bytes | memoryview, offset: int) -> tuple[Manifest, int] | None:
-    """Return the manifest that bytes of a slot begin with and its length; None where more are needed to tell.
+    """Return the manifest at the beginning of a slot's bytes, and its length; None if more bytes are needed.
 
-    Raises CorruptStoreError where there is none, or none that this ``offset`` can have: the payload lies before it.
+    Raises CorruptStoreError if there is none, or none that this ``offset`` can have: the payload lies before it.
     """
     if (length := object_length(data)) is None:
         return None

@@ -27,7 +27,7 @@ __all__ += ["verify_checkpoints"]
 
 _LOOKS = 20
 _LOOK_SECONDS = 0.025
-"""A running writer may be in the middle of a record: only what stays as it is for half a second is damage."""
+"""A running writer may be in the middle of a record: only a state that stays for half a second is damage."""
 
 
 RecordState = Literal["valid", "blank", "older", "damaged"]
@@ -39,11 +39,11 @@ class RecordCopy:
 
     Attributes:
         name: ``A0``, ``A1`` (even generations), ``B0`` or ``B1`` (odd ones).
-        offset: Where it lies in the commit file, in bytes.
-        generation: Of the record; None where it is not valid.
-        state: ``valid``; ``blank`` where none was written yet; ``older`` than the other copy, as a kill between two
-            writes leaves it; ``damaged``.
-        rank: Whose record it is in a group's folder, else None.
+        offset: Its offset in the commit file, in bytes.
+        generation: Of the record; None if it is not valid.
+        state: ``valid``; ``blank`` if none was written yet; ``older`` than the other copy, after a kill between two
+            writes; ``damaged``.
+        rank: The rank whose record it is in a group's folder, else None.
     """
 
     name: str
@@ -55,14 +55,14 @@ class RecordCopy:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes that are not what was written.
+    """Bytes that differ from the written ones.
 
     Attributes:
         file: The file's name.
-        what: ``chunk 3``, ``manifest``, or ``slot`` where all of it is missing.
+        what: ``chunk 3``, ``manifest``, or ``slot`` if all of it is missing.
         offset: First byte in the file.
         nbytes: So many of them.
-        reason: What was found.
+        reason: The fault.
         leaves: Paths of the tensors and arrays that have bytes there; of a manifest all are lost, and none is known.
     """
 
@@ -79,12 +79,12 @@ class CheckedCheckpoint:
     """A committed checkpoint that was read from its first to its last byte.
 
     Attributes:
-        info: What the record says of it.
+        info: The record's description of it.
         slot: Its file.
         chunks: So many were checked.
         nbytes: Of payload and manifest.
-        damage: Empty where it is whole.
-        rank: Whose part of a group's checkpoint it is, else None.
+        damage: Empty if it is whole.
+        rank: The rank whose part of a group's checkpoint it is, else None.
     """
 
     info: CheckpointInfo
@@ -97,7 +97,7 @@ class CheckedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         records: The copies of both commit records.
@@ -115,7 +115,7 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Whether every byte is what was written."""
+        """Whether no byte differs from the written one."""
         return not (any(copy.state == "damaged" for copy in self.records) or any(c.damage for c in self.checkpoints))
 
 
@@ -143,8 +143,8 @@ def verify_checkpoints(
     Raises:
         NoCheckpointError: there is none to check; of a group, none that is complete (IncompleteCheckpointError).
         CorruptStoreError: ``store.json`` is damaged, or no record is valid: see :func:`recover_store`. Or this version
-            does not understand what is whole in a checkpoint.
-        ReadError: the device failed where the records lie.
+            cannot read a part of a checkpoint that is whole.
+        ReadError: the device failed under the records.
     """
     which = which_one(step, name)
 
@@ -278,7 +278,7 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
 async def check_payload(
     opened: OpenMedium, file: File, manifest: Manifest, listing: Listing, read: Callable[[int], None] = lambda _: None
 ) -> tuple[Damage, ...]:
-    """Read every chunk of a checkpoint and return what is damaged, in the order of the file."""
+    """Read every chunk of a checkpoint and return the damaged ones, in the order of the file."""
     damages: dict[int, Damage] = {}
 
     def damaged(index: int, reason: str) -> None:
