@@ -1,7 +1,7 @@
-"""Checkpoints as the files of others (torch, safetensors, DCP, Lightning, Hugging Face), and back.
+"""Checkpoints as the files of other tools (torch, safetensors, DCP, Lightning, Hugging Face), and back.
 
-One module per format, which knows what that format can hold; memory is bounded by a few chunks on either way. May
-import ``api`` and what is below it.
+One module per format, with the limits of that format; memory is bounded by a few chunks on either way. May
+import ``api`` and the rooms below it.
 """
 
 from pccheck_async.convert.exporting import Exported, export_checkpoint

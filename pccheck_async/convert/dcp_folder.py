@@ -57,7 +57,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
 
 
 def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePlanner) -> None:
-    """Save from this process only, whatever process group it is in."""
+    """Save from this process only, also inside a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
         if "no_dist" in inspect.signature(save).parameters:
@@ -111,10 +111,10 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
-        self._stored: dict[int, tuple[torch.Tensor, StoredTensor]] = {}  # by the identity of what stands for it
+        self._stored: dict[int, tuple[torch.Tensor, StoredTensor]] = {}  # by the identity of its stand-in
 
     def tree(self, node: Node, path: str, selection: Selection) -> Any:
-        """Return the state with stand-ins for its arrays; notes what the format cannot hold."""
+        """Return the state with stand-ins for its arrays; list the values that the format cannot hold."""
 
         def inside(node: Node) -> list[Any]:
             return [self.tree(child, paths.child(path, name), selection) for name, child in below(node)]
@@ -148,7 +148,7 @@ class _Planner(DefaultSavePlanner):
 
     def _stored_tensor(self, node: ArrayNode, path: str, selection: Selection, *, pickled: bool) -> StoredTensor:
         entry = self._connection.manifest.tensors[node.index]
-        # A pickled array needs a dtype that torch can pickle; torch.distributed.checkpoint need not know it.
+        # A pickled array needs a dtype that torch can pickle; torch.distributed.checkpoint need not support it.
         if entry.kind != "ndarray" and (trouble := refusal(entry, "torch" if pickled else "dcp")):
             selection.refused.append(f"{path} {trouble}")
         return StoredTensor(self._connection, entry, path)
@@ -164,7 +164,7 @@ class _Planner(DefaultSavePlanner):
         return tensor
 
     def create_local_plan(self) -> SavePlan:
-        """Plan, and divide what is large."""
+        """Plan, and divide large tensors."""
         plan = super().create_local_plan()
         items = [part for item in plan.items for part in self._divided(item)]
         self.plan = dataclasses.replace(plan, items=items)

@@ -1,7 +1,7 @@
-"""Reading a folder of ``torch.distributed.checkpoint``: tensors in full, however many ranks saved their parts.
+"""Reading a folder of ``torch.distributed.checkpoint``: tensors in full, saved by any number of ranks.
 
 Its ``.metadata`` is a pickle. It is not unpickled but read, as a description: no class or function that it names is
-looked up. Everything that follows checks what it found.
+looked up. All later steps check its contents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["METADATA", "read"]
 
 METADATA: Final = ".metadata"
 _MOST_ITEMS: Final = 1 << 20
-"""Of a list; a path may name any index, and what lies before it is filled with None."""
+"""Of a list; a path may name any index, and the places before it are filled with None."""
 _MOST_KEYS: Final = 100
 """Of a path: no state is nested more deeply."""
 
@@ -39,7 +39,7 @@ def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
     """Return the state in a folder. One part of a tensor is in memory at a time, the tensors in a file of ``scratch``.
 
     Raises:
-        UnsupportedStateError: it holds what cannot be read without running code, or was saved through an extension.
+        UnsupportedStateError: it needs code to be run for reading, or was saved through an extension.
         CorruptStoreError: something in it is damaged, or a file is not there.
     """
     file = folder / METADATA
@@ -56,7 +56,7 @@ def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
 
 
 class _BadError(Exception):
-    """The metadata is impossible; says why."""
+    """The metadata is impossible; the text gives the reason."""
 
 
 # -- the pickle
@@ -64,7 +64,7 @@ class _BadError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """What stands for an object: what would have made it, of which arguments, and the state that it would have got."""
+    """The description of an object: its constructor, the arguments, and the state that it would have got."""
 
     kind: str
     arguments: Any
@@ -78,9 +78,9 @@ class _Name(str):
 
 
 def _objects(data: bytes) -> Any:
-    """Return what a pickle describes, with stand-ins for all but plain values. Raises any Exception for a damaged one.
+    """Return the contents of a pickle, with stand-ins for all but plain values. Raises any Exception for a damaged one.
 
-    A subset of pickle's protocols 2 to 5: what is pickled of dataclasses, containers, numbers and strings.
+    A subset of pickle's protocols 2 to 5: that of dataclasses, containers, numbers and strings.
     """
     stack: list[Any] = []
     marked: list[list[Any]] = []
@@ -165,7 +165,7 @@ def _sizes(thing: Any) -> _Sizes:
     raise _BadError(f"{short(items)} are no sizes")
 
 
-# -- what it says
+# -- the contents of the metadata
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Content:
-    """What a folder holds, by flat names.
+    """The contents of a folder, by flat names.
 
     Attributes:
         entries: The tensors, and None for other values, in the order of the state.

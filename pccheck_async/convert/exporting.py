@@ -35,7 +35,7 @@ _PARTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was exported.
+    """The result of an export.
 
     Attributes:
         info: The checkpoint.
@@ -43,7 +43,7 @@ class Exported:
         nbytes: Its size.
         tensors: Tensors and arrays in it.
         values: Plain values in it.
-        changed: What is something else there than it was, with what it is.
+        changed: Values that became something else there, each with the new form.
     """
 
     info: CheckpointInfo
@@ -80,7 +80,7 @@ def export_checkpoint(
     appears under its name only when it is whole and flushed.
 
     "torch"
-        What ``torch.load(out, weights_only=True)`` reads, mapped or not: the nested state, with views, strides and
+        A file for ``torch.load(out, weights_only=True)``, mapped or not: the nested state, with views, strides and
         ties. Numpy arrays and scalars become tensors and Python's values. Refused are frozensets, empty bytes, ints of
         more than 255 bytes, dtypes of numpy, arrays that no tensor can be, and integers of less than a byte.
     "safetensors"
@@ -88,14 +88,14 @@ def export_checkpoint(
         Plain values that JSON can express are in the metadata ``pccheck_async.values``, and all of them, together with
         the structure, in ``pccheck_async.state``, from which :func:`import_checkpoint` makes the state again, ties
         between equal views included. Dtypes that the format lacks (such as complex128) are refused. With
-        ``max_file_size`` it is a folder as Hugging Face's libraries write and read it:
+        ``max_file_size`` it is a folder in the layout of Hugging Face's libraries:
         ``model-00001-of-00003.safetensors`` and so on, each a whole file of the format, and
-        ``model.safetensors.index.json``, whose ``weight_map`` says which file holds which tensor and whose ``metadata``
-        has what is in that of a single file. What fits into one file is ``model.safetensors``, without an index.
+        ``model.safetensors.index.json``, whose ``weight_map`` assigns tensors to files and whose ``metadata`` has the
+        metadata of a single file. A model that fits into one file is ``model.safetensors``, without an index.
     "dcp"
         A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
         parts, and all of them in files of about 64 MiB, since that package's writer keeps the tensors of a file in
-        memory until it is complete. Plain values, numpy arrays and tuples are stored as that package stores them:
+        memory until it is complete. Plain values, numpy arrays and tuples are stored in that package's way:
         pickled, each as a whole. Tied tensors are stored once each, and empty dicts not at all. Refused are tensors of
         bits and of integers of less than a byte.
 
@@ -108,16 +108,16 @@ def export_checkpoint(
         out: The new file, or folder ("dcp", or with ``max_file_size``); without ``overwrite`` there must be nothing of
             that name, not even a symbolic link.
         to: The format.
-        step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
+        step: The step to export; by default the newest checkpoint, or the next older one if its manifest is damaged.
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: whose part. By default that of rank 0, if no rank has different tensors under its names.
-        keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
+        rank: Of a group: the rank of the part. By default 0, if no rank has different tensors under its names.
+        keys: Globs over leaf paths (``"model.*"``); only matching leaves are exported, and read.
         root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
         max_file_size: For "safetensors": most bytes of tensors in one file (``max_shard_size`` in transformers). A
             larger tensor has a file of its own.
         metadata: For "safetensors": strings for the metadata of the file (in several files, of the index).
-        overwrite: Replace what is at ``out``, in one step: a file (or a link, not what it leads to), or a folder in
-            which there is nothing but such an export. Where a filesystem cannot exchange names (NFS), a folder's name
+        overwrite: Replace the export at ``out``, in one step: a file (or a link, not its target), or a folder in
+            which there is nothing but such an export. If a filesystem cannot exchange names (NFS), a folder's name
             is gone for a moment.
         host_memory: Most staging memory in bytes; at least a chunk of the checkpoint is taken.
         io: As for :class:`pccheck_async.CheckpointEngine`.
@@ -126,7 +126,7 @@ def export_checkpoint(
         UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
         StateMismatchError: ``keys`` or ``root`` name nothing; or no ``rank`` is given, and ranks have different tensors
             under the same names.
-        NoCheckpointError: there is none, or not the one asked for.
+        NoCheckpointError: there is none, or not the requested one.
         IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
         FileExistsError: there is something at ``out``, or with ``overwrite`` something else than such an export.

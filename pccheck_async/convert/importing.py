@@ -32,11 +32,11 @@ _SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported(CheckpointInfo):
-    """The new checkpoint, and what it was made of. It equals the :class:`CheckpointInfo` of that checkpoint.
+    """The new checkpoint and its source. It equals the :class:`CheckpointInfo` of that checkpoint.
 
     Attributes:
         source: The format that was read.
-        missing: What a run that goes on from it will not find in it, and what was left out; each with the reason.
+        missing: Parts that a run that goes on from it will lack, and those left out; each with the reason.
     """
 
     source: Source = "torch"
@@ -58,23 +58,23 @@ def import_checkpoint(
     host_memory: int = 128 << 20,
     io: IO = "auto",
 ) -> Imported:
-    """Save what a file or folder holds as the newest checkpoint of a store. Checkpoints that are there stay.
+    """Save the contents of a file or folder as the newest checkpoint of a store. Older checkpoints stay.
 
-    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole. What has checksums is
-    compared with them first: files of safetensors have none, and a file that torch wrote without is named in
+    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole. Checksums are verified
+    first, if there are any: files of safetensors have none, and a file that torch wrote without is named in
     ``missing``.
 
     "torch"
         A file of ``torch.save``, read with ``weights_only=True``. One that was compressed is read into memory. Or a
         folder with ``pytorch_model.bin``, or with several such files and an index, or that index itself.
     "safetensors"
-        A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. Where a folder has
+        A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. If a folder has
         nothing but one variant (``model.fp16.safetensors``), that is taken. Gives the tensors
         under their names, and the whole state where :func:`export_checkpoint` made it. Its metadata become those of the
         checkpoint, as far as there is room (512 bytes).
     "dcp"
         A folder that ``torch.distributed.checkpoint`` saved to files, from any number of ranks; tensors that lay on
-        several are put together. Keys and lists are as that package tells them: numbers as keys are strings. Takes the
+        several are put together. Keys and lists have that package's form: numbers as keys are strings. Takes the
         memory of the whole state, and of its largest part once more. Pickled values are read with
         ``weights_only=True``; arrays and scalars of numpy are made without numpy's unpickling functions.
 
@@ -82,11 +82,11 @@ def import_checkpoint(
         file: The file or folder, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
         path: Folder of the store; created where it does not exist. Nobody else may write to it.
         source: The format.
-        step: The step of the new checkpoint; by default that which the file names, if it was exported from here, else
+        step: The step of the new checkpoint; by default the one named in the file, if it was exported from here, else
             the engine's counter.
-        root: Put what the file holds below this name in the state (``"model"``); what is no mapping needs one.
+        root: Put the contents below this name in the state (``"model"``); contents that are no mapping need one.
         metadata: Small facts, as for ``checkpoint``; by default those that a file of safetensors names.
-        skip_unreadable: Leave out what cannot be read from files of torch without running code in them (such as
+        skip_unreadable: Leave out values of torch's files that cannot be read without running code in them (such as
             hyperparameters that omegaconf made), and name it in ``missing``; else that is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
@@ -98,8 +98,8 @@ def import_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file, or an index names one that is not there.
-        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code; names
-            it. Or it is of another format; says of which.
+        UnsupportedStateError: a value of the file cannot be saved, or not be read without running code, and is named;
+            or the file is of another format, which is named.
         CorruptStoreError: the file is damaged (it ends too early, a checksum in it does not hold), or one lacks a
             tensor that an index names.
         StoreLockedError: a trainer writes to the store.
@@ -140,9 +140,9 @@ def import_checkpoint(
     step = known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
     leaves = flatten(state).leaves
-    arrange(leaves)  # what cannot be saved is refused before a store is made for it
+    arrange(leaves)  # refuse a bad state before a store is made for it
     check_metadata(metadata or {})
-    # "all": it takes one slot more than there are, and what another process commits meanwhile stays, too.
+    # "all": it takes one slot more than there are, and other processes' commits meanwhile stay, too.
     with SyncCheckpointEngine(
         path, max_in_flight=1, keep_last="all", host_memory=host_memory, io=io, overwrite=True
     ) as engine:
@@ -153,9 +153,9 @@ def import_checkpoint(
 
 
 def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
-    """Return the file or folder to read, and as what; a checkpoint of Lightning counts as "torch" where it is not said.
+    """Return the file or folder to read, and its format; without ``source`` Lightning's checkpoints count as "torch".
 
-    Raise where it is of another format: what would fail to read it could not say so.
+    Raise if it is of another format: the error of its reader would not name that.
     """
     if (name / IDENTITY_NAME).is_file() or (name / GROUP_NAME).is_file():
         raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
@@ -186,7 +186,7 @@ _ALSO: Final[tuple[dict[Source, tuple[Source, ...]], ...]] = (
         "torch": ("transformers",),
     },
 )
-"""What a file (or a folder: the second) that looks like one may be read as, too."""
+"""Other formats as which a file (or a folder: the second) that looks like one may be read."""
 _FOLDERS: Final[dict[Source, str]] = {
     "dcp": "torch.distributed.checkpoint",
     "transformers": "Hugging Face's Trainer",
@@ -196,7 +196,7 @@ _FOLDERS: Final[dict[Source, str]] = {
 
 
 def _look(name: Path) -> Source | None:
-    """Return what a file or folder looks like."""
+    """Return the format that a file or folder looks like, or None."""
     if name.is_dir():
         if (name / dcp_reading.METADATA).is_file():
             return "dcp"
@@ -215,7 +215,7 @@ def _look(name: Path) -> Source | None:
 
 
 def _check_place(name: Path, kind: Source) -> None:
-    """Raise where what looks like nothing cannot be it."""
+    """Raise if a file or folder that looks like no format cannot be of ``kind``."""
     if kind in ("dcp", "transformers") and not name.is_dir():
         raise FileNotFoundError(f"{name} is a file; give the folder that {_FOLDERS[kind]} saved to")
     if kind == "dcp":

@@ -25,7 +25,7 @@ _NAMES: Final = {
     "callbacks": "callbacks",
     "loops": "loops",
 }
-"""Parts of the state, and what they are called in the file; what else the file has is ``others``."""
+"""Parts of the state, and their names in the file; the rest of the file is ``others``."""
 
 
 def is_checkpoint(held: object) -> bool:
@@ -34,11 +34,11 @@ def is_checkpoint(held: object) -> bool:
 
 
 def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any], int | None]:
-    """Return the state that a file held, and its step, if it says one; what is missing is added to ``missing``.
+    """Return the state that a file held, and its step, if it names one; missing parts are added to ``missing``.
 
     A file may be stripped of all but the weights.
 
-    Steps count from 0, as those of the callback: after ``global_step`` of them the last one is that less one.
+    Steps count from 0, like those of the callback: after ``global_step`` of them the last one is that less one.
     """
     if not isinstance(held, Mapping) or _NAMES["model"] not in held:
         raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict")

@@ -1,4 +1,4 @@
-"""Memory that files back, so that what is larger than memory can be imported: pages that were used go back."""
+"""Memory that files back, so that states larger than memory can be imported: used pages go back to the kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pccheck_async.medium.mapping import map_file
 __all__ = ["give_back", "given_back", "tensors_in_a_file"]
 
 _MADV_PAGEOUT: Final = 21
-"""From Linux 5.4 on. Nothing is lost by it: what is needed again is read again."""
+"""From Linux 5.4 on. Nothing is lost by it: pages that are needed again are read again."""
 _SECONDS: Final = 0.05
 _ALIGNMENT: Final = 64
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +49,7 @@ def tensors_in_a_file(folder: Path, wanted: Sequence[tuple[Sequence[int], torch.
 
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the pages of mapped tensors back to the kernel; they keep what they hold."""
+    """Give the pages of mapped tensors back to the kernel; the contents stay."""
     for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
         start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE

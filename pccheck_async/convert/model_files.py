@@ -1,4 +1,4 @@
-"""Which files of a folder hold a model, as Hugging Face's libraries name them, and what often lies in their place."""
+"""Names of the files of a model in a folder of Hugging Face's libraries, and other things that lie in their place."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def is_index(file: Path, suffix: Suffix) -> bool:
 
 
 def find_all(folder: Path, suffix: Suffix) -> list[Path]:
-    """Return the files with a model in full and the indexes of several in a folder, those to be taken first first.
+    """Return the files with a model in full and the indexes of several in a folder, in order of preference.
 
-    What has no variant in its name ("fp16") comes before what has one, and a single file before an index.
+    Names without a variant ("fp16") come before names with one, and a single file before an index.
     """
     stem = _STEMS[suffix]
     whole = re.compile(rf"{stem}(\.(?!.*-of-)[\w-]+)?\.{suffix}")
@@ -100,11 +100,11 @@ _OTHER_THINGS: Final = (
     (rb"version https://git-lfs", "is a pointer of Git LFS, not the file itself, which `git lfs pull` fetches"),
     (rb"\s*<(!doctype\s+html|html|head)\b", "is a page of HTML, not a checkpoint: a server sent it in its place"),
 )
-"""What files begin with that are no checkpoint, and what they are."""
+"""The first bytes of files that are no checkpoint, and a description of each."""
 
 
 def refuse_other_things(file: Path) -> None:
-    """Raise CorruptStoreError for an empty file, UnsupportedStateError for what a download leaves in a file's place."""
+    """Raise CorruptStoreError for an empty file, UnsupportedStateError for a download's leftovers in a file's place."""
     with file.open("rb") as opened:
         head = opened.read(512)
     if not head:

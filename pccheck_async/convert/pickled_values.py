@@ -1,7 +1,7 @@
-"""Reading what ``torch.save`` wrote, a file or one value in memory, without running code.
+"""Reading results of ``torch.save``, a file or one value in memory, without running code.
 
-torch's restricted unpickler knows no numpy. Its arrays, scalars and dtypes are made here, by what this package knows of
-their formats: numpy's own functions would trust what the pickle says.
+torch's restricted unpickler does not support numpy. Its arrays, scalars and dtypes are made here, by this package's own
+code for their formats: numpy's functions would trust the pickle.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PROTOCOL: Final = 2
 
 @dataclass(slots=True)
 class Reading:
-    """What a reader has to say beside the state.
+    """The options of a reader, and its remarks beside the state.
 
     Attributes:
-        skips: Whether what cannot be read without running code is left out; else it is refused.
-        missing: What was left out, and what a run that goes on from it will not find; each with the reason.
+        skips: Whether values that cannot be read without running code are left out; else they are refused.
+        missing: Values left out, and those that a run that goes on from it will lack; each with the reason.
         unchecked: Why there were no checksums to compare something with.
     """
 
@@ -49,7 +49,7 @@ class Reading:
 
 
 class NotReadableError(Exception):
-    """A pickle that cannot be read without running code; says of what."""
+    """A pickle that cannot be read without running code; the text names the code."""
 
 
 class Section(io.RawIOBase):
@@ -59,7 +59,7 @@ class Section(io.RawIOBase):
         self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
 
     def readinto(self, buffer: Any) -> int:
-        """Read what comes next."""
+        """Read the next bytes."""
         view = memoryview(buffer)[: max(0, self._nbytes - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(view)  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ class Section(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """Bytes before what comes next."""
+        """The number of bytes before the next."""
         return self._at
 
     def readable(self) -> bool:
@@ -85,11 +85,11 @@ class Section(io.RawIOBase):
 
 
 def read_value(data: Section, reading: Reading) -> Any:
-    """Return what was saved.
+    """Return the value that was saved.
 
-    Raises NotReadableError; CorruptStoreError where the bytes are no whole file, or not what was written.
+    Raises NotReadableError; CorruptStoreError if the bytes are no whole file, or differ from the written ones.
     """
-    if data.read(2) != b"PK":  # older formats: up to torch 2.5 they let a tar archive run code (CVE-2025-32434)
+    if data.read(2) != b"PK":  # older formats: in a tar archive, code could run up to torch 2.5 (CVE-2025-32434)
         raise CorruptStoreError("it does not begin as torch.save begins")
     data.seek(0)
     with _damage_named(""):
@@ -99,14 +99,14 @@ def read_value(data: Section, reading: Reading) -> Any:
 
 
 def read_file(file: Path, reading: Reading) -> Any:
-    """Return what a file holds; its tensors are mapped, not read, unless they are compressed.
+    """Return the contents of a file; its tensors are mapped, not read, unless they are compressed.
 
     All bytes are compared with their checksums first.
 
     Raises:
-        UnsupportedStateError: some of it cannot be read without running code; names all of that. Or it is no file of
-            ``torch.save``; says what it is.
-        CorruptStoreError: it is no whole file of ``torch.save``, or not what was written.
+        UnsupportedStateError: some values, which are named, cannot be read without running code. Or it is a file of
+            another kind, which is named.
+        CorruptStoreError: it is no whole file of ``torch.save``, or differs from the written one.
     """
     refuse_other_things(file)
     with file.open("rb") as opened:
@@ -119,7 +119,7 @@ def read_file(file: Path, reading: Reading) -> Any:
                 _refuse_other_archives(file, archive)
                 mapped, head = not archive.compressed, archive.head
             elif tarfile.is_tarfile(file):
-                raise UnsupportedStateError(  # torch up to 2.5 lets such a file run code (CVE-2025-32434)
+                raise UnsupportedStateError(  # up to torch 2.5 such a file could run code (CVE-2025-32434)
                     f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
                 )
             else:
@@ -127,7 +127,7 @@ def read_file(file: Path, reading: Reading) -> Any:
             if reading.skips:
                 unreadable = _unknown_names(file)
             with file.open("rb") as opened:
-                # By another name: what is called *.safetensors torch gives to that package, whatever it is.
+                # By another name: torch gives any file called *.safetensors to that package.
                 held = _load(f"/proc/self/fd/{opened.fileno()}", mapped=mapped, unreadable=unreadable)
     except NotReadableError as error:
         if head.startswith(b"\x80") and head[1] != _PROTOCOL:
@@ -146,7 +146,7 @@ def read_file(file: Path, reading: Reading) -> Any:
 
 
 class _Archive(NamedTuple):
-    """What is in a zip archive."""
+    """The properties of a zip archive."""
 
     names: list[str]
     compressed: bool
@@ -156,9 +156,9 @@ class _Archive(NamedTuple):
 
 
 def _check_archive(source: Any, reading: Reading) -> _Archive:
-    """Compare all bytes of a zip archive with its checksums, which torch does not.
+    """Compare all bytes of a zip archive with its checksums: torch does not.
 
-    Raises zipfile.BadZipFile: something is not what was written.
+    Raises zipfile.BadZipFile: bytes differ from the written ones.
     """
     with zipfile.ZipFile(source) as archive:
         members = archive.infolist()
@@ -216,12 +216,12 @@ def _unknown_names(file: Path) -> list[str]:
 
 
 def _known(*more: tuple[type, str]) -> Any:
-    """Return a context in which torch's restricted unpickler knows numpy's names, and more."""
+    """Return a context in which torch's restricted unpickler accepts numpy's names, and more."""
     return torch.serialization.safe_globals([*_STAND_INS, *more])
 
 
 class _Unreadable(dict[Any, Any]):
-    """Stands for any class or function that is not known, and for what it would have made: takes all, and does nothing.
+    """Stands for any unknown class or function, and for its instances: takes all arguments, and does nothing.
 
     A dict, since the unpickler sets items of nothing else.
     """
@@ -240,9 +240,9 @@ class _Unreadable(dict[Any, Any]):
 
 
 def _without_unreadable(value: Any, path: str, left_out: list[str]) -> Any:
-    """Remove what cannot be read, with the nearest key that it is under; return :class:`_Unreadable` for such a value.
+    """Remove unreadable values, with the nearest key that they are under; return :class:`_Unreadable` for such a value.
 
-    A list or tuple with some in it is such a value: the places of its items would be others.
+    A list or tuple with some in it is such a value: the places of its items would change.
     """
     if isinstance(value, _Unreadable) or value is _Unreadable:
         return _Unreadable
@@ -279,7 +279,7 @@ class _Dtype:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Raises UnpicklingError where this package knows no such dtype."""
+        """Raises UnpicklingError if this package does not support the dtype."""
         try:
             return dtypes.numpy_dtype(str(self._name))
         except CorruptStoreError as error:
@@ -321,7 +321,7 @@ _STAND_INS: Final[list[Any]] = [
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with numpy's objects in place of what stands for them."""
+    """Return the value with numpy's objects in place of their stand-ins."""
     match value:
         case _Array():
             return value.array

@@ -40,18 +40,18 @@ INDEX: Final = "model.safetensors.index.json"
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
 TAKEN: Final = frozenset({"format", "total_size", STATE, _VALUES})
-"""Of the metadata, what the format, Hugging Face and this package write themselves."""
+"""The metadata that the format, Hugging Face and this package write themselves."""
 _PART: Final = 32 << 20
 _MOST_HEADER: Final = 100_000_000
-"""Bytes; what reads the format refuses more."""
+"""Bytes; readers of the format refuse more."""
 
 
 class StoredArray(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the format does not say of an array.
+    """Properties of an array that the format lacks.
 
     Attributes:
         name: In the file.
-        kind: What it was.
+        kind: Its kind in the state.
         requires_grad: Whether it had autograd switched on.
         tied_to: Index of the first array that is the same view of the same memory.
     """
@@ -84,7 +84,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 async def write(selection: Selection, connection: Connection, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
+    """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError, which lists all faults."""
     names = _checked_names(selection)
     order = _aligned(_in_payload_order(selection))
     header = _header(selection, {**_metadata(selection, connection, names), **metadata}, names, order)
@@ -94,8 +94,8 @@ async def write(selection: Selection, connection: Connection, path: Path, metada
 def write_folder(selection: Selection, connection: Connection, path: Path, most: int, about: Mapping[str, str]) -> None:
     """Write the selection as files of at most ``most`` bytes of tensors and an index; as one without, if it fits.
 
-    What describes the state as a whole is in the index, with ``about``, a user's metadata. Raises what :func:`write`
-    does.
+    The description of the state as a whole is in the index, with ``about``, a user's metadata. Raises the errors of
+    :func:`write`.
     """
     names = _checked_names(selection)
     metadata = {**_metadata(selection, connection, names), **about}

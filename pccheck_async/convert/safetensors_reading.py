@@ -24,7 +24,7 @@ __all__ = ["read"]
 def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None, Metadata]:
     """Map a file, or the files that an index names, and return the state, its step and its metadata.
 
-    What is in one of the files, and not in the index, is taken as well, as transformers does. Metadata for which a
+    Tensors in one of the files, and not in the index, are taken as well, like in transformers. Metadata for which a
     checkpoint has no room is added to ``missing``.
 
     Raises:
@@ -76,7 +76,7 @@ def _read(
 
 
 def _facts(about: Mapping[str, Any], own: Metadata, missing: list[str]) -> Metadata:
-    """Return the metadata of the checkpoint that was exported, and of the others what a checkpoint has room for."""
+    """Return the metadata of the checkpoint that was exported, and as many of the others as there is room for."""
     facts = dict(own)
     for key, value in sorted(about.items()):  # safetensors gives them in any order
         if key not in TAKEN and key not in own:

@@ -1,4 +1,4 @@
-"""What is exported of a checkpoint, and what each format can hold of it."""
+"""The exported part of a checkpoint, and the limits of each format."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Selection:
     """A part of a checkpoint, and its leaves by their paths in it.
 
     Attributes:
-        refused: What the format cannot express, with the reason: nothing is exported then.
-        changed: What comes out as something else, with what that is.
+        refused: Values that the format cannot express, with the reason: nothing is exported then.
+        changed: Values that become something else, with the new form.
     """
 
     manifest: Manifest
@@ -54,12 +54,12 @@ class Selection:
         return {path: tensors[node.index] for path, node in self.leaves.items() if isinstance(node, ArrayNode)}
 
     def refuse_arrays(self, to: Format) -> None:
-        """Note which arrays the format cannot hold."""
+        """Add the arrays that the format cannot hold to ``refused``."""
         troubles = {path: refusal(entry, to) for path, entry in self.arrays.items()}
         self.refused += [f"{path} {trouble}" for path, trouble in troubles.items() if trouble]
 
     def saved_by(self, adapter: str, *parts: str) -> dict[str, Node]:
-        """Return the parts by name of what the callback of ``integrations`` saved. Raises UnsupportedStateError."""
+        """Return the parts, by name, that the callback of ``integrations`` saved. Raises UnsupportedStateError."""
         there = dict(below(self.node))
         if lacking := [part for part in parts if part not in there]:
             raise UnsupportedStateError(
@@ -78,10 +78,10 @@ class Selection:
 
 
 def select_part(connection: Connection, keys: Sequence[str] | None, root: str | None) -> Selection:
-    """Choose what to export: what globs over leaf paths select, or all, of the part ``root``.
+    """Choose the leaves to export: those that globs over leaf paths select, or all, of the part ``root``.
 
-    Raises StateMismatchError where one of ``keys`` selects nothing, or there is no container ``root``;
-    IncompleteCheckpointError where only one rank's part of a tensor is there.
+    Raises StateMismatchError if one of ``keys`` selects nothing, or there is no container ``root``;
+    IncompleteCheckpointError if only one rank's part of a tensor is there.
     """
     manifest = connection.manifest
     node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
@@ -104,7 +104,7 @@ def select_part(connection: Connection, keys: Sequence[str] | None, root: str | 
 
 
 def native(node: Node, path: str, selection: Selection) -> Node:
-    """Return the tree without objects, and with Python's values for numpy's scalars; note these, and what is refused.
+    """Return the tree without objects, and with Python's values for numpy's scalars; lists changes and refused values.
 
     Keys are no leaves, and are named by the mapping that has them.
     """
@@ -208,7 +208,7 @@ def torch_name(entry: TensorEntry) -> str | None:
 
 @cache
 def pickled(dtype: torch.dtype) -> tuple[Any, Any]:
-    """How this torch pickles tensors of a dtype: what makes them again, and their storage's type. Raises KeyError."""
+    """Return how torch pickles tensors of a dtype: the rebuilding function, and the storage's type. Raises KeyError."""
     empty = torch.empty(0, dtype=dtypes.carrier(dtype)).view(dtype)
     function, (storage, *_) = empty.__reduce_ex__(_PICKLE_PROTOCOL)  # type: ignore[no-untyped-call]
     if isinstance(storage, torch.UntypedStorage):

@@ -30,7 +30,7 @@ class Sink:
         self._file = file
 
     async def write(self, data: Any, /) -> None:
-        """Write all of a bytes-like object behind what was written before."""
+        """Write all of a bytes-like object at the end."""
         await uninterrupted(self._file.write(data))
 
 
@@ -59,27 +59,27 @@ async def new_file(path: Path) -> AsyncIterator[Sink]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a new folder; at the end of the body it is flushed, with what lies in it, and only then gets its name.
+    """Give a new folder; at the end of the body it is flushed, with its contents, and only then gets its name.
 
-    Raises what :func:`new_file` does.
+    Raises the errors of :func:`new_file`.
     """
     with _unnamed(path) as temporary:
         temporary.mkdir()
         yield temporary
         for part in (*temporary.rglob("*"), temporary):
-            sync(part)  # crash: a name that appears before what it stands for
+            sync(part)  # crash: a name that appears before the contents
 
 
 @contextmanager
 def replacing(path: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Give another name in the same folder; what the body makes there whole takes the place of what is at ``path``.
+    """Give another name in the same folder; the body's whole result there takes the place of ``path``.
 
     At every moment either the one or the other has that name, also after a crash, which may leave one of them beside it
     as ``.NAME.*.tmp``. Where the kernel or the filesystem cannot exchange two names (NFS), a folder's name is gone for
     a moment: then, after a crash, both may be there under such names.
 
     Args:
-        path: What is replaced: a file, or a folder; there need not be any.
+        path: The file or folder to replace; there need not be any.
         parts: Patterns of the names in a folder that may be replaced, none for a file.
 
     Raises:
@@ -124,7 +124,7 @@ def _remove(temporary: Path) -> None:
 
 @contextmanager
 def _unnamed(path: Path) -> Iterator[Path]:
-    """Give another name in the same folder; what the body makes there is renamed to ``path``, or removed."""
+    """Give another name in the same folder; the body's result there is renamed to ``path``, or removed."""
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; give another name, or remove it first")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
@@ -151,7 +151,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _claim_and_rename(temporary: Path, path: Path) -> int:
-    """Do the same by a file or folder of that name, which is empty for a moment: only one process can make it."""
+    """Publish by making an empty file or folder of that name first, as only one process can, and renaming over it."""
     try:
         if temporary.is_dir():
             path.mkdir()

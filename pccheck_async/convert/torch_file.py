@@ -1,7 +1,7 @@
 """The file of ``torch.save``: a zip archive of stored records, one per storage, and a pickle that views them.
 
-Storages are written as they lie in the payload, so views, strides and ties stay what they are. Storages that tensors of
-several dtypes view are written untyped, as torch itself writes those of its newer dtypes.
+Storages are written as they lie in the payload, so views, strides and ties stay the same. Storages that tensors of
+several dtypes view are written untyped, the form that torch itself uses for its newer dtypes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXTRA: Final = 0x4246
 async def write(selection: Selection, chunks: Payload, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
 
-    Raises UnsupportedStateError (lists what ``torch.load(weights_only=True)`` could not read).
+    Raises UnsupportedStateError, which lists the values that ``torch.load(weights_only=True)`` could not read.
     """
     node = native(selection.node, "", selection)
     selection.refuse_arrays("torch")
@@ -60,7 +60,7 @@ async def write(selection: Selection, chunks: Payload, path: Path) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """The bytes of a storage from ``base`` on; what no exported tensor views is zero."""
+    """The bytes of a storage from ``base`` on; bytes that no exported tensor views are zero."""
 
     key: str
     offset: int
@@ -82,7 +82,7 @@ class _Storage:
 
 
 def _storages(selection: Selection) -> dict[int, _Storage]:
-    """Lay out what the exported tensors view of each storage."""
+    """Lay out the bytes of each storage that exported tensors view."""
     views: dict[int, list[TensorEntry]] = {}
     for entry in selection.arrays.values():
         if entry.storage is not None:
@@ -111,7 +111,7 @@ class _StorageName:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _View:
-    """Stands for a tensor in the pickle: what makes it, and of which arguments."""
+    """Stands for a tensor in the pickle: the function that makes it, and the arguments."""
 
     reduced: tuple[Any, tuple[Any, ...]]
 

@@ -34,7 +34,7 @@ _BIN_INDEX: Final = f"{_BIN}.index.json"
 _MODELS: Final = (safetensors_file.WHOLE, _BIN, safetensors_file.INDEX, _BIN_INDEX)
 """Files of the model, in the order in which the Trainer looks for them."""
 WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
-"""What :func:`write` makes."""
+"""The files that :func:`write` makes."""
 
 
 # -- reading
@@ -49,7 +49,7 @@ def lies_in(folder: Path) -> bool:
 
 
 def read(folder: Path, reading: Reading) -> tuple[dict[str, Any], int | None]:
-    """Return the state and its step, None where nothing says it. Tensors are mapped.
+    """Return the state and its step, None if no file names it. Tensors are mapped.
 
     Raises:
         FileNotFoundError: not all files of the model are there.
@@ -111,7 +111,7 @@ def _read_model(folder: Path, reading: Reading) -> Mapping[str, Any]:
 
 
 def read_bins(index: Path, reading: Reading) -> dict[str, Any]:
-    """Return the tensors of the files of torch.save that an index names. Raises what :func:`read` does."""
+    """Return the tensors of the files of torch.save that an index names. Raises the errors of :func:`read`."""
     files = [index.parent / title for title in sorted(set(model_files.read_index(index).weight_map.values()))]
     return {name: value for file in files for name, value in _mapping(read_file(file, reading), file).items()}
 
@@ -123,7 +123,7 @@ def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
 
 
 def _rng(file: Path, reading: Reading) -> dict[str, Any]:
-    """Return what :class:`pccheck_async.RNGState` saves."""
+    """Return the state of :class:`pccheck_async.RNGState`."""
     held = read_file(file, reading)
     try:
         version, words, gauss = held["python"]
@@ -148,9 +148,9 @@ def _rng(file: Path, reading: Reading) -> dict[str, Any]:
 
 
 def write(selection: Selection, connection: Connection, path: Path) -> None:
-    """Write what the Trainer resumes from; the parts that are there.
+    """Write the files from which the Trainer resumes, of the parts that are there.
 
-    Raises UnsupportedStateError where it is no state of that adapter, or a file cannot hold some of it.
+    Raises UnsupportedStateError if it is no state of that adapter, or a file cannot hold some of it.
     """
     there = selection.saved_by("transformers", "model", "trainer")
     for part, names in (("", there), ("trainer.", dict(below(there["trainer"])))):
