@@ -1,7 +1,7 @@
-"""The ways of saving that ``pccheck bench`` compares, each used as its manual shows it, behind three verbs.
+"""The ways of saving that ``pccheck bench`` compares, each used after its manual, behind three verbs.
 
-A save ends when it would survive a power failure. What a method does not flush itself (:func:`flush_dcp`) is flushed
-here, and counts as its time.
+A save ends when it would survive a power failure. Files that a method does not flush itself (:func:`flush_dcp`) are
+flushed here, and the flush counts as its time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class UnknownMethodError(ValueError):
-    """There is no method of this name, or what it needs is not installed."""
+    """There is no method of this name, or a package that it needs is not installed."""
 
 
 class Method(abc.ABC):
@@ -36,7 +36,7 @@ class Method(abc.ABC):
 
     name: ClassVar[str]
     package: ClassVar[str] = ""
-    """What has to be installed beside torch."""
+    """The package that has to be installed beside torch."""
     least_torch: ClassVar[tuple[int, int]] = (2, 4)
     copies: ClassVar[int] = 2
     """Checkpoints that it has on the disk at once, at most."""
@@ -56,7 +56,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Start to save. On return the tensors may be changed; what is returned blocks until the save is durable."""
+        """Start to save. On return the tensors may be changed; the result blocks until the save is durable."""
 
     @abc.abstractmethod
     def load(self, into: Tensors) -> int:
@@ -71,7 +71,7 @@ class Method(abc.ABC):
         return sorted(self.folder.glob("step-*"), key=_step)
 
     def close(self) -> None:
-        """Wait for what is still being saved, and free what the method holds."""
+        """Wait for saves in progress, and free the method's resources."""
         return
 
 
@@ -216,7 +216,7 @@ class DcpAsync(Dcp):
         return wait
 
     def close(self) -> None:
-        with suppress(Exception):  # whoever waited for it was told
+        with suppress(Exception):  # its waiter got the error
             if self._last is not None:
                 self._last.result()
         self._stager.close()
@@ -247,11 +247,11 @@ def find_methods(names: Sequence[str]) -> list[type[Method]]:
 
 
 def flush_dcp(checkpoint: Path) -> None:
-    """Flush what DCP's ``FileSystemWriter`` leaves to the kernel, also with ``sync_files=True``, as torch 2.13 does.
+    """Flush the files that DCP's ``FileSystemWriter`` does not (in torch 2.13 even with ``sync_files=True``).
 
-    A power failure could take any of it, and the checkpoint with it.
+    A power failure could take any of them, and the checkpoint with them.
     """
-    sync(checkpoint / ".metadata")  # DCP calls fsync before what is in Python's buffer is written: at times all of it
+    sync(checkpoint / ".metadata")  # DCP calls fsync before Python's buffer is written: at times all of it
     sync(checkpoint)  # the names of the ranks' files, and the rename to `.metadata`
     sync(checkpoint.parent)
 

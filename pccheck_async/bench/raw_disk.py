@@ -1,7 +1,7 @@
 """The raw limit of a disk: O_DIRECT transfers of an existing file by several threads, the flush included.
 
 The buffer is as large as the transfer, because a state does not fit into a processor's cache either, and lies in huge
-pages, because requests with fewer pages are part of what a disk can do.
+pages, because requests with fewer pages are part of a disk's speed.
 """
 
 from __future__ import annotations

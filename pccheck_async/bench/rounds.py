@@ -33,7 +33,7 @@ _TENSORS = 64
 _WARM_SAVES = 3
 """As many as an engine with two checkpoints in flight has slots: each slot is written once before the clock runs."""
 _SETTLE_SECONDS = 0.2
-"""What the kernel does so long after a save counts as the save's; for as long again its idle load is measured."""
+"""The kernel's load so long after a save counts as the save's; for as long again its idle load is measured."""
 _BLOCK = 4096
 _MEMORY_COPIES = 5
 """In memory: the state, the copy that is loaded, the buffer for the raw disk, and two copies that a method stages."""
@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a method: a sample per round, or the problem that ended it."""
+    """The outcome of a method: a sample per round, or the problem that ended it."""
 
     method: str
     samples: list[Sample] = field(default_factory=list)
@@ -77,11 +77,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Comparison:
-    """What was measured with a state of ``nbytes``: an outcome for each method, ``pccheck`` first.
+    """The measurements with a state of ``nbytes``: an outcome for each method, ``pccheck`` first.
 
     Attributes:
         raw: Seconds in which the disk itself takes the same bytes, for every round; empty without direct I/O.
-        raw_way: How it was fastest.
+        raw_way: The fastest way to transfer them.
     """
 
     place: Place
@@ -163,7 +163,7 @@ class _Rounds:
                 self._measure_disk(f"round {number} of {self.rounds}: ")
         finally:
             for method in self.open.values():
-                with suppress(Exception):  # a method that failed may fail again, and has said why
+                with suppress(Exception):  # a method that failed may fail again, and its error is known
                     method.close()
         found = Comparison(place, self.nbytes, self.rounds, self.outcomes)
         if self.limit:
