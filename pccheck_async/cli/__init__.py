@@ -64,7 +64,7 @@ app.add_typer(shelf)
 def main() -> None:
     """Run the ``pccheck`` command. Ends quietly where nobody reads its output to the end.
 
-    A SIGTERM or a SIGHUP ends it as Ctrl-C does: what it began to write is removed.
+    A SIGTERM or a SIGHUP ends it like Ctrl-C: files that it began to write are removed.
     """
     _prepare()
     try:

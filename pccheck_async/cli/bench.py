@@ -42,8 +42,8 @@ def bench(
     """Compare ways of saving on the disk under FOLDER: how long the call takes, and how long until it is durable.
 
     Methods take turns in a new random order every round; before each save every tensor changes, and after it the
-    checkpoint is loaded with a cold page cache and compared bit by bit. Shown are medians and quartiles, and what the
-    disk itself takes by O_DIRECT in the same minutes. Nothing else should use the disk and the cores meanwhile. All
+    checkpoint is loaded with a cold page cache and compared bit by bit. Shown are medians and quartiles, and the disk's
+    own time by O_DIRECT in the same minutes. Nothing else should use the disk and the cores meanwhile. All
     files are removed at the end, after Ctrl-C too.
 
     Exit status: 0 all measured, 1 a method failed, a checkpoint did not load as it was saved, or disk or memory do not

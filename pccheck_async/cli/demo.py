@@ -51,7 +51,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """What the training process prints."""
+        """The file of the training process's output."""
         return self.loss_file.with_suffix(".log")
 
     def newest(self) -> pccheck.CheckpointInfo | None:
@@ -229,7 +229,7 @@ def _train(run: Run, options: list[str], console: Console, *, killed: bool = Fal
             process.terminate()  # torchrun passes it on: killed, it would leave its ranks behind
             process.wait()
     expected_status = 0
-    if killed:  # torchrun ends with 1 whatever ended a rank
+    if killed:  # torchrun ends with 1 for any end of a rank
         expected_status = -signal.SIGKILL if run.ranks == 1 else 1
     said = run.log.read_text(errors="replace")
     if process.returncode != expected_status or killed != ("dies in the save" in said):
@@ -240,7 +240,7 @@ def _train(run: Run, options: list[str], console: Console, *, killed: bool = Fal
 
 
 def _tell(console: Console, run: Run, told: pccheck.CheckpointInfo | None) -> pccheck.CheckpointInfo | None:
-    """Print a line where a newer checkpoint than the one told of is durable, and return the newest."""
+    """Print a line if a checkpoint newer than the last one printed is durable, and return the newest."""
     newest = run.newest()
     if newest is not None and newest != told:
         loss = newest.metadata["loss"]

@@ -86,7 +86,7 @@ class Windows:
         return windows[:, :-1], windows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what the data are."""
+        """Return the position, and the identity of the data."""
         return {"data": self.identity, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def learning_rate(steps: int) -> Callable[[int], float]:
 
 
 async def train(args: argparse.Namespace) -> None:
-    """Train, save every ``args.interval`` steps, resume or crash where the command line says so."""
+    """Train, save every ``args.interval`` steps, resume or crash, by the command line."""
     parallel = dist.is_available() and dist.is_torchelastic_launched()
     if parallel:
         dist.init_process_group("gloo")
@@ -193,7 +193,7 @@ async def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train by the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint where there is one")

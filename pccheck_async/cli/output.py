@@ -1,4 +1,4 @@
-"""What the commands share: paths, sizes, JSON, tables, progress bars, errors and exit statuses.
+"""Common parts of the commands: paths, sizes, JSON, tables, progress bars, errors and exit statuses.
 
 Importing this imports no torch: ``pccheck --help`` must be quick.
 """
@@ -54,7 +54,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i)?B?", re.ASCII)
 
 
 class Report(NamedTuple):
-    """The answer of a command: what ``--json`` prints, what is printed without it, and the exit status."""
+    """The answer of a command: the document for ``--json``, the text without it, and the exit status."""
 
     document: Any
     text: Iterable[str | Table | Tree]
@@ -109,7 +109,7 @@ def status_of(error: Exception) -> int:
 
 
 def drop_output(*streams: TextIO) -> None:
-    """Discard what is left to be written to these streams: it would be flushed at exit."""
+    """Discard the rest of these streams' output: it would be flushed at exit."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -131,7 +131,7 @@ def parse_path(text: str) -> Path:
 
 
 def path_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
-    """Return what makes a parameter a path of the command line."""
+    """Return typer's argument for a path of the command line."""
     return typer.Argument(parser=parse_path, metavar=metavar, help=help)
 
 
@@ -314,7 +314,7 @@ def table(*headings: str, right: int = 0) -> Table:
 
 def _show_table(screen: Console, rows: Table) -> None:
     columns = [[str(column.header), *map(str, column.cells)] for column in rows.columns]
-    words = [word[:_LONG_WORD] for text in columns[-1] for word in text.split()]  # what the last one folds
+    words = [word[:_LONG_WORD] for text in columns[-1] for word in text.split()]  # the last column folds between them
     least = sum(max(map(cell_len, texts), default=0) + 3 for texts in (*columns[:-1], words))  # padding, and a line
     if least <= screen.width:
         screen.print(rows)

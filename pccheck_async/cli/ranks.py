@@ -1,4 +1,4 @@
-"""What the commands show of a group's folder: who lacks a part, ranks x checkpoints, and which rank is the slowest."""
+"""Output of the commands for a group's folder: lacking parts, ranks x checkpoints, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MOST_BOXES = 8
 
 
 def group_listing(path: Path) -> GroupListing | None:
-    """Return what the records in a group's folder say, None where it is another folder."""
+    """Return the contents of the records in a group's folder, None if it is another folder."""
     from pccheck_async.group import is_group_folder, list_group
 
     return list_group(path) if is_group_folder(path) else None
 
 
 def rank_of_store(path: Path) -> str:
-    """Say whose parts a store holds; empty for a store of its own."""
+    """Return a sentence on the group's parts that a store holds; empty for a store of its own."""
     from pccheck_async.store import read_at_once
 
     found = read_at_once(path)
@@ -61,13 +61,13 @@ def incomplete_as_json(listing: GroupListing) -> list[dict[str, Any]]:
 
 
 def group_as_json(listing: GroupListing) -> dict[str, Any]:
-    """Return what ``ls`` says of a group's folder."""
+    """Return the output of ``ls`` for a group's folder."""
     complete = [as_json(listing.info(one)) | {"world_size": one.world} for one in listing.complete]
     return {"checkpoints": complete, "incomplete": incomplete_as_json(listing)}
 
 
 def describe_incomplete(listing: GroupListing) -> Iterator[str]:
-    """Say of each checkpoint that is not complete which ranks lack their parts, and what becomes of it."""
+    """Yield for each checkpoint that is not complete the ranks that lack their parts, and its fate."""
     for one in listing.incomplete:
         fate = "it is being saved, or was when the ranks ended"
         if one.committed:
@@ -81,7 +81,7 @@ def describe_incomplete(listing: GroupListing) -> Iterator[str]:
 
 
 def placement(leaf: ShardedLeaf) -> str:
-    """Say which ranks saved which boxes of a tensor: in a few words where they are cut regularly."""
+    """Return the ranks and the boxes of a tensor that they saved: in a few words if they are cut regularly."""
     boxes = [(box, rank) for rank, each in leaf.boxes.items() for box in each]
     if not boxes:
         return "of no elements"
@@ -107,7 +107,7 @@ def _indices(box: ShardBox) -> str:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Write numbers in their order, what counts up as one range."""
+    """Return numbers as text, in their order; those that count up become one range."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] + 1 == number:
@@ -122,7 +122,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def heat_map(path: Path) -> Report:
-    """Return what each rank has of each checkpoint, and what its stages take while its engine runs."""
+    """Return each rank's part of each checkpoint, and the times of its stages while its engine runs."""
     from pccheck_async.group import rank_name
     from pccheck_async.medium.status_file import read_status
 

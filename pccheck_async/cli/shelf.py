@@ -1,4 +1,4 @@
-"""``pccheck shelf``: what is on a shelf, without changing it."""
+"""``pccheck shelf``: the contents of a shelf, read without changing it."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def show(path: ShelfPath, json: Json = False) -> Report:
 def verify(path: ShelfPath, json: Json = False) -> Report:
     """Compare every variable of a shelf with its checksum, as of its last transaction.
 
-    Exit status: 0 all are what their last transactions made of them, 1 it failed, 2 wrong usage, 4 some were
-    changed outside a transaction, or are damaged.
+    Exit status: 0 no variable differs from its last transaction, 1 it failed, 2 wrong usage, 4 some were changed
+    outside a transaction, or are damaged.
     """
     with pccheck.Shelf(path, readonly=True) as opened:
         changed = opened.verify()

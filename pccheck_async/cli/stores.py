@@ -118,12 +118,12 @@ def _missing_slots(path: Path) -> dict[int, str]:
 def _restart(
     infos: Iterable[pccheck.CheckpointInfo], lost: Container[int], whole: Mapping[int, str] | None = None
 ) -> str:
-    """Say which of the committed checkpoints, newest first, a restart restores.
+    """Return a sentence on the committed checkpoint that a restart restores, newest first.
 
     Args:
         infos: All of them.
         lost: Counters of those that are known to be lost or damaged.
-        whole: Counters of those that were found whole, with where they lie; None where nothing was checked.
+        whole: Counters of those that were found whole, with their places; None if nothing was checked.
     """
     newest = next((info for info in infos if not info.rejected and info.counter not in lost), None)
     if newest is None:
@@ -159,7 +159,7 @@ def show(
 ) -> Report:
     """Show the tree of a checkpoint: leaves with dtype, shape and size, aliases, plain values, chunks, the manifest.
 
-    Of a group's, tensors that lie on several ranks with what they are in full, and which rank saved which boxes.
+    Of a group's, tensors that lie on several ranks in full, and which rank saved which boxes.
 
     Reads no tensor, but of a group without --rank those that ranks may have different, and writes nothing. Safe while a
     trainer writes to the store.
@@ -275,11 +275,11 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,
     json: Json = False,
 ) -> Report:
-    """Check every checksum: all copies of the commit records, the manifest, and every chunk. Names what is damaged.
+    """Check every checksum: all copies of the commit records, the manifest, and every chunk. Names the damaged parts.
 
     Of a group's folder, the records and parts of all ranks. Writes nothing. Safe while a trainer writes to the store.
 
-    Exit status: 0 every byte is what was written, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4
+    Exit status: 0 no byte is damaged, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4
     something is lost or damaged.
     """
     if every and (step is not None or name is not None):
@@ -371,8 +371,8 @@ def diff(
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
 
-    Of groups, tensors that lie on several ranks are compared in full, however they were divided. Verifies what it reads
-    and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+    Of groups, tensors that lie on several ranks are compared in full, divided in any way. Verifies all bytes that it
+    reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
     differ, or something is lost or damaged.
@@ -439,7 +439,7 @@ def _difference(each: pccheck.LeafDifference) -> tuple[str, ...]:
     return str(elements.bits), str(elements.total), *largest, printable(what), path
 
 
-# -- what writes
+# -- commands that write
 
 
 @reporting
@@ -527,7 +527,7 @@ StepNumber = Annotated[int, typer.Argument(help="Step of the checkpoint.")]
 
 @reporting
 def pin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
-    """Keep the newest checkpoint of a step whatever a trainer's rules say. No trainer has PATH open.
+    """Keep the newest checkpoint of a step against a trainer's rules. No trainer has PATH open.
 
     Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
@@ -582,9 +582,9 @@ def recover(
     ] = None,
     json: Json = False,
 ) -> Report:
-    """Find what can be salvaged where the commit records or store.json are lost: checkpoints of which every byte holds.
+    """Search a store whose commit records or store.json are lost for checkpoints of which every byte holds.
 
-    Writes nothing unless told to. Never changes a slot, and keeps the files that it replaces under other names.
+    Writes nothing without --write. Never changes a slot, and keeps the files that it replaces under other names.
 
     Exit status: 0 the store is in order, or written, 1 it failed, 2 wrong usage, 3 nothing whole was found, 4 there is
     something to write.
@@ -731,9 +731,9 @@ def import_(
     ] = False,
     json: Json = False,
 ) -> Report:
-    """Save what a file or folder holds as the newest checkpoint of a store. Runs no code from it.
+    """Save the contents of a file or folder as the newest checkpoint of a store. Runs no code from it.
 
-    Says what it took it for, and what a run that goes on from it will not find in it.
+    Prints the format that it was read as, and the parts that a run that goes on from it will lack.
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage, 3 there is nothing to import, 4 it is damaged.
     """

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 _MOST_COMMITTED = 8
 _WIDE = 75
 _VERY_WIDE = 100
-"""Columns of a terminal from which on there is room for the sizes of what is in flight, and for bars."""
+"""Columns of a terminal from which on there is room for the sizes of checkpoints in flight, and for bars."""
 _SILENT_SECONDS = 3.0
 """An engine publishes twice a second: one that has not for so long is stopped, or its machine is."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What there is to see at one moment; durable checkpoints newest first.
+    """A view of a store at one moment; durable checkpoints newest first.
 
-    ``before`` is an earlier status of the same engine, to take rates from; where nothing is published any more, the
+    ``before`` is an earlier status of the same engine, to take rates from; if nothing is published any more, the
     last one.
     """
 
@@ -61,7 +61,7 @@ class View:
 
     @property
     def status(self) -> Status | None:
-        """What an engine said last."""
+        """The last status of an engine."""
         return None if self.published is None else self.published.status
 
     @property
@@ -98,7 +98,7 @@ class View:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What is worth another line; clocks, rates and shares change with every look."""
+        """The facts whose change is worth another line; clocks, rates and shares change with every look."""
         status, committed = self.status, [(each.counter, each.pinned) for each in self.committed]
         if status is None:
             return self.state, committed
@@ -108,7 +108,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """What there is to see of a group's ranks; ``committed`` are the complete checkpoints, newest first."""
+    """A view of a group's ranks; ``committed`` are the complete checkpoints, newest first."""
 
     path: Path
     ranks: dict[int, View]
@@ -122,7 +122,7 @@ class GroupView:
 
     @property
     def published(self) -> Published | None:
-        """What some rank's engine said last."""
+        """The last status of some rank's engine."""
         return next((view.published for view in self.ranks.values() if view.published is not None), None)
 
     @property
@@ -132,7 +132,7 @@ class GroupView:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What is worth more lines."""
+        """The facts whose change is worth more lines."""
         return tuple((rank, view.facts) for rank, view in self.ranks.items())
 
 
@@ -149,7 +149,7 @@ class GroupWatch:
         self._ranks: dict[int, Watch] = {}
 
     def look(self) -> GroupView:
-        """Return what there is to see. Raises CheckpointError or OSError where it cannot be read."""
+        """Return the present view. Raises CheckpointError or OSError if it cannot be read."""
         from pccheck_async.group import rank_folders
         from pccheck_async.medium.status_file import Committed, copied
 
@@ -167,9 +167,9 @@ class Watch:
         self._earlier: list[Status] = []
 
     def look(self, listed: Sequence[Committed] | None = None) -> View:
-        """Return what there is to see. Raises CheckpointError or OSError where the store cannot be read.
+        """Return the present view. Raises CheckpointError or OSError if the store cannot be read.
 
-        Where no engine says what is durable, that is what the store lists, or for a rank what its group does.
+        If no engine publishes its durable checkpoints, they are those of the store, or for a rank those of its group.
         """
         from pccheck_async.medium.status_file import Committed, copied, read_status
 
@@ -204,9 +204,9 @@ def watch(
 ) -> int:
     """Watch an engine that saves into a store from another process, without disturbing it.
 
-    What it does shows from its first checkpoint on: what is in flight, rates, waiting, what is due next. A terminal
+    It is seen from its first checkpoint on: checkpoints in flight, rates, waiting, the next one due. A terminal
     gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
-    engine ends; where none runs, one line. Of a group's folder each rank has a line, and the slowest is named.
+    engine ends; if none runs, one line. Of a group's folder each rank has a line, and the slowest is named.
 
     Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 it
     failed; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed before, or has
@@ -257,7 +257,7 @@ def _show_changes(watching: Watch | GroupWatch, interval: float, *, json: bool) 
 
 
 def _status(view: View | GroupView) -> int:
-    """Return the exit status for what was seen last; say why where there is nothing."""
+    """Return the exit status for the last view; print the reason if there is nothing."""
     if view.state in ("running", "silent", "closed"):
         return 0
     if view.committed or view.published is not None:
@@ -293,7 +293,7 @@ def _document(view: View) -> dict[str, object]:
 
 
 def line(view: View | GroupView) -> str:
-    """Return what there is to see as one line, of a group as one line per rank."""
+    """Return the view as one line, of a group as one line per rank."""
     if isinstance(view, GroupView):
         lines = [f"rank {rank}: {line(one)}" for rank, one in view.ranks.items()]
         return "\n".join(filter(None, [*lines, describe_slowest(view.times)]))
@@ -323,7 +323,7 @@ def line(view: View | GroupView) -> str:
 
 
 def panel(view: View | GroupView, width: int) -> RenderableType:
-    """Return what there is to see as a panel of so many columns."""
+    """Return the view as a panel of so many columns."""
     if isinstance(view, GroupView):
         parts: list[RenderableType] = [Text(str(view.path), style="bold")]
         parts += [Text(f"rank {rank}: {line(one)}") for rank, one in view.ranks.items()]
@@ -407,7 +407,7 @@ def _phase(each: InFlight) -> str:
 
 
 def _next(status: Status) -> str:
-    """When the next checkpoint is due, empty where nobody knows."""
+    """When the next checkpoint is due, empty if that is not known."""
     if status.next_step is not None:
         text = f"after step {status.next_step}"
         if status.step is not None and status.step_seconds is not None and status.next_step >= status.step:
