@@ -1,4 +1,4 @@
 """One module per framework around training; each is imported by its name, and imports that framework.
 
-It may import: api, training and what is below.
+It may import: api, training and the rooms below.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: says so if there is no Accelerate
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: it reports a missing Accelerate
 from pccheck_async.state import RNGState
 from pccheck_async.training.epochs import Course, Epoch, Place
 
@@ -33,11 +33,11 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
     ``state["loader"]``. Nothing may draw random numbers between ``engine.restore`` and the loop.
 
     Ranks save one checkpoint together with ``SyncCheckpointEngine(..., group=torch.distributed.group.WORLD)``, each its
-    own copy of what it has; ``replicated=["model.*.weight", "optimizer.state.*"]`` and the like save one.
+    own copy of its state; ``replicated=["model.*.weight", "optimizer.state.*"]`` and the like save one.
 
     Args:
         accelerator: One that has prepared the models and optimizers.
-        loader: What the training loop iterates over: a loader that ``prepare`` returned, or an
+        loader: The loader of the training loop: one that ``prepare`` returned, or an
             :class:`AcceleratedLoader` around a ResumableLoader.
 
     Returns:
@@ -74,18 +74,18 @@ class TrackedLoader:
     """A loader that ``Accelerator.prepare`` returned, with a position that is saved.
 
     Loop over :meth:`epochs`; a ``for`` over the loader itself is for loops that count steps (see
-    :class:`~pccheck_async.ResumableLoader`). A position after the last batch of an epoch yields nothing first, so what
-    the loop does at the end of an epoch is done again.
+    :class:`~pccheck_async.ResumableLoader`). A position after the last batch of an epoch yields nothing first, so
+    the loop's work at the end of an epoch is done again.
 
-    In the middle of an epoch the loader is replayed: the generators go back to where they were when the epoch began,
+    In the middle of an epoch the loader is replayed: the generators go back to their state at the epoch's beginning,
     the loader draws its order and the seeds of its workers from them again, batches that the loop had are loaded and
-    dropped, and the generators go forward to where they were at the save. So the default sampler, a seedable one, and
+    dropped, and the generators go forward to their state at the save. So the default sampler, a seedable one, and
     random samples of worker processes come out the same. Random samples without workers do not: they share the
     generators with the training; nor those of ``persistent_workers``. A ResumableLoader repeats those, too, and replays
     nothing.
 
     Args:
-        loader: What ``accelerator.prepare(loader)`` returned.
+        loader: The result of ``accelerator.prepare(loader)``.
 
     Raises:
         ValueError: It is something else, or was prepared with ``use_stateful_dataloader=True``.
@@ -158,7 +158,7 @@ class TrackedLoader:
         sampler = self._loader.get_sampler()
         epoch, number, position, earlier = self._course.save()
         return {
-            "epoch": number,  # as ResumableSampler does
+            "epoch": number,  # the format of ResumableSampler
             "outer": epoch,
             "earlier": [*earlier],
             "delivered": position,
@@ -189,7 +189,7 @@ class TrackedLoader:
 
 
 class _Count:
-    """The accelerator's count of micro-batches, from which it tells where an accumulation window ends."""
+    """The accelerator's count of micro-batches, which determines the end of an accumulation window."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

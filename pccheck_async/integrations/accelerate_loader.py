@@ -1,8 +1,8 @@
-"""A ResumableLoader in loops of Accelerate and in Hugging Face's Trainer, which know loaders of torch only.
+"""A ResumableLoader in loops of Accelerate and in Hugging Face's Trainer, which support loaders of torch only.
 
 ``prepare`` takes torch's DataLoader apart: it shares the batches out among the ranks, and fetches one ahead of the loop
-to know the last one. A ResumableLoader does the first itself and knows the last one without the second, which would
-make its position wrong. So it is not passed through ``prepare``, but wrapped.
+to recognise the last one. A ResumableLoader does the first itself and recognises the last one without the second, which
+would make its position wrong. So it is not passed through ``prepare``, but wrapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["AcceleratedLoader"]
 
 
 class AcceleratedLoader(DataLoaderStateMixin):
-    """A :class:`~pccheck_async.ResumableLoader` with what ``prepare`` gives others; the loader goes into the state.
+    """A :class:`~pccheck_async.ResumableLoader` with the interface of a prepared loader; it goes into the state.
 
     Batches come on the accelerator's device, and ``accelerator.accumulate`` sees the end of the data: the last,
     partial window of an epoch makes its step. No sample is repeated to even out the ranks, so ``gather_for_metrics``
@@ -40,7 +40,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
     Args:
         loader: Not passed through ``prepare``.
-        accelerator: Whose device the batches go to.
+        accelerator: The batches go to its device.
     """
 
     prefetch_factor = None  # of the DataLoader that skip_first_batches makes
@@ -66,7 +66,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
     @property
     def sampler(self) -> Any:
-        """The loader's own, for those who call its ``set_epoch``."""
+        """The loader's own, for callers of its ``set_epoch``."""
         return self.loader.sampler
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
             self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``for`` be the first one of ``epoch`` (see :meth:`~pccheck_async.ResumableLoader.set_epoch`)."""
+        """Begin the next ``for`` with ``epoch`` (see :meth:`~pccheck_async.ResumableLoader.set_epoch`)."""
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
 
 class _Numbers:
-    """Batch numbers of an epoch: what skip_first_batches takes for the batch sampler, and skips in."""
+    """Batch numbers of an epoch: the batch sampler for skip_first_batches, which skips in it."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
@@ -155,7 +155,7 @@ class _Numbers:
 
 
 class _Numbered(Dataset[Any]):
-    """Whole batches by number: what skip_first_batches takes for the dataset. Its length is that of the dataset."""
+    """Whole batches by number: the dataset for skip_first_batches. Its length is that of the dataset."""
 
     def __init__(self, prepared: AcceleratedLoader) -> None:
         self._prepared = prepared

@@ -5,14 +5,14 @@
     model_engine, *_ = deepspeed.initialize(...)
     CheckpointEngine(model_engine)  # this line; save_checkpoint and load_checkpoint are called as before
 
-What DeepSpeed saves as a file, several of them on each rank, becomes a folder of the same name, and that is a store.
-What all ranks saved under a tag counts from the moment at which all of it is durable: then rank 0 writes the file
-``complete`` into the folder of the tag, and ``latest``. Until then the tag and ``latest`` are what they were.
+Each file that DeepSpeed saves, several on each rank, becomes a folder of the same name, and that is a store.
+A tag counts from the moment at which all ranks' parts of it are durable: then rank 0 writes the file
+``complete`` into the folder of the tag, and ``latest``. Until then the tag and ``latest`` stay as before.
 
 Tested with DeepSpeed 0.19.8, which documents no interface for this. Of it are used ``CheckpointEngine`` with its
 methods; the attribute ``checkpoint_engine`` and the methods ``save_checkpoint`` and ``load_checkpoint`` of
-``DeepSpeedEngine``; and that a decoupled checkpoint engine is asked for ``get_commit_info`` in each step that ends a
-window of gradient accumulation, and for ``cleanup`` when the ``DeepSpeedEngine`` is destroyed.
+``DeepSpeedEngine``; and the calls of a decoupled checkpoint engine: ``get_commit_info`` in each step that ends a
+window of gradient accumulation, and ``cleanup`` when the ``DeepSpeedEngine`` is destroyed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COMPLETE: Final = "complete"
 """File in the folder of a tag: which of the checkpoints in its stores are those that all ranks have."""
 _STATE: Final = "state"
 _MOST_WRITING: Final = 2
-"""Stores that a rank writes at a time: the staging memory of each is up to a quarter of what there is."""
+"""Stores that a rank writes at a time: the staging memory of each is up to a quarter of the memory."""
 _PATIENCE: Final = timedelta(minutes=30)
 """How long is waited for other ranks' writes."""
 
@@ -61,17 +61,17 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
     window of gradient accumulation, by the next ``save_checkpoint`` or ``load_checkpoint``, by :meth:`wait`, and when
     the ``DeepSpeedEngine`` is destroyed or the interpreter exits. A failure of a rank is raised there, and the tag does
     not count. A tag that is saved again is the old one until then. Exports (``save_16bit_model``) stay files of
-    ``torch.save``, and checkpoints that were saved as files are loaded as DeepSpeed loads them.
+    ``torch.save``, and checkpoints that were saved as files are loaded by DeepSpeed's own engine.
 
-    What DeepSpeed leaves out is lost as before: of ranks that are equal by data the module of the first one is saved,
-    so buffers that differ by rank (BatchNorm's averages) come back as rank 0's; random number generators and data
-    positions are saved only where ``client_state`` has them, which is that of the same rank.
+    Data that DeepSpeed leaves out is lost as before: of ranks that are equal by data the module of the first one is
+    saved, so buffers that differ by rank (BatchNorm's averages) come back as rank 0's; random number generators and
+    data positions are saved only if ``client_state`` has them, which is that of the same rank.
 
-    Tags are loaded as DeepSpeed does, by pickle where a value (such as its loss scaler) can only be held so: load no
+    Tags are loaded in DeepSpeed's way, by pickle if a value (such as its loss scaler) can only be held so: load no
     checkpoint from strangers.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned first. Every rank makes this object.
+        engine: The first result of ``deepspeed.initialize``. Every rank makes this object.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -109,12 +109,12 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         self._ranks.tell_complete()
 
     def create(self, info: Any) -> None:
-        """Note what is saved from here on."""
+        """Set the tag of the saves that follow."""
         if self._saving:
             self._tag = info
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Capture what DeepSpeed would write into a file; write it into a store in the background."""
+        """Capture the contents of a file of DeepSpeed; write them into a store in the background."""
         if not self._saving:  # an export
             self._files.save(state_dict, path)
             return
@@ -133,14 +133,14 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         self._writing.append((path, engine, pending))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return what was saved; ``map_location`` as for ``torch.load``, of tensors on the host."""
+        """Return the saved state; ``map_location`` as for ``torch.load``, of tensors on the host."""
         if os.path.isfile(path):
             return self._files.load(path, map_location=map_location)
         where = "cpu" if map_location is None else map_location
         return load_sync(path, step=_complete(path), device=where, allow_pickle=True)[_STATE]
 
     def commit(self, info: Any) -> bool:
-        """Do nothing: DeepSpeed calls this for exports alone, and :meth:`get_commit_info` is asked otherwise."""
+        """Do nothing: DeepSpeed calls this for exports alone, and :meth:`get_commit_info` otherwise."""
         return True
 
     def is_decoupled(self) -> bool:
@@ -148,22 +148,22 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         return True
 
     def get_commit_info(self) -> None:
-        """Let a tag count that has become complete. Never blocks for storage; there is nothing left to commit."""
+        """Publish a tag that has become complete. Never blocks for storage; there is nothing left to commit."""
         self._close_written(wait=False)
         if self._tag is not None and self._ranks.rank == 0 and self._ranks.ended():
             self.wait()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: of a storage only what the state views is saved, and DeepSpeed need not copy it before."""
+        """Return False: only the viewed bytes of a storage are saved, and DeepSpeed need not copy it before."""
         return False
 
     def cleanup(self) -> None:
-        """Finish what is being saved, and let it count."""
+        """Finish the saves in progress, and publish their tag."""
         atexit.unregister(self.cleanup)
         if self._ranks.rank == 0:
             self.wait()
         else:
-            self._close_written(wait=True)  # rank 0 may leave first: nothing is asked of it
+            self._close_written(wait=True)  # rank 0 may leave first: this does not need it
 
     def _saving_with(self, save: Callable[..., bool]) -> Callable[..., bool]:
         @wraps(save)
@@ -211,7 +211,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
 
 
 class _Snapshot:
-    """What DeepSpeed made of its objects, for one checkpoint."""
+    """DeepSpeed's state of its objects, for one checkpoint."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -224,7 +224,7 @@ class _Snapshot:
 
 
 class _Ranks:
-    """What the ranks tell one another of one tag at a time, by counters in a store that rank 0 serves.
+    """The ranks' exchange about one tag at a time, by counters in a store that rank 0 serves.
 
     No collective is called when a tag becomes complete: ranks are at different places of their training then. Under
     the number of the tag stand how many parts all ranks ``began``, how many are ``durable``, how many ``all`` are (once
@@ -305,7 +305,7 @@ def _complete(path: str) -> int | None:
 
 
 def _pin_alone(engine: SyncCheckpointEngine, complete: int | None) -> None:
-    """Keep what a tag that is saved again holds, until all ranks have the new one."""
+    """Keep the complete checkpoint of a tag that is saved again, until all ranks have the new one."""
     for info in engine.checkpoints():
         if info.step == complete:
             engine.pin(info.step)

@@ -12,7 +12,7 @@ __all__ = ["remove_free_slots"]
 
 
 def remove_free_slots(path: str | os.PathLike[str]) -> None:
-    """Give back what a closed engine leaves reserved for the next checkpoint of a store: there may never be one."""
+    """Free the space that a closed engine leaves reserved for the next checkpoint: there may never be one."""
     found = read_at_once(path)
     named = {slot_name(entry.slot) for entry in found[1].entries} if found else set()
     for slot in Path(path).glob("slot-*"):

@@ -1,4 +1,4 @@
-"""A training that was told to stop before its limits, such as by an early stop, stays stopped when started again."""
+"""A training that was stopped before its limits, such as by an early stop, stays stopped when started again."""
 
 from __future__ import annotations
 

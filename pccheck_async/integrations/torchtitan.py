@@ -33,18 +33,18 @@ from torchtitan.components.checkpointer import CheckpointManager as Base  # noqa
 __all__ = ["CheckpointManager"]
 
 RNG: Final = "rng"
-"""Name in the checkpoint of what TorchTitan does not save: each rank's random number generators."""
+"""Name in the checkpoint of the state that TorchTitan does not save: each rank's random number generators."""
 
 
 class CheckpointManager(Base):
     """Saves all ranks' state together, while training continues; see TorchTitan's own for arguments and settings.
 
-    A checkpoint holds what TorchTitan's own does (model parts, optimizers, learning rate schedulers, data loader, step)
-    and the random number generators of each rank. It is captured beside the next forward and backward pass, and
+    A checkpoint holds the state of TorchTitan's own (model parts, optimizers, learning rate schedulers, data loader,
+    step) and the random number generators of each rank. It is captured beside the next forward and backward pass, and
     complete on all ranks or not there. ``keep_latest_k`` is the engine's ``keep_last``; ``async_mode`` has no meaning.
 
-    Checkpoints lie in ``folder`` as one group's store. Where that is empty, TorchTitan's own manager loads: what
-    ``initial_load_path`` names, or the newest ``step-N`` of an earlier run of TorchTitan in the same folder. A last
+    Checkpoints lie in ``folder`` as one group's store. If that is empty, TorchTitan's own manager loads:
+    ``initial_load_path``, or the newest ``step-N`` of an earlier run of TorchTitan in the same folder. A last
     step that is saved as model only (``last_save_model_only``, TorchTitan's default) is an export, and still written by
     TorchTitan as ``step-N``; a restart resumes from the newest complete checkpoint, and not from the export.
 
@@ -115,9 +115,9 @@ class CheckpointManager(Base):
         return True
 
     def _make_iterator(self) -> None:
-        """Let the data loader begin now: it draws a random number, which the step after the checkpoint did not draw.
+        """Make the data loader begin now: it draws a random number, which the step after the checkpoint did not draw.
 
-        A ``StatefulDataLoader`` that is asked for its state begins, and its next ``iter()`` goes on with that.
+        ``state_dict()`` makes a ``StatefulDataLoader`` begin, and its next ``iter()`` goes on with that.
         """
         if (loader := self.states[DATALOADER]) is not None:
             rng = RNGState()

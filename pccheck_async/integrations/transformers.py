@@ -65,25 +65,25 @@ METHODS: Final = {
 """The methods of the Trainer that are wrapped, with their parameters, in the order in which training calls them."""
 
 ATTRIBUTES: Final = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""What is saved and restored of the Trainer beside its public attributes: losses and operations that no log has yet.
-``_total_loss_scalar`` is set, too."""
+"""Attributes of the Trainer that are saved and restored beside the public ones: losses and operations that no log has
+yet. ``_total_loss_scalar`` is set, too."""
 
 PROGRESS: Final = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
     "best_model_checkpoint",
 )  # fmt: skip
-"""What is restored of the TrainerState. The rest of it follows from the arguments of the run that resumes."""
+"""The restored fields of the TrainerState. The rest of it follows from the arguments of the run that resumes."""
 
 _STORE: Final = "the store of PCcheckCallback"
-"""Given to the Trainer's methods as what they resume from."""
+"""Passed to the Trainer's methods as the source to resume from."""
 
 
 class PCcheckCallback(TrainerCallback):
-    """Saves all that a Trainer's run consists of while it trains; the same command again resumes it.
+    """Saves the whole state of a Trainer's run while it trains; the same command again resumes it.
 
     :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
-    checkpoint in the store, and trains from the beginning where there is none. From a folder of the Trainer's own that
-    is given as ``resume_from_checkpoint=`` training goes on instead; it raises ValueError where the store holds a later
+    checkpoint in the store, and trains from the beginning if there is none. From a folder of the Trainer's own that
+    is given as ``resume_from_checkpoint=`` training goes on instead; it raises ValueError if the store holds a later
     step, which would be replaced.
 
     The step of a checkpoint is the Trainer's ``global_step``. Saved are model, optimizer, scheduler, gradient scaler,
@@ -92,7 +92,7 @@ class PCcheckCallback(TrainerCallback):
     logged and evaluated; the last one of an epoch when the epoch was. The Trainer's own saving goes on beside that.
 
     Of models with adapters (PEFT) the frozen parameters are left out: the command has to load the same ones again,
-    and restoring raises StateMismatchError where it did not.
+    and restoring raises StateMismatchError if it did not.
 
     Under ``torch.distributed`` all ranks save one checkpoint together (``group``).
 
@@ -100,15 +100,15 @@ class PCcheckCallback(TrainerCallback):
         store: Folder of the store.
         interval: As for :class:`pccheck_async.CheckpointEngine`; a number is one of global steps, like ``save_steps``.
         save_last: Also save the last step.
-        resume_stopped: Go on although a callback had told training to stop (``should_training_stop``). Else
-            ``trainer.train()`` returns at once, as it does where ``max_steps`` is reached, unless that is larger now.
+        resume_stopped: Go on although a callback had stopped training (``should_training_stop``). Else
+            ``trainer.train()`` returns at once, as at ``max_steps``, unless that is larger now.
         private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The Trainer's own losses may differ anyway.
         settings: Any others of the engine.
 
     Attributes:
         engine: The engine of the training that runs. Another callback may call its methods from ``on_train_begin`` on,
             such as ``engine.on_preemption()``.
-        restored: What the last training went on from; None where it began anew.
+        restored: The checkpoint from which the last training went on; None if it began anew.
 
     Raises:
         TypeError: The engine has no such setting.
@@ -133,7 +133,7 @@ class PCcheckCallback(TrainerCallback):
             SyncCheckpointEngine,
             store,
             interval=_EverySteps(interval) if type(interval) is int else interval,
-            save_last=False,  # what the Trainer does at its end, such as loading the best model, is not the last step's
+            save_last=False,  # the Trainer's work at its end, such as loading the best model, is not the last step's
             **settings,
         )
         self._make_engine()  # wrong settings are refused here, and not where training begins
@@ -175,7 +175,7 @@ class PCcheckCallback(TrainerCallback):
                 manager.execute_jit_checkpoint = partial(self._preempted, manager.execute_jit_checkpoint)
         if self in callbacks:
             callbacks.remove(self)
-        callbacks.insert(0, self)  # loggers come later, and see what is added to logs
+        callbacks.insert(0, self)  # loggers come later, and see the additions to logs
         return self
 
     # -- methods of the Trainer, in the order of METHODS, each with the one that it wraps
@@ -194,7 +194,7 @@ class PCcheckCallback(TrainerCallback):
             return original(*args, resume_from_checkpoint=resume_from_checkpoint, trial=trial, **named)
 
     def set_initial_training_values(self, original: Callable[..., Any], args: Any, dataloader: Any) -> Any:
-        """Remember what :meth:`_init_training_state` needs."""
+        """Keep the dataloader for :meth:`_init_training_state`."""
         self._dataloader = dataloader
         return original(args, dataloader)
 
@@ -205,7 +205,7 @@ class PCcheckCallback(TrainerCallback):
         trainer, progress = self._trainer, self._progress
         epoch, batches = original(max_steps, per_epoch, epochs, None if resume is _STORE else resume, trial)
         if resume is _STORE:
-            # The position is wanted now, and what it is restored with is prepared right after this.
+            # The position is needed now, and the objects to restore it with are prepared right after this.
             self._prepared = trainer._prepare_for_training(max_steps, self._dataloader, resume)
             self.restored = self.engine.restore(self._state, private=self._private)
             if trainer.state.global_step >= max_steps or self._stays_stopped():
@@ -227,7 +227,7 @@ class PCcheckCallback(TrainerCallback):
     def _prepare_for_training(
         self, original: Callable[..., Any], max_steps: int, train_dataloader: Any, resume: Any
     ) -> Any:
-        """Open the engine; the second call returns what the first did."""
+        """Open the engine; the second call returns the result of the first."""
         if self._prepared is None:
             trainer = self._trainer
             if isinstance(train_dataloader, ResumableLoader):
@@ -280,10 +280,10 @@ class PCcheckCallback(TrainerCallback):
         self._progress.preempted = True
         save()
 
-    # -- what the Trainer calls
+    # -- events that the Trainer calls
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Restore what the Trainer has just set to zero."""
+        """Restore the values that the Trainer has just set to zero."""
         if self._trainer is None:
             raise RuntimeError("a PCcheckCallback is attached: PCcheckCallback(store).attach(trainer)")
         self._progress.finish()
@@ -300,23 +300,23 @@ class PCcheckCallback(TrainerCallback):
         progress.generators = RNGState().state_dict()
 
     def on_step_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
-        """Begin the step context: what belongs to an update of the parameters."""
+        """Begin the step context: the work for one update of the parameters."""
         self._epoch_ended = False
         self._context = self.engine.step(self._state, state.global_step + 1)
         self._this: TrainingStep = self._context.__enter__()
 
     def on_epoch_end(self, _: Any, state: TrainerState, control: Any, **__: Any) -> None:
-        """Note the position; training that stops inside an epoch may go on there with more steps."""
+        """Record the position; training that stops inside an epoch may go on there with more steps."""
         self._epoch_ended = True
         if not control.should_training_stop or float(state.epoch).is_integer():
             self._progress.epoch += 1
             self._progress.began = state.global_step
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Put losses into the checkpoint's metadata, and what the engine did into the log."""
+        """Put losses into the checkpoint's metadata, and numbers of the engine into the log."""
         if self._context is not None:
             self._this.metadata |= {name: logs[name] for name in ("epoch", "loss", "eval_loss") if name in logs}
-        if "loss" in logs:  # not into what evaluate() and train() return
+        if "loss" in logs:  # not into the results of evaluate() and train()
             scalars = self.engine.scalars()
             logs |= {
                 name: scalars[name]
@@ -350,14 +350,14 @@ class _Generators(RNGState):
 
 
 class _Progress:
-    """What the Trainer itself knows of its run.
+    """The Trainer's own record of its run.
 
     Attributes:
         epoch: Epochs that are done.
         began: The global step at which the one underway began.
         generators: The global generators at that step: those of samplers and workers are seeded from them.
         preempted: Whether a signal stops the training.
-        told_to_stop: Why the training that was restored ended before its ``max_steps``; empty where it did not, or
+        told_to_stop: Why the training that was restored ended before its ``max_steps``; empty if it did not, or
             ``max_steps`` is larger now.
     """
 
@@ -409,13 +409,13 @@ class _Progress:
         return int(self._saved["epoch"]), int(step - self._saved["began"])
 
     def finish(self) -> None:
-        """Restore what the Trainer sets before it calls ``on_train_begin``."""
+        """Restore the values that the Trainer sets before it calls ``on_train_begin``."""
         if self._saved is not None and "unlogged" in self._saved:
             trainer = self._trainer
             for name in ATTRIBUTES:
                 setattr(trainer, name, self._saved["unlogged"][name])
             trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
-            trainer._total_loss_scalar = -trainer._tr_loss.item()  # what train() returns is of this training alone
+            trainer._total_loss_scalar = -trainer._tr_loss.item()  # the result of train() is of this training alone
 
     def _why_stopped(self) -> str:
         if not self._trainer.control.should_training_stop or self.preempted:
@@ -452,7 +452,7 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a short text that tells tensors apart: a name in the state, so that others are no match."""
+    """Return a short text that identifies tensors: a name in the state, so that others are no match."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors.items():
         total = tensor.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64)

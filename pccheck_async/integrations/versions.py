@@ -15,7 +15,7 @@ def require(framework: str, tested: str) -> None:
         framework: Its name as a package, which is also that of the extra that installs it.
         tested: Versions that begin so were tested, such as ``"0.19"``.
 
-    Raises ImportError: it is not installed; says how to install it.
+    Raises ImportError: it is not installed; the text names the command that installs it.
     """
     try:
         found = version(framework)

@@ -5,7 +5,7 @@
     dcp.save(state, checkpoint_id="run/step-10", storage_writer=StorageWriter("run"))
     dcp.load(state, checkpoint_id="run/step-10", storage_reader=StorageReader("run"))
 
-DCP plans, and what a rank's plan names is saved by that rank; the commit is the group's (:mod:`pccheck_async.group`).
+DCP plans, and each rank saves the items of its plan; the commit is the group's (:mod:`pccheck_async.group`).
 Nothing is written for DCP beside that: its ``Metadata`` is made of the manifests of all ranks.
 """
 

@@ -1,4 +1,4 @@
-"""What a ``checkpoint_id`` means: checkpoints are not folders here, but steps of one root."""
+"""The meaning of a ``checkpoint_id``: checkpoints are not folders here, but steps of one root."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A plan of DCP as an app state, and manifests as DCP's metadata.
 
-The app state has a tensor under each of DCP's names, and under :data:`OWN` what DCP needs besides: the bytes that its
+The app state has a tensor under each of DCP's names, and under :data:`OWN` further data of DCP: the bytes that its
 planner made of values that are no tensors, and the planner's data.
 """
 
@@ -38,12 +38,12 @@ _VERSION: Final = 1
 
 
 def state_of(plan: SavePlan, planner: SavePlanner, *, alone: bool) -> dict[str, Any]:
-    """Return what a rank saves.
+    """Return the state that a rank saves.
 
     Args:
         plan: The rank's.
         planner: Resolves its items.
-        alone: No other rank saves: what is whole is a plain tensor.
+        alone: No other rank saves: a whole tensor is a plain one.
 
     Raises UnsupportedStateError: the planner gives no data that can be saved; names the item.
     """
@@ -65,7 +65,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, *, alone: bool) -> dict[str, 
         state[name] = parts[0][1] if whole else PlannedBoxes(shape, parts)
     names = {item.index.fqn for item in plan.items}
     planned = plan.planner_data
-    if isinstance(planned, dict):  # each rank has all of it: what belongs to no item here is another rank's to save
+    if isinstance(planned, dict):  # each rank has all of it: entries without an item here are saved by another rank
         planned = {name: each for name, each in planned.items() if name in names}
     return state | {OWN: {"version": _VERSION, "bytes": other, "planner_data": planned}}
 
@@ -105,7 +105,7 @@ class StoredItem:
 
     @property
     def rank(self) -> int:
-        """Whose part has it."""
+        """The rank whose part has it."""
         return self.box.part
 
     @property
@@ -124,8 +124,8 @@ class StoredValue:
 def metadata_of(manifests: Mapping[int, Manifest]) -> Metadata:
     """Return DCP's metadata of a checkpoint, by the manifests of its ranks.
 
-    ``storage_data`` has a :class:`StoredItem` for each box, and that or a :class:`StoredValue` for what is no tensor.
-    Of a checkpoint of the engine, names are those that DCP would give; what is each rank's own is the lowest rank's.
+    ``storage_data`` has a :class:`StoredItem` for each box, and that or a :class:`StoredValue` for other values.
+    Of a checkpoint of the engine, names are those that DCP would give; of values that each rank has, the lowest rank's.
 
     Raises CorruptStoreError: they describe no state.
     """
@@ -149,7 +149,7 @@ class _Part:
         self._manifest = manifest
 
     def add_planned_state(self, metadata: Metadata, own: Node) -> None:
-        """Add what DCP saved."""
+        """Add the state that DCP saved."""
         entries = _entries(own)
         if entries.get("version") != _VERSION or not {"bytes", "planner_data"} <= entries.keys():
             raise CorruptStoreError(f"the part of rank {self._rank} has a form that this version does not know")
@@ -163,8 +163,8 @@ class _Part:
                 _add_value(metadata, name, item)
 
     def add_engine_state(self, metadata: Metadata) -> None:
-        """Add what an engine saved, under the names that DCP would give."""
-        found: dict[int, tuple[str, Node]] = {}  # by the identity of what stands for it
+        """Add the state that an engine saved, under the names that DCP would give."""
+        found: dict[int, tuple[str, Node]] = {}  # by the identity of its stand-in
         at = {node.index if isinstance(node, ArrayNode) else id(node): path for path, node in _arrays(self._manifest)}
 
         def stand_in(node: ArrayNode | ShardedNode, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _arrays(manifest: Manifest) -> Iterator[tuple[str, ArrayNode | ShardedNode]]
 
 
 def _merge_planner_data(metadata: Metadata, data: Any) -> None:
-    """As DCP does: of what several ranks have, the lowest rank's counts."""
+    """Merge planner data by DCP's rule: of entries that several ranks have, the lowest rank's counts."""
     known = metadata.planner_data
     if isinstance(known, dict) and isinstance(data, dict):
         metadata.planner_data = data | known

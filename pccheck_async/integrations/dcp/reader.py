@@ -45,13 +45,13 @@ class _Chosen:
 class StorageReader(storage.StorageReader):
     """Loads checkpoints with ``dcp.load``, also beside a running writer, into any sharding and number of ranks.
 
-    ``checkpoint_id`` is as for :class:`StorageWriter`: the newest checkpoint that was saved under this name is loaded,
+    ``checkpoint_id`` is that of :class:`StorageWriter`: the newest checkpoint that was saved under this name is loaded,
     or else the newest of the step that the name ends with. Without an id (or with the root) it is the newest one.
-    Every rank reads the manifests of all ranks' parts, so the root lies on a filesystem that all see, and then each
-    chunk that holds something of its own once, whose checksum is verified.
+    Every rank reads the manifests of all ranks' parts, so the root lies on a filesystem that all see, and then once
+    each chunk with bytes for it, whose checksum is verified.
 
-    Checkpoints of an engine are read, too: tensors and values have the names that DCP would give them; of what is each
-    rank's own there is rank 0's.
+    Checkpoints of an engine are read, too: tensors and values have the names that DCP would give them; of values that
+    each rank has, those of rank 0 are there.
 
     Args:
         root: Folder of the checkpoints.
@@ -82,7 +82,7 @@ class StorageReader(storage.StorageReader):
             IncompleteCheckpointError: the parts of some ranks are not in this folder.
             CorruptStoreError, ReadError: a record or a manifest cannot be read.
         """
-        if "rank" in kwargs:  # where this raised before, DCP asks for one of this rank alone
+        if "rank" in kwargs:  # after an error here, DCP requests that of this rank alone
             raise NoCheckpointError("there is no metadata of single ranks")
         chosen = self._chosen = _choose(self._root, self._name)
         with EngineLoop("pccheck-dcp") as loop:
@@ -95,19 +95,19 @@ class StorageReader(storage.StorageReader):
         self._stored = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which checkpoint this rank chose."""
+        """Return the plan with the checkpoint that this rank chose."""
         assert self._chosen is not None
         return replace(plan, storage_data=(self._chosen.key, self._chosen.step))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare what the ranks chose. Raises GroupError: a checkpoint was committed meanwhile."""
+        """Compare the ranks' choices. Raises GroupError: a checkpoint was committed meanwhile."""
         if len({plan.storage_data for plan in plans}) > 1:
             steps = ", ".join(str(plan.storage_data[1]) for plan in plans)
             raise GroupError(f"the ranks chose checkpoints of steps {steps}: one was committed meanwhile; load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, in place; values that are no tensors come last.
+        """Read the items of the plan, in place; values that are no tensors come last.
 
         Raises:
             DamagedError: a chunk is damaged, or the checkpoint is gone by now. Tensors may have parts of it then.
@@ -203,8 +203,8 @@ class _Load:
     ) -> None:
         self._planner = planner
         self._wanted: list[Wanted] = []
-        self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by rank and name, which tells all of them apart
-        self._tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []  # what the planner gave, what is filled
+        self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by rank and name, which identify each
+        self._tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []  # the planner's, and those to fill
         self._bytes: list[tuple[ReadItem, torch.Tensor]] = []
         self._values: list[tuple[ReadItem, StoredValue]] = []
         for item in items:

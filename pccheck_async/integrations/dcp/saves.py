@@ -1,4 +1,4 @@
-"""What this process saves under one root: an engine that is opened at the first save and stays open."""
+"""Saves of this process under one root: an engine that is opened at the first save and stays open."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Settings:
 class Saves:
     """The saves under one root, one after the other. DCP goes through each in *rounds*, all ranks alike.
 
-    A round that began uses up one counter of the group on every rank, also on a rank that DCP does not ask to write:
-    which one that is, none of the others can know.
+    A round that began uses up one counter of the group on every rank, also on a rank on which DCP writes nothing:
+    the others cannot know that rank.
 
     Attributes:
         step: Of the round.
@@ -93,7 +93,7 @@ class Saves:
         self._last = self._step = self._last + 1 if named is None else named
 
     def open(self, place: object, rank: int) -> None:
-        """Open the engine, where it is not open and well. Raises GroupError, and what opening an engine raises."""
+        """Open the engine, if it is not open or has failed. Raises GroupError, and the errors of opening an engine."""
         self._writing = True
         if (core := self._core) is not None and not _ended(core):
             return
@@ -120,9 +120,9 @@ class Saves:
         self._count()
 
     def save(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Save what ``make`` returns; return when this rank's part of it is durable.
+        """Save the result of ``make``; return when this rank's part of it is durable.
 
-        Raises what makes it fail.
+        Raises the error that makes it fail.
         """
         core = self._core
         metadata: Metadata = {} if self.name is None else {ID_KEY: self.name}
@@ -149,13 +149,13 @@ class Saves:
         self._pending = pending
 
     def finish(self) -> None:
-        """Wait until the round's checkpoint is durable on all ranks. Raises what makes it fail."""
+        """Wait until the round's checkpoint is durable on all ranks. Raises the error that makes it fail."""
         pending, self._pending = self._pending, None
         assert pending is not None
         pending.result()
 
     def _settle(self, deadline: float | None = None) -> None:
-        """Wait until the last round's checkpoint ended, where DCP did not ask for that; it told of a failure."""
+        """Wait until the last round's checkpoint ended, if DCP did not; its error was raised before."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with suppress(CheckpointError, TimeoutError):
@@ -179,7 +179,7 @@ def _ended(core: EngineCore) -> bool:
 
 
 def _close(core: EngineCore) -> None:
-    with suppress(CheckpointError):  # it was told
+    with suppress(CheckpointError):  # it was raised already
         block_on(core, core.close)
 
 
@@ -218,7 +218,7 @@ def place_for(root: str, world: int) -> Place:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Nobody is told to close what DCP opened; engines are closed at the exit anyway, and say that nobody did."""
+    """Close the engines that DCP opened: no user has to, and engines still open at the exit would warn of that."""
     for pid, root in list(_saves):
         saves = forget(root) if pid == os.getpid() else None
         if saves is not None:

@@ -21,11 +21,11 @@ __all__ = ["StorageWriter"]
 
 
 class StorageWriter(storage.StorageWriter):
-    """Saves what ``dcp.save`` and ``dcp.async_save`` plan, crash-consistently on all ranks.
+    """Saves the plans of ``dcp.save`` and ``dcp.async_save``, crash-consistently on all ranks.
 
     ``checkpoint_id`` names a checkpoint under the root: the root joined with a name, or the name alone. A number at the
     end of the name is the step (``"run/step-10"``, ``"10"``); other names, and saves without an id, count on from the
-    last step. A root has no folders of single checkpoints: old ones go as ``keep_last`` and ``keep_every`` say.
+    last step. A root has no folders of single checkpoints: ``keep_last`` and ``keep_every`` decide which ones stay.
 
     Several ranks make a group, whose folder the root is then. One rank without ``torch.distributed``, or with
     ``no_dist=True``, makes a store of one process. The engine is opened at the first save and stays open until
@@ -60,7 +60,7 @@ class StorageWriter(storage.StorageWriter):
         self._begun: Saves | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs: it opens an engine of its own."""
+        """Return the settings for another process: it opens an engine of its own."""
         return self.__dict__ | {"_begun": None}
 
     @property
@@ -73,7 +73,7 @@ class StorageWriter(storage.StorageWriter):
         self._name = name_of(checkpoint_id, self._root)
 
     def storage_meta(self) -> StorageMeta:
-        """Begin a save: this is what DCP calls first, on every rank."""
+        """Begin a save: DCP calls this first, on every rank."""
         self._begun = saves_of(self._root, *self._settings)
         self._begun.begin(self._name)
         meta = StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -81,7 +81,7 @@ class StorageWriter(storage.StorageWriter):
         return meta
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note which rank this is. Raises ValueError for ``use_collectives=False``."""
+        """Store this process's rank. Raises ValueError for ``use_collectives=False``."""
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "use_collectives=False is not supported: ranks that do not plan together write no common checkpoint; "
@@ -94,14 +94,14 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell all ranks where they find one another; only the first plan that a rank gets is asked for it."""
+        """Add the address at which the ranks meet to all plans; only the first plan of a rank needs it."""
         place = place_for(self._root, len(plans))
         return [replace(plan, storage_data=place) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Capture, write, and make this rank's part durable; what becomes of the checkpoint, all parts decide.
+        """Capture, write, and make this rank's part durable; the checkpoint needs all parts.
 
-        Raises what makes the checkpoint fail on this rank; it fails on all of them then.
+        Raises the error that makes the checkpoint fail on this rank; it fails on all of them then.
         """
         saves = self._begun
         assert saves is not None

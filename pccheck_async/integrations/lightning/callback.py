@@ -45,42 +45,42 @@ PRIVATE: Final = {
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
 }  # fmt: skip
-"""What is used of Lightning beyond its documentation, with ``Timer._duration``, ``BaseFinetuning._restarting`` and what
-is imported above of ``call`` and ``fabric``.
+"""The attributes of Lightning that are used beyond its documentation, with ``Timer._duration``,
+``BaseFinetuning._restarting`` and the imports above of ``call`` and ``fabric``.
 
-No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
+No hook is called at the end of a batch: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
 the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
 """
 
 
 class PCcheckCallback(Callback):
-    """Saves the training as often as ``interval`` says, and goes on from the newest checkpoint when ``fit`` begins.
+    """Saves the training at each ``interval``, and goes on from the newest checkpoint when ``fit`` begins.
 
     A checkpoint holds the model with its buffers, optimizers, schedulers, the precision plugin, loops, the states of
-    callbacks and the datamodule, what their hooks and those of the module add on saving, the positions of training
+    callbacks and the datamodule, the additions of their hooks and the module's on saving, the positions of training
     loaders that have a ``state_dict``, and the global generators. It is taken between two batches, after the validation
     that follows the first of them, and not inside a window of gradient accumulation. Loaders without a position are
     iterated over again up to the batch, with the random numbers that the epoch began with.
 
     Under several ranks each gives the same arguments, and they save one checkpoint together.
 
-    ``fit(ckpt_path=...)`` is refused where the folder holds a checkpoint. The first ``fit`` restores, later ones of the
-    same Trainer and module go on with what is in memory, unless it raised. ``fast_dev_run`` saves and restores nothing.
+    ``fit(ckpt_path=...)`` is refused if the folder holds a checkpoint. The first ``fit`` restores, later ones of the
+    same Trainer and module go on with the state in memory, unless it raised. ``fast_dev_run`` saves and restores none.
 
     Args:
         folder: Of the store.
         interval: Optimizer steps (batches, in manual optimization) between two checkpoints, a ``timedelta`` or a
             policy. The default saves as often as 3 % of the training time allow.
-        save_last: Also save where training ends: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
-        resume_stopped: Go on although training had been told to stop early (``trainer.should_stop``). Else ``fit``
-            returns at once, as it does where ``max_epochs`` is reached, unless a limit is larger now.
-        private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. What loops, callbacks and the datamodule
-            have may differ by rank anyway.
+        save_last: Also save at the end of training: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
+        resume_stopped: Go on although training had been stopped early (``trainer.should_stop``). Else ``fit``
+            returns at once, as at ``max_epochs``, unless a limit is larger now.
+        private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The states of loops, callbacks and the
+            datamodule may differ by rank anyway.
         settings: Any other of :class:`pccheck_async.SyncCheckpointEngine`.
 
     Attributes:
         engine: While ``fit`` runs; else None.
-        restored: What was restored, or None.
+        restored: The checkpoint that was restored, or None.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PCcheckCallback(Callback):
         self._private = private
         self.engine: SyncCheckpointEngine | None = None
         self.restored: Restored | None = None
-        self._of: tuple[Any, LightningModule] | None = None  # whose training is in memory
+        self._of: tuple[Any, LightningModule] | None = None  # the training in memory
         self._rng: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
         self._step = ExitStack()
@@ -116,7 +116,7 @@ class PCcheckCallback(Callback):
         settings = self._settings
         if dist.is_initialized():
             settings = {"group": dist.group.WORLD, "replicated": _replicated(trainer.model), **settings}
-        goes_on = self._of == (trainer, pl_module)  # what is in memory is newer than what was saved
+        goes_on = self._of == (trainer, pl_module)  # the state in memory is newer than the saved one
         engine = SyncCheckpointEngine(self._folder, save_last=False, **{"overwrite": goes_on, **settings})
         self._state = _state(trainer)
         self.engine = engine.open()
@@ -138,7 +138,7 @@ class PCcheckCallback(Callback):
         draws.make_again(loop.epoch_loop.val_loop, "val")
 
     def _stop_again(self, trainer: Any, restored: Restored) -> None:
-        """Tell the training to stop if it had been told, unless a limit is larger now."""
+        """Stop the training if it had been stopped before, unless a limit is larger now."""
         if why := self._state["sizes"].told_to_stop():
             trainer.should_stop = True
             if trainer.fit_loop._can_stop_early:  # else Lightning trains on to min_epochs or min_steps first
@@ -176,7 +176,7 @@ class PCcheckCallback(Callback):
             self._this = self._step.enter_context(self.engine.step(self._state, step))
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """Note the generators, unless the epoch's iterator was made with the loaders or to go to a position."""
+        """Record the generators, unless the epoch's iterator was made with the loaders or to go to a position."""
         loop = trainer.fit_loop
         if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
             self._state["draws"].note_iter()
@@ -202,7 +202,7 @@ class PCcheckCallback(Callback):
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish what is being saved, and close."""
+        """Finish the saves in progress, and close."""
         if self.engine is not None:
             self._close(trainer, exception)
 
@@ -219,7 +219,7 @@ class PCcheckCallback(Callback):
                 vars(each).pop(name, None)
         assert engine is not None
         if error is not None:
-            self._of = None  # what is in memory may be half of a batch
+            self._of = None  # the state in memory may be half of a batch
         with note_closing_failure_on(error), ExitStack() as closing:
             closing.callback(engine.close, None if error is None else self._settings.get("exit_timeout", 60.0))
             if error is not None:
@@ -252,7 +252,7 @@ class _Callbacks:
 
 
 class _Others:
-    """What a file of Lightning has beside the parts that have names: plugins, the datamodule, what hooks add."""
+    """The parts of a file of Lightning that have no names here: plugins, the datamodule, additions of hooks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -268,7 +268,7 @@ class _Others:
         }
 
     def _plugins(self) -> dict[str, Any]:
-        """Return what saves under the name of its class."""
+        """Return the objects that save under the name of their class."""
         parts = (self._trainer.precision_plugin, self._trainer.datamodule)
         return {type(part).__qualname__: part for part in parts if part is not None}
 
@@ -300,7 +300,7 @@ class _Others:
 
 
 class _Sizes:
-    """What a position inside an epoch is counted in, the limits of the training, and what is frozen."""
+    """The unit of a position inside an epoch, the limits of the training, and the frozen parameters."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -320,7 +320,7 @@ class _Sizes:
         self._saved = state
 
     def freeze(self) -> None:
-        """Let what was frozen be frozen, and nothing else, where a callback freezes and unfreezes."""
+        """Freeze the parameters that were frozen, and no others, if a callback freezes and unfreezes."""
         if not _tuners(self._trainer) or not (frozen := self._saved.get("frozen")):
             return
         module = self._trainer.lightning_module
@@ -331,7 +331,7 @@ class _Sizes:
                 part.track_running_stats = name not in frozen["norms"]
 
     def told_to_stop(self) -> str:
-        """Return why the training was told to stop; empty where it was not, or a limit is larger now."""
+        """Return why the training was stopped; empty if it was not, or a limit is larger now."""
         saved, now = self._saved.get("limits", {}), _limits(self._trainer)
         raised = any(now[name] > limit for name, limit in saved.items())
         return "" if raised else self._saved.get("stopped", "")
@@ -363,7 +363,7 @@ class _Draws:
         self._made: dict[str, Any] = {}
 
     def make_again(self, loop: Any, kind: str) -> None:
-        """Wrap ``setup_data``: note when loaders are made; first make those of the checkpoint, as they were then."""
+        """Wrap ``setup_data``: record when loaders are made; first make those of the checkpoint, as at their time."""
         setup, progress = loop.setup_data, loop.trainer.fit_loop.epoch_progress.current
         is_due, last = f"_should_reload_{kind}_dl", f"_last_{kind}_dl_reload_epoch"
         to_make = self._made.get(kind)
@@ -398,7 +398,7 @@ class _Draws:
         self._watch(loaders, {})
 
     def _watch(self, loaders: Any, saved: Mapping[str, Any]) -> None:
-        """Note the generators when one of several loaders has ended and is iterated over again."""
+        """Record the generators when one of several loaders has ended and is iterated over again."""
         iterator, cycles = loaders._iterator, self._states.setdefault("cycles", {})
         if len(iterator.iterables) > 1 and not isinstance(iterator.iterables[0], _Cycled):
             names = map(str, range(len(iterator.iterables)))
@@ -408,7 +408,7 @@ class _Draws:
             ]
 
     def go_back(self, loop: Any) -> Any:
-        """Return the iterator of the saved epoch, at its start, and let the generators be those of its first batch."""
+        """Return the iterator of the saved epoch, at its start, and set the generators to those of its first batch."""
         self._states = {name: state for name, state in self._saved.items() if name in ("iter", "fetch")}
         if "iter" in self._states:
             RNGState().load_state_dict(self._states["iter"])
@@ -432,7 +432,7 @@ class _Cycled:
     Args:
         loader: The loader.
         noted: Changed: how often it was begun again, and the generators when it was last, and at its first batch then.
-        saved: The same of the run that is repeated up to a checkpoint: the order of that pass was drawn with these.
+        saved: The ``noted`` of the run that is repeated up to a checkpoint: the order of that pass was drawn with them.
     """
 
     def __init__(self, loader: Any, noted: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -458,7 +458,7 @@ class _Cycled:
 
 _WRAPPED: Final = ("on_advance_end", "on_run_start", "setup_data", "_load_combined_loader_states", "_on_before_fetch")
 _UNKNOWN: Final = frozenset({"draws", "rng", "sizes"})
-"""What a converted file of Lightning does not have."""
+"""The parts that a converted file of Lightning does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
 
@@ -487,7 +487,7 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any], trainer: Any, 
         rebuilt = error.mismatched or error.unexpected
         if not missing <= _UNKNOWN or (rebuilt and not _tuners(trainer)):
             raise
-        if rebuilt:  # their states say which groups of parameters they have given to the optimizers
+        if rebuilt:  # their states have the groups of parameters that they gave to the optimizers
             engine.restore({"callbacks": state["callbacks"]}, strict=False, private=private)
             for each in _tuners(trainer):
                 each.on_fit_start(trainer, trainer.lightning_module)
@@ -504,7 +504,7 @@ def _tuners(trainer: Any) -> list[Any]:
 
 
 def _frozen(trainer: Any) -> dict[str, list[str]]:
-    """Return what ``BaseFinetuning`` has frozen, as it does that: parameters, and the averages of BatchNorm."""
+    """Return the names that ``BaseFinetuning`` has frozen: parameters, and the averages of BatchNorm."""
     if not _tuners(trainer):
         return {}
     module = trainer.lightning_module
@@ -516,7 +516,7 @@ def _frozen(trainer: Any) -> dict[str, list[str]]:
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return the paths of what ranks have alike. The state has the module, not its wrapper, to fit one rank, too."""
+    """Return the paths that are equal on all ranks. The state has the module, not its wrapper, to fit one rank, too."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))
@@ -584,7 +584,7 @@ def _around(
 
 
 def _forget_restart(loop: Any) -> None:
-    """Let the loops go on as if they had never stopped: the state is that between two batches, with nothing to redo."""
+    """Make the loops go on as if they had never stopped: the state is between two batches, with nothing to redo."""
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         each.on_iteration_done()
 
@@ -611,4 +611,4 @@ def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
                 f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
                 "give it the same data in batches of the same size"
             )
-    loop._data_fetcher.fetched = 0  # the loop adds what the epoch has had
+    loop._data_fetcher.fetched = 0  # the loop adds the epoch's batches so far

@@ -21,14 +21,14 @@ __all__ = ["METADATA", "OTHERS", "PCcheckIO", "is_own", "put_in_place"]
 _MOST = 2
 METADATA = {"saved_by": "PCcheckIO"}
 OTHERS = "pccheck_others"
-"""Beside what the ranks of a PCcheckModelParallelStrategy shard: what else Lightning saves."""
+"""The key of everything that Lightning saves beside the shards of a PCcheckModelParallelStrategy."""
 
 
 class PCcheckIO(TorchCheckpointIO):
-    """Saves what ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save, as folders; reads these, and files of torch.
+    """Saves checkpoints of ``trainer.save_checkpoint`` and ``ModelCheckpoint`` as folders; reads these and torch files.
 
     A save returns when the checkpoint is captured. Its path appears when it is durable, whole; a path that was there
-    keeps what it had until then. Removals wait for the saves before them, and nothing is removed after a save that
+    keeps its contents until then. Removals wait for the saves before them, and nothing is removed after a save that
     failed. The failure is raised by the next save, load or at the end.
 
     Args:
@@ -54,10 +54,10 @@ class PCcheckIO(TorchCheckpointIO):
         place = Path(path).absolute()
         self._wait(0 if place in self._unfinished or os.path.lexists(place) else _MOST - 1)
         place.parent.mkdir(parents=True, exist_ok=True)
-        in_place = place.is_dir() and not place.is_symlink()  # its commit replaces what it holds
+        in_place = place.is_dir() and not place.is_symlink()  # its commit replaces the contents
         if in_place and not is_own(place):
             raise FileExistsError(f"{place} is a folder that PCcheckIO did not save, and does not replace")
-        # What a killed process left under that name is taken over; of one that lives, it is locked.
+        # Leftovers of a killed process under that name are taken over; those of a live one are locked.
         store = place if in_place else place.with_name(f".{place.name}.saving")
         engine = SyncCheckpointEngine(store, **self._settings).open()
         try:
@@ -72,9 +72,9 @@ class PCcheckIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what was saved at a path: a folder of this class, or a file of ``torch.save``.
+        """Return the checkpoint at a path: a folder of this class, or a file of ``torch.save``.
 
-        With ``weights_only=True`` nothing is unpickled, whatever the settings allow.
+        With ``weights_only=True`` nothing is unpickled, under any settings.
 
         Raises:
             ValueError: The folder holds no checkpoint of this class.
@@ -94,7 +94,7 @@ class PCcheckIO(TorchCheckpointIO):
         return found | others
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove what is at a path, once the saves before have become durable."""
+        """Remove the checkpoint at a path, once the saves before have become durable."""
         self._turn.then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
 
     def teardown(self) -> None:

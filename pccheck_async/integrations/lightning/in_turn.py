@@ -1,4 +1,4 @@
-"""What follows a save, in the order of the saves, on a thread that lives as long as there is something to do."""
+"""Work that follows a save, in the order of the saves, on a thread that lives as long as there is something to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InTurn:
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def then(self, work: Callable[[], None], *, removes: bool = False) -> None:
-        """Do something after what was given before."""
+        """Queue work behind that of earlier calls."""
         with self._changed:
             self._waiting.append((work, removes))
             if self._thread is None:
@@ -27,7 +27,7 @@ class InTurn:
                 self._thread.start()
 
     def wait(self, most: int = 0) -> None:
-        """Wait until at most so many are not done. Raises what the first one that failed raised."""
+        """Wait until at most so many are not done. Raises the error of the first one that failed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) <= most)
             error, self._error = self._error, None

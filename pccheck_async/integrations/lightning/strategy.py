@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism: what ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save, each rank its shards."""
+"""FSDP2 and tensor parallelism: ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save each rank's shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         self._unfinished: set[Path] = set()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, and what each rank has alike."""
+        """Return this rank's shards, and the values that all ranks share."""
         assert self.model is not None
         return dict(self.model.state_dict())
 
@@ -92,7 +92,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         self._turn.then(finish)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restore model and optimizers in place; return the rest of what was saved. Reads folders of torch's DCP, too.
+        """Restore model and optimizers in place; return the rest of the checkpoint. Reads folders of torch's DCP, too.
 
         Raises:
             ValueError: The path is a checkpoint of one process.
@@ -112,7 +112,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
             state["optimizer_states"] = [*self.optimizers]
         with SyncCheckpointEngine(path, group=dist.group.WORLD, **self._settings) as engine:
             strict = trains and self.lightning_module.strict_loading
-            # What each rank has for itself is of its batches: what loops and callbacks keep, and averages of BatchNorm.
+            # Each rank's own values are of its batches: states of loops and callbacks, and averages of BatchNorm.
             own = [
                 f"{OTHERS}.*",
                 *(f"state_dict.{name}" for name, _ in self.model.named_buffers(remove_duplicate=False)),
@@ -121,7 +121,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         return others.loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove what is at a path, once the saves before have become durable."""
+        """Remove the checkpoint at a path, once the saves before have become durable."""
         if self.is_global_zero:
             self._turn.then(partial(shutil.rmtree, filepath), removes=True)
 
@@ -134,7 +134,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
 
 
 class _Others:
-    """What is no tensor of the model or of optimizers: loops, schedulers, states of callbacks."""
+    """Everything but tensors of the model or of optimizers: loops, schedulers, states of callbacks."""
 
     loaded: dict[str, Any]
 
