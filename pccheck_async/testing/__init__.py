@@ -17,7 +17,7 @@ may do to a training job's checkpoints, for instance::
 
 :class:`FailingWriter` fails the k-th operation, :class:`StuckWriter` holds operations back until they are released,
 :class:`ThrottledWriter` has the bandwidth of a slow disk; they wrap any medium, the real files too.
-:data:`MEDIUM_CHECKS` are what a medium of your own has to pass.
+:data:`MEDIUM_CHECKS` are the checks that a medium of your own has to pass.
 """
 
 from pccheck_async.testing.crash import CrashDisk, CrashWriter, ImageWriter

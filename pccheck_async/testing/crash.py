@@ -34,7 +34,7 @@ __all__ = ["CrashDisk", "CrashWriter", "ImageWriter"]
 
 @dataclass(slots=True, eq=False)
 class Inode:
-    """A file, whatever its name is."""
+    """A file, under any name."""
 
     number: int
     durable: bytes = b""
@@ -45,12 +45,12 @@ class Inode:
 
 
 class CrashDisk:
-    """What all processes that open one folder see, and what a power failure would leave of it.
+    """The state of one folder as all its processes see it, and as a power failure may leave it.
 
     :class:`~pccheck_async.testing.CrashWriter` performs its operations here, in two halves: submitted and completed.
     After each half the observer is called with a :class:`Snapshot`. From a snapshot,
-    :func:`~pccheck_async.testing.power_loss_images` yields what a power failure may leave and
-    :meth:`after_process_death` what the next process finds.
+    :func:`~pccheck_async.testing.power_loss_images` yields the images that a power failure may leave and
+    :meth:`after_process_death` returns the disk of the next process.
 
     All methods may be called from any thread; the observer runs inside the call, one call at a time.
 
@@ -95,12 +95,12 @@ class CrashDisk:
     def after_process_death(
         cls, snapshot: Snapshot, *, rng: random.Random | None = None, sector: int = 512, lingering: int = 0
     ) -> CrashDisk:
-        """Return the disk as the next process finds it: nothing written is lost, nothing more is durable, no locks.
+        """Return the disk of the next process: nothing written is lost, nothing more is durable, no locks.
 
         Args:
             snapshot: The disk when the process died.
-            rng: Decides what each write in flight left behind, torn at ``sector``; None to let all of it land.
-            sector: What the device writes atomically, in bytes.
+            rng: Decides how much of each write in flight landed, torn at ``sector``; None to let all of it land.
+            sector: Unit that the device writes atomically, in bytes.
             lingering: Writes in flight stay queued in the kernel, which keeps their files locked, and land only after
                 so many further operations. 0: at once.
         """
@@ -126,7 +126,7 @@ class CrashDisk:
         return disk
 
     def acknowledge(self, counter: int) -> None:
-        """Note that checkpoint ``counter`` was reported as durable: from now on no crash may lose it."""
+        """Record that checkpoint ``counter`` was reported as durable: from now on no crash may lose it."""
         with self._guard:
             self.acknowledged = max(counter, self.acknowledged or counter)
 
@@ -143,11 +143,11 @@ class CrashDisk:
             )
 
     def contents(self) -> Mapping[str, bytes]:
-        """Return what a process sees now: files by name."""
+        """Return the files by name, as a process sees them now."""
         with self._guard:
             return {name: bytes(self._inodes[number].volatile) for name, number in self._names.items()}
 
-    # What follows is for the writer. Raises OSError, as system calls do.
+    # The methods below are for the writer. They raise OSError, like system calls.
 
     def names(self) -> list[str]:
         with self._guard:
@@ -176,7 +176,7 @@ class CrashDisk:
             return inode, self.change_folder(FolderChange(name, inode.number))
 
     def change_folder(self, entry: FolderChange) -> FolderChange:
-        """Let a change of the folder happen; volatile."""
+        """Apply a change of the folder; volatile."""
         with self._guard:
             if entry.inode is None:
                 self.find(entry.name)
@@ -207,12 +207,12 @@ class CrashDisk:
             file.unflushed = [landed if each is submitted else each for each in file.unflushed]
 
     def submit_flush(self, file: Inode) -> set[Change]:
-        """Start a flush and return what it covers: the changes that are complete now."""
+        """Start a flush and return the changes that it covers: those that are complete now."""
         with self._guard:
             return {change for change in file.unflushed if change.completed}
 
     def complete_flush(self, file: Inode, covered: set[Change]) -> None:
-        """End a flush: what it covers is durable."""
+        """End a flush: the covered changes are durable."""
         with self._guard:
             file.durable = replay(file.durable, (c for c in file.unflushed if c in covered))
             file.unflushed = [change for change in file.unflushed if change not in covered]
@@ -237,12 +237,12 @@ class CrashDisk:
             file.unflushed.clear()
 
     def submit_sync(self) -> list[FolderChange]:
-        """Start to sync the folder and return what that covers: the changes that are complete now."""
+        """Start to sync the folder and return the changes that this covers: those that are complete now."""
         with self._guard:
             return closed(self._pending, (i for i, entry in enumerate(self._pending) if entry.completed))
 
     def complete_sync(self, covered: list[FolderChange]) -> None:
-        """End to sync the folder: what that covers is durable."""
+        """End the sync of the folder: the covered changes are durable."""
         with self._guard:
             for entry in self._pending:
                 if entry in covered:
@@ -264,7 +264,7 @@ class CrashDisk:
             file.locks.pop(holder, None)
 
     def boundary(self, description: str) -> None:
-        """Note that an operation was submitted or completed, and show the disk to the observer."""
+        """Called when an operation was submitted or completed; shows the disk to the observer."""
         with self._guard:
             self._pass_time()
             if self.observer is not None:
@@ -421,9 +421,9 @@ class CrashWriter(StepwiseMedium):
         return MediumStatistics("crash", direct=True, why="in memory", **self._clock.stages())
 
     async def _perform(self, what: str, name: str, *steps: Callable[[Any], Any]) -> Any:
-        """Run an operation to its end, cancelled or not; map what it raises.
+        """Run an operation to its end, cancelled or not; map its errors.
 
-        Its first step is its submission; time passes before each of the others, which get what the one before returned.
+        Its first step is its submission; time passes before each of the others, which get the result of the one before.
         """
         if self._read_only:
             raise write_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), name)

@@ -21,7 +21,7 @@ _LINE = 64
 
 
 class CrashMapping(Mapping):
-    """A file of a disk in memory. Its steps are what is left out or reordered to plant a mistake."""
+    """A file of a disk in memory. Tests plant a mistake by leaving out or reordering its steps."""
 
     def __init__(self, disk: CrashDisk, inode: Inode) -> None:
         self._disk = disk
@@ -47,7 +47,7 @@ class CrashMapping(Mapping):
 
 
 class MappedCrashWriter(CrashWriter):
-    """One process's view of a :class:`CrashDisk` that writes through mappings: what is written is durable at once.
+    """One process's view of a :class:`CrashDisk` that writes through mappings: each write is durable at once.
 
     ``mapping`` makes that of a file.
     """
@@ -65,7 +65,7 @@ class MappedCrashWriter(CrashWriter):
             await self._perform(f"write {file.name} [{offset}, {offset + len(data)})", file.name, lambda _: None, store)
 
     async def flush(self, file: File) -> None:
-        """Let the kernel flush a file once; after that, what is written is durable."""
+        """Flush a file once through the kernel; from then on each write is durable by itself."""
         mapping = self._mapping(file)
         if not mapping.settled:
             await super().flush(file)

@@ -1,8 +1,8 @@
-"""The file of a shelf on a :class:`CrashDisk`: users store into its windows past everybody; the power fails at will.
+"""The file of a shelf on a :class:`CrashDisk`: users store into its windows directly; the power fails at will.
 
-What a user stores into a window is in the caches of the processor, or of the kernel: it may survive in units of 8
-bytes, any subset of them, from the moment at which it is stored. :meth:`CrashShelfFile.notice` finds it, by comparing
-windows with what they showed; each verb begins with that, and a test that wants more instants calls it between stores.
+A user's store into a window is in the caches of the processor, or of the kernel: it may survive in units of 8
+bytes, any subset of them, from its moment on. :meth:`CrashShelfFile.notice` finds it, by comparing windows with
+their last contents; each verb begins with that, and a test that wants more instants calls it between stores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CrashShelfFile", "CrashWindow"]
 
 
 class CrashWindow(Window):
-    """Memory of the test's own; its file copies from it what was stored, to the place that it shows."""
+    """Memory of the test's own; its file copies the stores from it to the range that it shows."""
 
     def __init__(self, file: CrashShelfFile, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
@@ -53,7 +53,7 @@ class CrashWindow(Window):
         self._crash_file.windows.discard(self)
 
     def notice(self) -> None:
-        """Submit what was stored since the last time, run by run."""
+        """Submit the stores since the last time, run by run."""
         words = np.flatnonzero(self._array.view(np.uint64) != self._known.view(np.uint64))
         for run in np.split(words, np.flatnonzero(np.diff(words) != 1) + 1) if len(words) else ():
             low, high = int(run[0]) * ATOM, (int(run[-1]) + 1) * ATOM
@@ -64,7 +64,7 @@ class CrashWindow(Window):
 class CrashShelfFile:
     """One process's view of the file of a shelf (see :class:`~pccheck_async.medium.windows.WindowedFile`).
 
-    ``mapping``, and the methods here, are what is left out or reordered to plant a mistake.
+    Tests plant a mistake by leaving out or reordering ``mapping``, and the methods here.
 
     Args:
         disk: Where the file is.
@@ -93,7 +93,7 @@ class CrashShelfFile:
         return len(self.inode.volatile)
 
     def notice(self) -> None:
-        """Find what users stored into windows since the last time."""
+        """Find the stores of users into windows since the last time."""
         for window in list(self.windows):
             window.notice()
 
@@ -106,7 +106,7 @@ class CrashShelfFile:
         self.nbytes = nbytes
 
     def settle(self) -> None:
-        """Let the kernel flush all of the file."""
+        """Flush all of the file, like the kernel."""
         covered = self.disk.submit_flush(self.inode)
         self.disk.boundary("flush submitted")
         self.disk.complete_flush(self.inode, covered)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 CHANGES = frozenset(("flush", "remove", "replace", "reserve", "sync_names", "write"))
-"""The kinds of access that change what is on storage, or make it durable."""
+"""The kinds of access that change storage, or make it durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Access:
 
 
 def _passed(method: F) -> F:
-    """Return a method that has ``inner`` do the same, through ``perform``."""
+    """Return a method that calls its namesake of ``inner``, through ``perform``."""
     kind = method.__name__
 
     async def call(self: WrappingWriter, *arguments: Any, **options: Any) -> Any:
@@ -70,7 +70,7 @@ class WrappingWriter(StepwiseMedium):
         self.inner = inner
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
-        """Let ``call`` happen; every method but ``close``, ``abandon`` and ``statistics`` comes through here."""
+        """Perform ``call``; every method but ``close``, ``abandon`` and ``statistics`` comes through here."""
         return await call()
 
     prepare = _passed(Medium.prepare)
@@ -102,7 +102,7 @@ class WrappingWriter(StepwiseMedium):
 class FailingWriter(WrappingWriter):
     """Fails the operation number ``fail_at``; nothing of that operation happens.
 
-    Run once with ``fail_at=None`` to learn how many operations there are, then once for each::
+    Run once with ``fail_at=None`` to count the operations, then once for each::
 
         counting = FailingWriter(CrashWriter(CrashDisk()), fail_at=None)
         ...
@@ -111,7 +111,7 @@ class FailingWriter(WrappingWriter):
             ...
 
     Args:
-        inner: The writer that performs what does not fail.
+        inner: The writer that performs the other operations.
         fail_at: Number of the operation that fails, counted from 1; None for none. May be set anew.
         error: ``errno`` of the failure, mapped to the error that the real writer raises.
         kinds: Names of the methods that count (default: all that change storage or make it durable).
@@ -176,7 +176,7 @@ class StuckWriter(WrappingWriter):
         writer.release()
 
     Args:
-        inner: The writer that performs what was released.
+        inner: The writer that performs the released operations.
         kinds: Names of the methods that hang (default: all that change storage or make it durable).
         after: Operations of these kinds that pass before the first one hangs.
     """
@@ -186,7 +186,7 @@ class StuckWriter(WrappingWriter):
         self._changed = threading.Condition()
         self._kinds = frozenset(kinds)
         self._passing = after
-        self._waiting: dict[Callable[[], object], Access] = {}  # by what lets them go on
+        self._waiting: dict[Callable[[], object], Access] = {}  # by the functions that resume them
 
     @property
     def stuck(self) -> list[Access]:
@@ -195,13 +195,13 @@ class StuckWriter(WrappingWriter):
             return list(self._waiting.values())
 
     def hold(self, *kinds: str, after: int = 0) -> None:
-        """Let operations of these kinds hang from now on, instead of those named before."""
+        """Hold back operations of these kinds from now on, instead of those named before."""
         with self._changed:
             self._kinds = frozenset(kinds)
             self._passing = after
 
     def release(self, *, hold_on: bool = False) -> None:
-        """Release what hangs; later operations pass too, unless ``hold_on``."""
+        """Release the operations held back; later ones pass too, unless ``hold_on``."""
         with self._changed:
             if not hold_on:
                 self._kinds = frozenset()
@@ -236,7 +236,7 @@ class StuckWriter(WrappingWriter):
 
 
 class ThrottledWriter(WrappingWriter):
-    """Caps reads and writes per file and in all, as cloud disks do: several streams reach what one alone does not.
+    """Caps reads and writes per file and in all, like cloud disks: several streams are faster than one alone.
 
     Transfers queue for the caps in the order in which they are submitted and end no earlier than a device of that
     bandwidth would end them. For use on one event loop.
@@ -262,7 +262,7 @@ class ThrottledWriter(WrappingWriter):
         self._per_stream = per_stream
         self._total = total
         self._per_request = per_request
-        # When what was submitted will be done, in seconds of the loop's clock: of each transfer worked on at a time (a
+        # The ends of submitted transfers, in seconds of the loop's clock: of each transfer worked on at a time (a
         # heap), of the device, and of each file.
         self._requests = [0.0] * requests
         self._device = [0.0]

@@ -1,4 +1,4 @@
-"""What every medium promises, as checks that a new one can be run against.
+"""The promises of every medium, as checks to run a new one against.
 
 ::
 
@@ -9,8 +9,8 @@
 
         asyncio.run(check(make))
 
-A check raises AssertionError where a promise is broken. What survives a power failure no check can see from inside:
-that is what :class:`~pccheck_async.testing.CrashDisk` is for.
+A check raises AssertionError for a broken promise. No check can see from inside which bytes survive a power failure:
+use :class:`~pccheck_async.testing.CrashDisk` for that.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _checks: list[Check] = [nothing_is_found_where_nothing_is]
 
 
 def _check(promise: Callable[[Medium, Medium, int], Awaitable[None]]) -> Check:
-    """Give a check two processes' views of one place, and the block size there; note it."""
+    """Give a check two processes' views of one place, and the block size there; add it to the list of checks."""
 
     @functools.wraps(promise)
     async def check(make: Make) -> None:
@@ -124,7 +124,7 @@ async def others_see_what_is_written(medium: Medium, other: Medium, block: int) 
 
 @_check
 async def names_come_and_go(medium: Medium, other: Medium, block: int) -> None:
-    """What is removed is gone for all; an open file can still be read."""
+    """A removed name is gone for all; an open file can still be read."""
     for name in ("slot-001", "slot-000"):
         file = await medium.reserve(name, block)
     await medium.write(file, 0, _block(block, b"kept"))
@@ -148,7 +148,7 @@ async def a_file_is_told_from_its_successor(medium: Medium, other: Medium, block
 
 @_check
 async def a_small_file_is_replaced_as_a_whole(medium: Medium, other: Medium, block: int) -> None:
-    """The new bytes are all of it, and the old file is kept where that is asked for."""
+    """The new bytes are all of it, and the old file is kept if ``keep_as`` names it."""
     for data in (b"first and long", b"second"):
         await medium.replace("small", data)
         _require(await other.read_small("small") == data, "replace leaves the new bytes and nothing else")
@@ -198,7 +198,7 @@ async def parts_become_durable_in_order(medium: Medium, other: Medium, block: in
 
 @_check
 async def what_is_unknown_after_a_failure_is_told(medium: Medium, other: Medium, block: int) -> None:
-    """A failed write to the first file is no more than that; after a flush it is unknown what is durable."""
+    """A failed write to the first file is no more than that; a failure after a flush leaves durability unknown."""
     file, _ = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
     unwritable = await medium.open("slot-001", writable=False)
     piece = 0, _block(block, b"text")
@@ -242,7 +242,7 @@ async def transfers_are_counted(medium: Medium, other: Medium, block: int) -> No
 
 @_check
 async def what_is_closed_takes_nothing_more(medium: Medium, other: Medium, block: int) -> None:
-    """Closing twice is fine, and using what was closed is an error."""
+    """Closing twice is fine, and using a closed file or medium is an error."""
     first, second = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
     await medium.close(first)
     await medium.close(first)

@@ -1,6 +1,6 @@
-"""What a ``CrashDisk`` held at one instant, and every folder that may be found after the power failed then.
+"""The contents of a ``CrashDisk`` at one instant, and every folder that may be found after the power failed then.
 
-What the model lets a power failure do, on purpose more than any one filesystem does:
+The power failures of the model, on purpose more than any one filesystem allows:
 
 * Of the changes to a file that no flush covers (writes, and the sizes of new files), any subset survives, in the order
   in which they were made. Each surviving write may be torn: sectors are written whole or not at all, in any order, so
@@ -10,7 +10,7 @@ What the model lets a power failure do, on purpose more than any one filesystem 
   earlier ones that touch the same names. A journal that commits in order gives the prefixes, which are among these;
   copy-on-write filesystems and parallel journals give others. Renames are atomic. Flushing a file does not make its
   name durable.
-* What a flush covers survives, unharmed. A write that was in flight when the flush was submitted is not covered.
+* Changes covered by a flush survive, unharmed. A write that was in flight when the flush was submitted is not covered.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FolderChange:
     inode: int | None = None
     """The new file, None where a name is moved or removed."""
     to: str = ""
-    """The name it moves to, replacing what had that; empty where it is removed."""
+    """The new name, replacing any file of that name; empty if it is removed."""
     completed: bool = False
     """False while the change is in flight: no ``sync_names`` covers it."""
 
@@ -161,13 +161,13 @@ def power_loss_images(
 ) -> Iterator[Image]:
     """Yield distinct images, at most ``limit``, that a power failure at ``snapshot`` may leave.
 
-    Nothing survived and everything survived come first. Where all subsets of the unflushed changes fit into ``limit``,
-    all are yielded; what is left of ``limit`` goes to torn writes. Otherwise changes that survive alone, changes that
+    Nothing survived and everything survived come first. If all subsets of the unflushed changes fit into ``limit``,
+    all are yielded; the rest of ``limit`` goes to torn writes. Otherwise changes that survive alone, changes that
     are lost alone, and random subsets with torn writes are drawn.
 
     Args:
         snapshot: The disk at the instant of the failure.
-        sector: What the device writes atomically, in bytes.
+        sector: Unit that the device writes atomically, in bytes.
         limit: Images at most.
         rng: Source of the draws; None for a fixed one.
     """
@@ -187,7 +187,7 @@ def power_loss_images(
 
 
 def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
-    """Return what remains of a torn change: a prefix, all but a hole, or scattered sectors; a size in between."""
+    """Return the remains of a torn change: a prefix, all but a hole, or scattered sectors; a size in between."""
     if isinstance(change, Resized):
         return [Resized(rng.randrange(0, change.nbytes + 1, min(sector, change.nbytes) or 1), change.completed)]
     length = len(change.data)
@@ -200,7 +200,7 @@ def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
         case 1:
             landed = [range(first), range(last, count)] if first < last else [range(count)]
         case _:
-            # What is adjacent is one change, so that few remain to choose subsets of.
+            # Adjacent sectors are one change, so that few remain to choose subsets of.
             chosen = [rng.random() < 0.5 for _ in range(count)]
             starts = [i for i in range(count) if chosen[i] and not (i and chosen[i - 1])]
             ends = [i + 1 for i in range(count) if chosen[i] and chosen[i + 1 : i + 2] != [True]]
@@ -230,7 +230,7 @@ def closed(pending: Sequence[FolderChange], chosen: Iterable[int]) -> list[Folde
 _LOST, _WHOLE, _TORN = range(3)
 """Fates of a change."""
 _ATTEMPTS = 3
-"""Draws for each image asked for; where few images exist, most draws repeat one."""
+"""Draws for each requested image; if few images exist, most draws repeat one."""
 
 
 def _image(snapshot: Snapshot, fates: Sequence[int], sector: int, rng: random.Random) -> Image:

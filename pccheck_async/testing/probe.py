@@ -13,11 +13,11 @@ __all__ = ["Probe", "probe"]
 
 
 class Probe:
-    """The parts of one engine; those of an open engine raise ClosedError where it was never opened.
+    """The parts of one engine; those of an open engine raise ClosedError if it was never opened.
 
     Attributes:
         core: The engine without its facade: state, counts, guard, checkpoints in flight, loop.
-        training: What it knows of training: policy, step contexts, preemption.
+        training: Its policy, step contexts and preemption.
     """
 
     def __init__(self, engine: EngineBase) -> None:
@@ -50,7 +50,7 @@ class Probe:
         return self.core.assembly.inline_captures
 
     def end_what_was_left_behind(self) -> None:
-        """Close what a ``close(deadline=)`` left behind, once nothing is stuck any more, and end the loop."""
+        """Close the parts that ``close(deadline=)`` left open, once nothing is stuck any more, and end the loop."""
         self.loop.call(self.core.assembly.close())
         self.loop.stop()
 
