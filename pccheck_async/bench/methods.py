@@ -1,4 +1,4 @@
-"""The ways of saving that ``pccheck bench`` compares, each used after its manual, behind three verbs.
+"""The ways of saving that ``pccheck bench`` compares, each used as documented, behind three verbs.
 
 A save ends when it would survive a power failure. Files that a method does not flush itself (:func:`flush_dcp`) are
 flushed here, and the flush counts as its time.
@@ -47,7 +47,7 @@ class Method(abc.ABC):
 
     @classmethod
     def why_not(cls) -> str | None:
-        """Return why the method cannot run here; None where it can."""
+        """Return why the method cannot run here; None if it can."""
         if cls.package and find_spec(cls.package) is None:
             return f"{cls.package} is not installed: pip install {cls.package}"
         if tuple(int(part) for part in torch.__version__.split(".")[:2]) < cls.least_torch:

@@ -30,7 +30,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
     """Return the median of the ratios round by round: a disturbance in one round affects both values of the ratio.
 
-    None where the two did not measure the same rounds, or a round of the baseline took no time that can be measured.
+    None if the two did not measure the same rounds, or a round of the baseline took no time that can be measured.
     """
     pairs = list(zip(outcome.values(figure), baseline.values(figure), strict=False))
     if len(outcome.samples) != len(baseline.samples) or not pairs or min(one for _, one in pairs) <= 0:

@@ -90,7 +90,7 @@ class Windows:
         return {"data": self.identity, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position. Raises ValueError where it belongs to other data."""
+        """Continue at a saved position. Raises ValueError if it belongs to other data."""
         if state["data"] != self.identity:
             raise ValueError(f"the checkpoint was trained on other data ({state['data']}) than this ({self.identity})")
         self.seed = state["seed"]

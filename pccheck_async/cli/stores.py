@@ -118,10 +118,10 @@ def _missing_slots(path: Path) -> dict[int, str]:
 def _restart(
     infos: Iterable[pccheck.CheckpointInfo], lost: Container[int], whole: Mapping[int, str] | None = None
 ) -> str:
-    """Return a sentence on the committed checkpoint that a restart restores, newest first.
+    """Return a sentence that names the committed checkpoint that a restart restores.
 
     Args:
-        infos: All of them.
+        infos: All committed ones, newest first.
         lost: Counters of those that are known to be lost or damaged.
         whole: Counters of those that were found whole, with their places; None if nothing was checked.
     """
@@ -371,8 +371,8 @@ def diff(
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
 
-    Of groups, tensors that lie on several ranks are compared in full, divided in any way. Verifies all bytes that it
-    reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+    Of groups, tensors that lie on several ranks are compared in full, even if they are divided differently. Verifies
+    all bytes that it reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
     differ, or something is lost or damaged.
@@ -527,7 +527,7 @@ StepNumber = Annotated[int, typer.Argument(help="Step of the checkpoint.")]
 
 @reporting
 def pin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
-    """Keep the newest checkpoint of a step against a trainer's rules. No trainer has PATH open.
+    """Keep the newest checkpoint of a step even if a trainer's rules would drop it. No trainer has PATH open.
 
     Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """

@@ -148,7 +148,7 @@ _CHECKPOINT: Final = "torch.distributed.checkpoint"
 
 
 def _state(thing: Any, name: str) -> Mapping[str, Any]:
-    """Return the attributes of an object of torch. Raises _BadError where it is another thing."""
+    """Return the attributes of an object of torch. Raises _BadError if it is another thing."""
     if not isinstance(thing, _Object) or thing.kind != f"{_CHECKPOINT}.{name}":
         raise _BadError(f"a {thing.kind if isinstance(thing, _Object) else type(thing).__name__} is no {name}")
     if not isinstance(thing.state, dict | None):
@@ -195,7 +195,7 @@ class _Tensor:
         return tensor
 
     def _trouble(self, count: int) -> str:
-        """Why the boxes do not make the tensor; empty where they do."""
+        """Why the boxes do not make the tensor; empty if they do."""
         dims = len(self.shape)
         if any(len(offsets) != dims or len(sizes) != dims for offsets, sizes in self.boxes.items()):
             return "has chunks of other dimensions"

@@ -75,8 +75,8 @@ def export_checkpoint(
     Works beside a writer, also one of this process: of a checkpoint in flight, call ``pending.result()`` first, and
     keep it (by a name and ``keep_last="all"``, or a pin) as long as the export takes to begin.
 
-    Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, whatever the size of the
-    checkpoint, where tensors lie contiguous; for "dcp" within 128 MiB more. The result
+    Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, for checkpoints of any
+    size, if tensors lie contiguous; for "dcp" within 128 MiB more. The result
     appears under its name only when it is whole and flushed.
 
     "torch"

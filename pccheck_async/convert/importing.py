@@ -87,7 +87,7 @@ def import_checkpoint(
         root: Put the contents below this name in the state (``"model"``); contents that are no mapping need one.
         metadata: Small facts, as for ``checkpoint``; by default those that a file of safetensors names.
         skip_unreadable: Leave out values of torch's files that cannot be read without running code in them (such as
-            hyperparameters that omegaconf made), and name it in ``missing``; else that is refused.
+            hyperparameters that omegaconf made), and name them in ``missing``; else they are refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 

@@ -55,7 +55,7 @@ def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any],
 
 
 def to_file(selection: Selection) -> Selection:
-    """Return the selection with the names of the file. Raises UnsupportedStateError where it is no such state."""
+    """Return the selection with the names of the file. Raises UnsupportedStateError if it is no such state."""
     there = selection.saved_by("lightning", "model", "loops", "others")
     file = {name: there[part] for part, name in _NAMES.items() if part in there}
     file |= below(there["others"])

@@ -30,7 +30,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def tensors_in_a_file(folder: Path, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
     """Return tensors of these shapes and dtypes, of any content, in a file without a name.
 
-    Raises OSError where ``folder``, or the nearest one above that is there, has no space for them.
+    Raises OSError if ``folder``, or the nearest one above that is there, has no space for them.
     """
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     whole = sum(size + -size % _ALIGNMENT for size in sizes)

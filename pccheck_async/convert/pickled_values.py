@@ -152,7 +152,7 @@ class _Archive(NamedTuple):
     compressed: bool
     """Some of it: torch would map it as if it were not."""
     head: bytes
-    """The first bytes of its pickle, empty where there are no checksums."""
+    """The first bytes of its pickle, empty if there are no checksums."""
 
 
 def _check_archive(source: Any, reading: Reading) -> _Archive:

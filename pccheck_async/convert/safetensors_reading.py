@@ -24,7 +24,7 @@ __all__ = ["read"]
 def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None, Metadata]:
     """Map a file, or the files that an index names, and return the state, its step and its metadata.
 
-    Tensors in one of the files, and not in the index, are taken as well, like in transformers. Metadata for which a
+    Tensors in one of the files, and not in the index, are taken as well, as in transformers. Metadata for which a
     checkpoint has no room is added to ``missing``.
 
     Raises:

@@ -190,7 +190,7 @@ _PICKLE_PROTOCOL: Final = 2
 
 
 def refusal(entry: TensorEntry, to: Format) -> str:
-    """Return why a format cannot hold an array, in brackets, and which can; empty where it can."""
+    """Return why a format cannot hold an array, in brackets, and which can; empty if it can."""
     trouble = _TROUBLES[to](entry)
     if not trouble:
         return ""
@@ -202,7 +202,7 @@ def refusal(entry: TensorEntry, to: Format) -> str:
 
 
 def torch_name(entry: TensorEntry) -> str | None:
-    """Return the name of torch's dtype with the same bits; None where there is none."""
+    """Return the name of torch's dtype with the same bits; None if there is none."""
     return _NUMPY.get(entry.dtype) if entry.kind == "ndarray" else entry.dtype
 
 

@@ -48,7 +48,7 @@ def piece_sums(data: bytes | bytearray | memoryview) -> bytes:
 def combine(sums: bytes | memoryview, nbytes: int) -> int:
     """Return the CRC-32 of ``nbytes`` bytes from the table that :func:`piece_sums` returns for them.
 
-    Raises ValueError where that has another length.
+    Raises ValueError if that has another length.
     """
     return _combine(sums, nbytes)
 

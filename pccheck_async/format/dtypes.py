@@ -47,7 +47,7 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a numpy dtype, byte order and unit included; None where bytes do not describe its values."""
+    """Return the name of a numpy dtype, byte order and unit included; None if bytes do not describe its values."""
     if dtype.kind not in "biufcmMSUV" or dtype.names is not None or dtype.subdtype is not None or dtype.metadata:
         return None
     return None if foreign(dtype) else dtype.str

@@ -24,7 +24,7 @@ class CheckpointInfo:
         counter: The engine's own number, larger than that of every checkpoint kept when this one was admitted.
         nbytes: Length of the payload in bytes (tensors and arrays, with padding).
         time: Time of the capture, seconds since the epoch (UTC).
-        pinned: Kept until it is unpinned, under any rules (``keep_last`` and its like).
+        pinned: Kept until it is unpinned, even if the rules (``keep_last`` and its like) would drop it.
         metadata: The user's ``checkpoint(metadata=...)``.
         name: The user's ``checkpoint(name=...)``, None for none.
         rejected: Passed over by ``restore`` and ``load``, and kept by no rule (``engine.reject``).

@@ -59,7 +59,7 @@ class TensorEntry(_Entry, frozen=True, gc=False):
     """One tensor or array: a view of a storage."""
 
     storage: int | None
-    """Index in :attr:`Manifest.storages`; None where there are no elements."""
+    """Index in :attr:`Manifest.storages`; None if there are no elements."""
     dtype: str
     """Name, see :mod:`pccheck_async.format.dtypes`."""
     shape: tuple[int, ...]
@@ -162,7 +162,7 @@ class ManifestEncoder:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:
-    """Decode and check a manifest. Raises CorruptStoreError where anything about it is wrong."""
+    """Decode and check a manifest. Raises CorruptStoreError if anything about it is wrong."""
     try:
         manifest = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
@@ -262,7 +262,7 @@ def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str
 
 
 def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> bool:
-    """Return whether there are composed tensors in it. Raises CorruptStoreError where it is impossible."""
+    """Return whether there are composed tensors in it. Raises CorruptStoreError if it is impossible."""
     count = len(tensors)
     seen = bytearray(count)
     sharded: list[ShardedNode] = []

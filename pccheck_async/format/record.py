@@ -327,7 +327,7 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
 
 
 def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
-    """Decode and check one copy of a record; None where it is empty, torn, damaged or of another store."""
+    """Decode and check one copy of a record; None if it is empty, torn, damaged or of another store."""
     if len(region) < HEADER.size:
         return None
     magic, version, body_nbytes, record_store, generation, value = HEADER.unpack_from(region)
@@ -352,7 +352,7 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
 
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
-    """Return the valid record of the highest generation in a commit file, None where there is none."""
+    """Return the valid record of the highest generation in a commit file, None if there is none."""
     return _newest(_regions(commit), store_id)
 
 
@@ -369,7 +369,7 @@ def _newest(regions: Iterable[bytes | bytearray | memoryview], store_id: bytes) 
 
 
 def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, Record] | None:
-    """Return the content of a lost ``store.json`` and the newest record; None where no record is valid.
+    """Return the content of a lost ``store.json`` and the newest record; None if no record is valid.
 
     No record has the block size, but every offset in the store is a multiple of it. The largest block size for which
     that is so is returned: a multiple of the true one, so that later writes are aligned to the true one, too.

@@ -168,7 +168,7 @@ class TrackedLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Go to a saved position. Raises ValueError where only one of both has a seedable sampler."""
+        """Go to a saved position. Raises ValueError if only one of both has a seedable sampler."""
         sampler, seed = self._loader.get_sampler(), state_dict["seed"]
         if isinstance(sampler, SeedableRandomSampler) != (seed is not None):
             raise ValueError("use_seedable_sampler differs from that of the run that saved the checkpoint")

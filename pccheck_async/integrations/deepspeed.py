@@ -297,7 +297,7 @@ class _Ranks:
 
 
 def _complete(path: str) -> int | None:
-    """Return which checkpoint in the store of one file is that which all ranks have; None where none is named."""
+    """Return which checkpoint in the store of one file is that which all ranks have; None if none is named."""
     try:
         return int(Path(path).with_name(COMPLETE).read_text())
     except FileNotFoundError:

@@ -53,7 +53,7 @@ Part: TypeAlias = tuple[File, Sequence[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class MediumFacts:
-    """Alignment, and whether direct I/O works, on a medium.
+    """The alignment that a medium needs, and whether direct I/O works there.
 
     Attributes:
         block_bytes: Alignment of offsets and lengths of every transfer.
@@ -172,7 +172,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def read_small(self, name: str) -> bytes | None:
-        """Return all of a small file, None where it does not exist. Raises CorruptStoreError where it is large."""
+        """Return all of a small file, None if it does not exist. Raises CorruptStoreError if it is large."""
 
     @abc.abstractmethod
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
@@ -183,7 +183,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def lock(self, file: File, *, shared: bool = False) -> bool:
-        """Lock a file against other openings of it, without waiting; False where another one has it locked.
+        """Lock a file against other openings of it, without waiting; False if another one has it locked.
 
         The lock ends with :meth:`unlock`, with :meth:`close`, or with the process and its last request.
         """

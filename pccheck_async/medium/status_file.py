@@ -77,12 +77,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         stage_seconds: By stage, so far, summed over concurrent operations.
         host_memory: Staging memory that may be used, in bytes.
         interval: Steps between checkpoints that the policy has decided on; None if it goes by time or is undecided.
-        interval_seconds: Seconds between them; None where not known.
+        interval_seconds: Seconds between them; None if not known.
         reason: Why.
         step: The last step that ``engine.step`` finished, None before the first.
         step_seconds: The seconds that it took.
-        next_step: After which the next checkpoint is due, None where not known.
-        next_time: When it is due, in seconds since the epoch, None where not known.
+        next_step: After which the next checkpoint is due, None if not known.
+        next_time: When it is due, in seconds since the epoch, None if not known.
         failure: The error that stopped the store from taking commits; empty while it takes them.
     """
 

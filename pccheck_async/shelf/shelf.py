@@ -102,7 +102,7 @@ class Shelf:
     here), strings, numbers, None, bytes, and nested dicts, lists, tuples and sets of all these. A container is an
     ordinary Python object; arrays in it are in place.
 
-    **Durability.** An assignment or a deletion is a transaction of its own: atomic, and durable when it returns. What
+    **Durability.** An assignment or a deletion is a transaction of its own: atomic, and durable when it returns.
     Changes in place are protected inside ``with shelf.transaction("name", ...)`` only. Changed outside of one, an
     array may be found half changed after a crash, and a list or dict unchanged; :meth:`verify` names them. On a
     filesystem in memory everything survives the death of the process, and nothing that of the machine (see ``kind``).
@@ -132,8 +132,8 @@ class Shelf:
         nbytes: Bytes of the file, 64 MiB by default; an existing one grows to it.
         readonly: Open beside other readers. Arrays can be changed, but only for this process.
 
-    StoreLockedError: It is open elsewhere, for more than the second that a killed process may take to release it,
-        and one of both writes.
+    Raises:
+        StoreLockedError: It is open elsewhere, for more than the second that a killed process may take to release
             it, and one of both writes.
         StoreFullError: There is no space for ``nbytes``.
         CorruptStoreError: It is no shelf, or damaged, or was truncated.

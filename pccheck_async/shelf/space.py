@@ -37,7 +37,7 @@ class Space:
         return max((each.nbytes for each in self._free), default=0)
 
     def take(self, nbytes: int) -> Extent | None:
-        """Return a free extent, which is no longer free; None where no range has room."""
+        """Return a free extent, which is no longer free; None if no range has room."""
         if nbytes == 0:
             return Extent()
         rooms = [each for each in self._free if each.nbytes >= nbytes]

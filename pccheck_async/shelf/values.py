@@ -43,7 +43,7 @@ class Parts:
 
 
 def take_apart(name: str, value: Any) -> Parts:
-    """Take a value apart. Raises UnsupportedStateError where it cannot be kept; names the path in it."""
+    """Take a value apart. Raises UnsupportedStateError if it cannot be kept; names the path in it."""
     flat = flatten({name: value})
     if flat.objects:
         raise UnsupportedStateError(f"{name}: objects are not kept on a shelf; put their state_dict() there")
@@ -93,7 +93,7 @@ def fill(parts: Parts, manifest: Manifest, put: Put) -> None:
 def made(manifest: Manifest, payload: memoryview) -> tuple[Any, list[Array]]:
     """Make the value that a variable's manifest describes, and its arrays, which view ``payload``.
 
-    Raises CorruptStoreError where the manifest describes no value.
+    Raises CorruptStoreError if the manifest describes no value.
     """
     allocation = Allocation.over(manifest, payload)
     arrays = [allocation.array(index) for index in range(len(manifest.tensors))]

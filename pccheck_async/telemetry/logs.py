@@ -1,6 +1,6 @@
 """The log: one logger, ``pccheck_async``, whose records carry fields.
 
-No handler is installed. Every record has the attributes of :data:`FIELDS` (None where they do not apply), so a
+No handler is installed. Every record has the attributes of :data:`FIELDS` (None if they do not apply), so a
 formatter that writes JSON, or one with ``%(event)s %(step)s`` in its format, gets them; events add fields of their own.
 A run that goes well writes a line when it opens, one for every interval that the policy decides on, a summary every ten
 minutes and one when it closes. Checkpoints write a line each at DEBUG, and at WARNING when they fail.
@@ -61,7 +61,7 @@ not_compared        WARNING  tensors that ranks may have differently were not co
 surplus             WARNING  a slot, or a former rank's folder, that is not needed any more could not be removed
 miscounted          ERROR    counting the end of a checkpoint failed; its waiters were woken all the same
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
-mapped              INFO     files are written through memory, and what kind of memory; when a store is opened
+mapped              INFO     files are written through memory, and the kind of memory; when a store is opened
 zeros               INFO     the filesystem reserves no space, so that zeros are written to new files; once
 direct_refused      WARNING  it took the flag, and then refused a transfer: buffered from then on
 no_cupy             WARNING  CuPy is missing, and torch's streams copy; slower for many small tensors; once

@@ -1,7 +1,7 @@
 """Failure doubles: media that crash, fail, hang or are slow, for tests of the engine and of programs that use it.
 
-Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``io``. What a power failure
-may do to a training job's checkpoints, for instance::
+Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``io``. The effects of
+a power failure on a training job's checkpoints, for instance::
 
     history = []
     disk = CrashDisk(observer=history.append)          # a Snapshot at every operation boundary

@@ -72,7 +72,7 @@ class FolderChange:
 
     name: str
     inode: int | None = None
-    """The new file, None where a name is moved or removed."""
+    """The new file, None if a name is moved or removed."""
     to: str = ""
     """The new name, replacing any file of that name; empty if it is removed."""
     completed: bool = False

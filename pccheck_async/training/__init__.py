@@ -1,7 +1,7 @@
 """All around a training step: the step context, accumulation windows, policies, preemption, resumable data.
 
 It connects an engine to the hooks that the engine has for training.
-It may import: engine and what is below. Policies are in :mod:`.policy`, resumable data in :mod:`.data`.
+It may import: engine and the rooms below. Policies are in :mod:`.policy`, resumable data in :mod:`.data`.
 """
 
 from pccheck_async.training.run import AsyncStepContext, StepContext, TrainingRun, TrainingStep

@@ -91,7 +91,7 @@ class Accumulation:
         self._steps = 0
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch its steps from now on. Idempotent. Raises TypeError where it has no hooks."""
+        """Watch its steps from now on. Idempotent. Raises TypeError if it has no hooks."""
         if optimizer in self._watched:
             return
         hooks_of(optimizer)

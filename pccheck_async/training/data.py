@@ -372,8 +372,7 @@ class ResumableLoader:
     ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) if a loop over the
     loader itself resumes wrongly, as after a ``break``. Order, ranks and the fate of a live iterator: see
     :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save after the step that used it.
-    Unlike a ``DataLoader`` it shuffles by default, and
-    the order comes from ``seed``, not from ``torch.manual_seed``.
+    Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not from ``torch.manual_seed``.
 
     Random augmentations come out the same after a resume, with any ``num_workers``: Python's, numpy's and torch's
     global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on

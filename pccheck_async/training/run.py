@@ -76,7 +76,7 @@ class TrainingStep:
         self.inside: tuple[int, int] | None = None
 
     def save(self) -> None:
-        """Request a checkpoint of this step, also against the policy; call it inside the context.
+        """Request a checkpoint of this step, even if the policy does not; call it inside the context.
 
         It is taken when the context ends, or, inside a window of gradient accumulation, at the window's end. In a group
         all ranks call it in the same step.
@@ -98,7 +98,7 @@ class TrainingStep:
 class TrainingRun(TrainingHooks):
     """Measures the training steps of one engine, lets its policy decide when to checkpoint, and saves the last step.
 
-    A policy may decide so inside a window of gradient accumulation, or after a step that a gradient scaler left out.
+    A policy may choose a step inside a window of gradient accumulation, or one that a gradient scaler left out.
     Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and
     ``policy.skipped`` is called: its measurements, and its next answer, count from the step that is saved. The end of a
     window is a guess, so after 64 contexts or ten minutes it is made all the same, without overlap, and marked in its
@@ -303,7 +303,7 @@ class TrainingRun(TrainingHooks):
         return saves
 
     def _sets_metric(self, this: TrainingStep) -> bool:
-        """Whether to save it as it sets the number that ``keep_best`` goes by; the policy may never choose such a step.
+        """Whether to save it because it sets the number of ``keep_best``; the policy may never choose such a step.
 
         Called once after every step. A number that every step sets, such as the training loss, triggers no saves.
         """

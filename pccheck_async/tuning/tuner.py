@@ -1,9 +1,9 @@
 """The tuner: measures the engine itself on the storage it is for, and picks N, p, b and the staging memory.
 
 Every point is measured by a real engine on a store of its own, in a folder that is gone afterwards: a sample state that
-changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times what one
 changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times the time of
 one save. Not all combinations are measured, but three lines: N with enough writers, then p at the best N, then b;
+each goes on while more is better. The points of a line take turns in rounds, so that a machine whose speed drifts does
 not decide (:func:`pccheck_async.tuning.choice.fit_rounds`).
 """
 

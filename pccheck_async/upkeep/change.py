@@ -87,7 +87,7 @@ def remove_checkpoints(
 
 
 def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = True, io: IO = "auto") -> CheckpointInfo:
-    """Keep the newest checkpoint of ``step`` against a trainer's rules, or leave it to them again.
+    """Keep the newest checkpoint of ``step`` even if a trainer's rules would drop it, or leave it to them again.
 
     Durability: when this returns the change survives power loss. Does nothing if it was so already.
 

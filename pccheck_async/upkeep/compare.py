@@ -44,7 +44,7 @@ class Difference:
     Attributes:
         total: Elements.
         bits: Elements of which a bit differs.
-        values: Those among them that differ as numbers: NaN equals NaN here, and 0.0 equals -0.0. None where the
+        values: Those among them that differ as numbers: NaN equals NaN here, and 0.0 equals -0.0. None if the
             elements are no numbers, or torch cannot compute with their dtype.
         nans: Those among them of which exactly one is NaN.
         most_absolute: The largest absolute difference, infinite against finite included; None without numbers.
@@ -68,7 +68,7 @@ class LeafDifference:
         change: The kind: the leaf is only in the second checkpoint (``added``) or only in the first (``removed``);
             its ``kind`` (tensor, parameter, array, plain value, or whether it requires a gradient), ``dtype`` or
             ``shape``; its ``elements``; the ``value`` or type of a plain value; the type of a ``container``.
-        one: The leaf in the first checkpoint, in words; empty where there is none.
+        one: The leaf in the first checkpoint, in words; empty if there is none.
         other: The leaf in the second one.
         difference: Of the elements, where they were compared.
     """
@@ -89,7 +89,7 @@ class Comparison:
         other: The second.
         leaves: Leaves in either.
         nbytes: Bytes of tensors and arrays compared element by element, of one of the two.
-        differences: In the order of the state; empty where both are equal in every bit. The order of keys in a mapping
+        differences: In the order of the state; empty if both are equal in every bit. The order of keys in a mapping
             does not count, nor which leaves share memory.
     """
 
@@ -118,8 +118,8 @@ def compare_checkpoints(
     slot more, or waits.
 
     Of a group's checkpoint, tensors that lie on several ranks are compared in full, so that two are equal where only
-    the number of ranks, or how tensors are divided among them, differs; tensors of single ranks are those of
-    ``rank``.
+    the number of ranks, or how tensors are divided among them, differs; values that each rank has for itself
+    are those of ``rank``.
 
     Args:
         path: Folder of the first's store, or of a group.
@@ -357,7 +357,7 @@ def _add_numbers(into: Difference, one: npt.NDArray[Any], other: npt.NDArray[Any
 
 
 def _numbers(entry: TensorEntry, data: memoryview, where: npt.NDArray[np.intp]) -> npt.NDArray[Any] | None:
-    """Elements as numbers that numpy computes with; None where they are none."""
+    """Elements as numbers that numpy computes with; None if they are none."""
     size = entry.itemsize
     picked = np.ascontiguousarray(np.frombuffer(data, np.dtype((np.void, size)))[where])
     if entry.kind == "ndarray":

@@ -278,7 +278,7 @@ async def _held(reader: PartReader, chosen: Complete, lease: FolderLease, file: 
 async def _copy_parts(
     parts: list[Held], stores: list[GroupStore], target: Path, pinned: bool | None, progress: Progress
 ) -> CheckpointInfo:
-    """Commit the parts in the order of a group's ranks: all are prepared, and only then marked committed.
+    """Commit the parts by the group's protocol: all are prepared, and only then marked committed.
 
     The stores are locked. The rest of a copy that was cut short is provably no checkpoint, and is dropped.
     """

@@ -128,8 +128,8 @@ def describe_checkpoint(
     Reads its manifest and no tensor.
 
     In a group's folder it is one rank's part of a complete checkpoint. If tensors of it lie on several ranks, the
-    manifests of all ranks are read. Without ``rank`` it is that of rank 0, and tensors that each rank has for itself
-    are compared: if checksums do not decide, tensors are read.
+    manifests of all ranks are read. Without ``rank`` it is that of rank 0, and the values that each rank has for
+    itself are compared: if checksums do not decide, tensors are read.
 
     Raises:
         NoCheckpointError: there is none.
@@ -221,7 +221,7 @@ def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[Run]:
 def make_pool(manifest: Manifest) -> BufferPool:
     """Return buffers for the chunks of a checkpoint, 96 MiB where chunks have at most 16 MiB and memory is not scarce.
 
-    Raises MemoryError where not even one fits into memory: a damaged manifest may claim any size.
+    Raises MemoryError if not even one fits into memory: a damaged manifest may claim any size.
     """
     largest = max((chunk.nbytes for chunk in manifest.chunks), default=_RUN_BYTES)
     memory = available_memory()

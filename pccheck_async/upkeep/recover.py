@@ -125,7 +125,7 @@ def recover_store(
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
         StoreError: ``write`` if nothing is missing or damaged, or if the store of a group's rank needs a record:
-            only the lost ones assigned its slots to checkpoints.
+            only the lost records named the checkpoints of its parts.
         StoreLockedError: ``write`` while a trainer has the store open.
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.

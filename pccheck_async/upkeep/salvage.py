@@ -230,7 +230,7 @@ def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
 
 
 def object_length(data: bytes | memoryview) -> int | None:
-    """Return the length of a MessagePack object; None where it ends behind ``data``. Raises CorruptStoreError."""
+    """Return the length of a MessagePack object; None if it ends behind ``data``. Raises CorruptStoreError."""
     at, left, end = 0, 1, len(data)
     while left:
         if at >= end:

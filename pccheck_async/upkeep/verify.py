@@ -250,7 +250,7 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
 
 
 async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None]) -> CheckedCheckpoint | None:
-    """Check one checkpoint; None where it was dropped meanwhile."""
+    """Check one checkpoint; None if it was dropped meanwhile."""
 
     def pick(record: Record) -> Entry | None:
         return next((one for one in record.entries if (one.counter, one.slot) == (entry.counter, entry.slot)), None)

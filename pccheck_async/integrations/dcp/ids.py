@@ -36,6 +36,6 @@ def name_of(checkpoint_id: CheckpointID | None, root: str) -> str | None:
 
 
 def step_of(name: str | None) -> int | None:
-    """Return the step that a name ends with; None where it ends with no number."""
+    """Return the step that a name ends with; None if it ends with no number."""
     found = None if name is None else _STEP.search(name)
     return None if found is None else int(found[0])

@@ -47,8 +47,8 @@ class StorageReader(storage.StorageReader):
 
     ``checkpoint_id`` is that of :class:`StorageWriter`: the newest checkpoint that was saved under this name is loaded,
     or else the newest of the step that the name ends with. Without an id (or with the root) it is the newest one.
-    Every rank reads the manifests of all ranks' parts, so the root lies on a filesystem that all see, and then once
-    each chunk with bytes for it, whose checksum is verified.
+    Every rank reads the manifests of all ranks' parts, so the root lies on a filesystem that all see, and then each
+    chunk with bytes for it once, verifying its checksum.
 
     Checkpoints of an engine are read, too: tensors and values have the names that DCP would give them; of values that
     each rank has, those of rank 0 are there.

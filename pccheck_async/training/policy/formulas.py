@@ -54,7 +54,7 @@ def checkfreq_interval(
         host_copy_seconds: The copy to the host (Tc).
         persist_seconds: From there to storage (Ts).
         overhead: Budget as a share of the training time (p).
-        device_copy_seconds: A copy on the device (Tg); None where there is none.
+        device_copy_seconds: A copy on the device (Tg); None if there is none.
         device_free_bytes: Free device memory (Mmax - M).
         nbytes: Size of a checkpoint (m).
     """

@@ -441,7 +441,7 @@ class CheckFreqInterval(Adaptive):
     Args:
         overhead: Budget as a share of the training time (p).
         update_seconds: Part of a step that is the weight update (CheckFreq's Tw); 0 where unknown.
-        device_copy_seconds: A copy of the state on the device (Tg); None where there is none.
+        device_copy_seconds: A copy of the state on the device (Tg); None if there is none.
         device_free_bytes: Free device memory.
         most_seconds: See :class:`Adaptive`.
 

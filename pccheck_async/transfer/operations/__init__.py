@@ -1,7 +1,7 @@
 """Operations on bytes (write, read, flush, copy, checksum), and the two backends that perform them.
 
 ================  ========================================================================  =========================
-``io=``           who moves the bytes                                                       where it works
+``io=``           bytes are moved by                                                        where it works
 ================  ========================================================================  =========================
 ``"threads"``     ``writers`` threads of the C extension; further ones copy and checksum    the extension was built
 ``"python"``      the same number of threads in pure Python                                 everywhere

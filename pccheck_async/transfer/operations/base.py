@@ -55,7 +55,7 @@ Step: TypeAlias = tuple[int, float]
 class _Completion(asyncio.Future[Any]):
     """The end of an operation. Cancelling it only requests a stop; the awaiter resumes once the operation has ended.
 
-    Raises OSError where the backend is closed.
+    Raises OSError if the backend is closed.
     """
 
     def __init__(self, operations: Operations, ask_to_stop: Callable[[int], None] | None) -> None:
@@ -246,7 +246,7 @@ class NativeOperations(Operations):
 
     They never wait for the GIL, and completions reach the loop through one eventfd.
 
-    Raises RuntimeError where the extension was not built, or the system has no room for that many threads.
+    Raises RuntimeError if the extension was not built, or the system has no room for that many threads.
     """
 
     name = "threads"

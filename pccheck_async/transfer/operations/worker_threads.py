@@ -62,7 +62,7 @@ class WorkerThreads:
             self._ready.notify(len(self._jobs))
 
     def cancel(self, token: Any) -> bool:
-        """Drop a job that has not started; its completion is reported as cancelled. True where it was found."""
+        """Drop a job that has not started; its completion is reported as cancelled. True if it was found."""
         with self._ready:
             job = next((job for job in self._jobs if job[0] == token), None)
             if job is None:
