@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api.reading import open_reader, staging_pool
+from pccheck_async.api.reading import open_reader, staging_for
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
-from pccheck_async.format import CheckpointInfo, Entry, Which, dtypes, which_one
-from pccheck_async.format.manifest import Manifest, TensorEntry
+from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
+from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
-from pccheck_async.group import MergedPayload, PartReader, Payload, warn_of_others
-from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import (
     Allocation,
@@ -41,7 +39,7 @@ from pccheck_async.state import (
     unpickle,
 )
 from pccheck_async.state.restore.tree import leaves
-from pccheck_async.store import VerifiedChunks
+from pccheck_async.store import CheckpointReader, warn_of_others
 
 __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint", "rows"]
 
@@ -132,15 +130,13 @@ class Connection:
         reader = await open_reader(self.path, io, host_memory, which=which, rank=rank)
         opened = reader.opened
         try:
-            pool = staging_pool(reader, host_memory)
 
-            async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, Manifest, Payload]:
-                if isinstance(reader, PartReader):
-                    merged = await reader.merged(entry, file, manifest, pool)
-                    return entry, merged.manifest, merged
-                return entry, manifest, VerifiedChunks(opened, file, manifest, pool)
+            async def use(checkpoint: CheckpointReader) -> CheckpointReader:
+                await checkpoint.merge()
+                return checkpoint
 
-            self.entry, self.manifest, self.chunks = await reader.read(self.path, which, use, keep=True)
+            self.checkpoint = await reader.read(self.path, which, use, staging_for(reader, host_memory), keep=True)
+            self.entry, self.manifest = self.checkpoint.entry, self.checkpoint.manifest
         except BaseException:
             await opened.close()
             raise
@@ -170,12 +166,11 @@ class Connection:
     def differing(self, among: Callable[[str], bool] = lambda _: True, *, is_needed: bool = True) -> list[str]:
         """Return paths under which other ranks have different tensors; none where the caller named a rank.
 
-        Raises what :meth:`MergedPayload.differing` does.
+        Raises what :meth:`CheckpointReader.differing` does.
         """
-        chunks = self.chunks
-        if self._has_named_rank or not isinstance(chunks, MergedPayload):
+        if self._has_named_rank or not self.checkpoint.of_group:
             return []
-        return self.call(chunks.differing(among, is_needed=is_needed))
+        return self.call(self.checkpoint.differing(among, is_needed=is_needed))
 
     def check_open(self) -> None:
         """Raise ClosedError where this was closed, or belongs to the parent of this process."""
@@ -196,8 +191,7 @@ class Connection:
             self._loop.stop()
 
     async def _close(self) -> None:
-        if isinstance(self.chunks, MergedPayload):
-            await self.chunks.aclose()
+        await self.checkpoint.close()
         await self.opened.close()
 
     def rebuild(self, node: Node) -> Any:
@@ -207,7 +201,7 @@ class Connection:
         with apart():
             check_classes(node)
             allocation = Allocation(self.manifest, sorted(arrays(node)))
-            self.call(self.chunks.fill(Targets(allocation.targets())))
+            self.call(self.checkpoint.fill(Targets(allocation.targets())))
             # On the caller's thread: what was pickled runs code.
             return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled, composed=compose)
 
@@ -218,7 +212,7 @@ class Connection:
     async def fetch(self, entry: TensorEntry) -> Array:
         """Do the same, on the loop that reads."""
         allocation = Allocation(structs.replace(self.manifest, tensors=(entry,)), (0,))
-        await self.chunks.fill(Targets(allocation.targets()))
+        await self.checkpoint.fill(Targets(allocation.targets()))
         return allocation.array(0, self.device)
 
 

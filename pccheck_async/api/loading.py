@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import torch
 
-from pccheck_async.api.reading import open_folder, open_reader, staging_pool
+from pccheck_async.api.reading import open_folder, open_reader, staging_for
 from pccheck_async.engine import Auto, EngineLoop
-from pccheck_async.format import CheckpointInfo, Entry, Which, which_one
-from pccheck_async.format.manifest import Manifest
-from pccheck_async.group import PartReader, is_group_folder, list_group, warn_of_others
-from pccheck_async.medium import File
+from pccheck_async.format import CheckpointInfo, Which, which_one
+from pccheck_async.group import is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import Restoration, allocate, select
 from pccheck_async.state.restore.tree import leaves
-from pccheck_async.store import StoreReader, pool_for, read_at_once, read_payload
+from pccheck_async.store import CheckpointReader, StoreReader, read_at_once, warn_of_others
 from pccheck_async.telemetry import ReadProgress, reading_progress
-from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
 
@@ -152,24 +148,18 @@ async def _load(
 ) -> Restoration:
     """Read a checkpoint into new memory. The caller makes the state of it, on its own thread."""
     reader = await open_reader(path, io, host_memory, which=which, rank=rank)
-    async with reader.opened as opened:
-        pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
+    async with reader.opened:
 
-        async def read(entry: Entry, file: File, manifest: Manifest) -> Restoration:
-            advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
-            if isinstance(reader, PartReader):
-                async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
-                    loading = allocate(payload.manifest, keys, device, allow_pickle=allow_pickle)
-                    await payload.fill(loading.targets, advance)
-                    if rank is None:
-                        chosen = payload.manifest.skeleton if keys is None else select(payload.manifest.skeleton, keys)
-                        read = {name for name, _ in leaves(chosen)}
-                        warn_of_others(await payload.differing(read.__contains__, is_needed=False), path)
-            else:
-                loading = allocate(manifest, keys, device, allow_pickle=allow_pickle)
-                buffers = pool_for(manifest, pool)
-                await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
+        async def read(checkpoint: CheckpointReader) -> Restoration:
+            advance = reading_progress(progress, sum(chunk.nbytes for chunk in checkpoint.manifest.chunks))
+            await checkpoint.merge()
+            loading = allocate(checkpoint.manifest, keys, device, allow_pickle=allow_pickle)
+            await checkpoint.fill(loading.targets, advance)
+            if rank is None and checkpoint.of_group:
+                skeleton = checkpoint.manifest.skeleton
+                read = {name for name, _ in leaves(skeleton if keys is None else select(skeleton, keys))}
+                warn_of_others(await checkpoint.differing(read.__contains__, is_needed=False), path)
             loading.move()
             return loading
 
-        return await reader.read(path, which, read)
+        return await reader.read(path, which, read, staging_for(reader, host_memory))

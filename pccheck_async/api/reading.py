@@ -7,12 +7,12 @@ import os
 from pccheck_async.engine import Auto, EngineConfig, decide
 from pccheck_async.format import Which
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.group import PartReader, is_group_folder, list_group
+from pccheck_async.group import GroupReader, is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
-from pccheck_async.store import StoreReader, no_store
+from pccheck_async.store import Staging, StoreReader, no_store
 from pccheck_async.transfer import BufferPool, share_of_cores, share_of_machine
 
-__all__ = ["chunk_pool", "open_folder", "open_reader", "staging_pool"]
+__all__ = ["chunk_pool", "open_folder", "open_reader", "staging_for"]
 
 
 async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
@@ -70,15 +70,15 @@ async def open_reader(
         if found is None:
             raise no_store(opened, place)
         await opened.medium.close(found.commit)  # the records of all ranks are read anew each time
-        return PartReader(opened, found.identity, found.commit, found.folder, rank=rank or 0, listing=listing)
+        return GroupReader(opened, found.identity, found.commit, found.folder, rank=rank or 0, listing=listing)
     except BaseException:
         await opened.close()
         raise
 
 
-def staging_pool(reader: StoreReader, host_memory: int | Auto) -> BufferPool:
+def staging_for(reader: StoreReader, host_memory: int | Auto) -> Staging:
     """Return buffers for the chunks of a store. Raises ValueError where ``host_memory`` holds no chunk."""
-    return chunk_pool(reader.identity.block_bytes, host_memory)
+    return Staging(chunk_pool(reader.identity.block_bytes, host_memory))
 
 
 def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:

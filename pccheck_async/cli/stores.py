@@ -51,7 +51,7 @@ from pccheck_async.cli.ranks import (
     rank_of_store,
 )
 from pccheck_async.errors import NoCheckpointError
-from pccheck_async.group import first_few
+from pccheck_async.store import first_few
 
 if TYPE_CHECKING:
     from pccheck_async.state import ShardedLeaf, StoredLeaf

@@ -18,8 +18,8 @@ from pccheck_async.convert.selection import select_part
 from pccheck_async.convert.target import replacing
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import CheckpointInfo, which_one
-from pccheck_async.group import first_few
 from pccheck_async.medium.open_medium import IO
+from pccheck_async.store import first_few
 
 __all__ = ["Exported", "export_checkpoint"]
 
@@ -161,10 +161,10 @@ def export_checkpoint(
                 mismatched=others,
             )
         if to == "torch":
-            connection.call(torch_file.write(selection, connection.chunks, fresh))
+            connection.call(torch_file.write(selection, connection.checkpoint, fresh))
         elif to == "lightning":
             selection = lightning_file.to_file(selection)
-            connection.call(torch_file.write(selection, connection.chunks, fresh))
+            connection.call(torch_file.write(selection, connection.checkpoint, fresh))
         elif to == "transformers":
             transformers_folder.write(selection, connection, fresh)
         elif max_file_size is not None:

@@ -250,7 +250,7 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGe
             start = storages[entry.storage].offset
             waiting.append((start + low, start + high))
             continue
-        async with aclosing(connection.chunks.pieces(waiting)) as pieces:
+        async with aclosing(connection.checkpoint.pieces(waiting)) as pieces:
             async for piece in pieces:
                 yield piece
         waiting = []

@@ -24,8 +24,8 @@ from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.format.skeleton import Node
-from pccheck_async.group import Payload
 from pccheck_async.state import rebuild, viewed_ranges
+from pccheck_async.store import CheckpointReader
 
 __all__ = ["Archive", "write"]
 
@@ -37,7 +37,7 @@ _EXTRA: Final = 0x4246
 """The number of the header field that torch pads with."""
 
 
-async def write(selection: Selection, chunks: Payload, path: Path) -> None:
+async def write(selection: Selection, checkpoint: CheckpointReader, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
 
     Raises UnsupportedStateError, which lists the values that ``torch.load(weights_only=True)`` could not read.
@@ -53,7 +53,7 @@ async def write(selection: Selection, chunks: Payload, path: Path) -> None:
         await archive.record("data.pkl", _pickled(node, selection, storages))
         await archive.record("byteorder", sys.byteorder.encode())
         for storage in storages.values():
-            await archive.stream(f"data/{storage.key}", storage.nbytes, storage.pieces(chunks))
+            await archive.stream(f"data/{storage.key}", storage.nbytes, storage.pieces(checkpoint))
         await archive.record("version", b"3\n")
         await archive.end()
 
@@ -69,13 +69,13 @@ class _Storage:
     ranges: list[tuple[int, int]]
     dtype: torch.dtype | None
 
-    async def pieces(self, chunks: Payload) -> AsyncGenerator[memoryview | bytes, None]:
+    async def pieces(self, checkpoint: CheckpointReader) -> AsyncGenerator[memoryview | bytes, None]:
         """Yield them, in pieces that stay as they are until the next."""
         end, behind = self.base, self.base + self.nbytes
         for low, high in (*self.ranges, (behind, behind)):
             for start in range(end, low, 1 << 20):
                 yield bytes(min(1 << 20, low - start))
-            async with aclosing(chunks.pieces([(self.offset + low, self.offset + high)])) as pieces:
+            async with aclosing(checkpoint.pieces([(self.offset + low, self.offset + high)])) as pieces:
                 async for piece in pieces:
                     yield piece
             end = high

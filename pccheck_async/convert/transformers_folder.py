@@ -172,7 +172,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
             if part == "model":
                 connection.call(safetensors_file.write(chosen, connection, folder / title, {}))
             else:
-                connection.call(torch_file.write(chosen, connection.chunks, folder / title))
+                connection.call(torch_file.write(chosen, connection.checkpoint, folder / title))
             selection.changed += [f"{part}.{line}" for line in chosen.changed]
         if generators is not None:
             torch.save(generators, folder / _RNG)

@@ -14,7 +14,7 @@ from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
-from pccheck_async.engine.restore import HOLDS_PARTS, Lease, Private, Reading, refuse_parts
+from pccheck_async.engine.restore import HOLDS_PARTS, Private, Reading, refuse_parts
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
@@ -33,7 +33,6 @@ __all__ = [
     "EngineStatistics",
     "Guard",
     "InlineCaptures",
-    "Lease",
     "PendingCheckpoint",
     "Policy",
     "Private",

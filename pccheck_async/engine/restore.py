@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -14,21 +14,20 @@ from pccheck_async.engine.caller import Caller
 from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored, Which
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.medium import File, Medium
-from pccheck_async.state import AnyTargets, BoxTargets, JointTargets, Restoration, Targets, clear_gradients, match
+from pccheck_async.state import JointTargets, Restoration, Targets, clear_gradients, match
 from pccheck_async.store import (
+    CheckpointReader,
     Fallback,
-    ReadLease,
+    OwnSlot,
+    PartReader,
+    Staging,
     UnreadableError,
     choose,
-    pool_for,
-    read_manifest,
-    read_payload,
     unreadable_errors,
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["HOLDS_PARTS", "Lease", "Private", "Reading", "refuse_parts", "restore"]
+__all__ = ["HOLDS_PARTS", "Private", "Reading", "refuse_parts", "restore"]
 
 HOLDS_PARTS = "reading a damaged checkpoint filled arrays: the state may hold parts of it"
 """A note on errors."""
@@ -91,28 +90,6 @@ async def restore(
     return restored
 
 
-class Lease(Protocol):
-    """Keeps a checkpoint from being overwritten while it is read. Used on the engine's loop."""
-
-    @property
-    def entry(self) -> Entry:
-        """What its record says of it; known once it is acquired."""
-
-    @property
-    def medium(self) -> Medium:
-        """What reads it."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Unit of its offsets."""
-
-    async def acquire(self) -> File:
-        """Return its file. Raises DamagedError, ReadError, NoCheckpointError."""
-
-    def release(self) -> None:
-        """Let it go, acquired or not. Idempotent."""
-
-
 class Reading:
     """One checkpoint on its way into a state: the steps of a restore, in their order.
 
@@ -120,41 +97,27 @@ class Reading:
     the engine's loop.
 
     Attributes:
+        checkpoint: Reads it.
         restoration: What the state lacks and what will be filled; from :meth:`match` on.
     """
 
     restoration: Restoration
     _targets: Targets | JointTargets
 
-    def __init__(self, assembly: Assembly, lease: Lease, progress: ReadProgress | None = None) -> None:
+    def __init__(self, assembly: Assembly, checkpoint: CheckpointReader, progress: ReadProgress | None = None) -> None:
         self._assembly = assembly
-        self._lease = lease
+        self.checkpoint = checkpoint
         self._progress = progress
 
     async def hold(self) -> None:
         """Keep its slot from being reused, and read its manifest. Raises UnreadableError."""
-        lease = self._lease
         with unreadable_errors():
-            self._file: File = await lease.acquire()
-            self._manifest: Manifest = await read_manifest(lease.medium, self._file, lease.entry, lease.block_bytes)
+            await self.checkpoint.hold()
 
     async def verify(self) -> None:
         """Read every chunk, and fill nothing. Raises UnreadableError."""
-        await self._read(Targets(), every=True)
-
-    async def read(self, targets: BoxTargets) -> None:
-        """Fill other targets than the state's. Raises UnreadableError; some are filled then."""
-        await self._read(targets, self._assembly.backend.mark_queued_work(targets.devices))
-
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint; from :meth:`hold` on."""
-        return self._lease.entry.step
-
-    @property
-    def manifest(self) -> Manifest:
-        """What it consists of; from :meth:`hold` on."""
-        return self._manifest
+        with unreadable_errors():
+            await self.checkpoint.own.verify()
 
     def match(
         self,
@@ -170,7 +133,7 @@ class Reading:
 
         ``merged`` is what :func:`merge_parts` returns; the rest is for :func:`pccheck_async.state.match`.
         """
-        manifest, added = (self._manifest, ()) if merged is None else merged
+        manifest, added = (self.checkpoint.manifest, ()) if merged is None else merged
         self.restoration = match(
             state,
             manifest,
@@ -182,9 +145,10 @@ class Reading:
             added=added,
         )
 
-    def begin(self, boxes: BoxTargets | None = None) -> None:
-        """Mark what devices have queued by now: they are filled after that, and ``boxes`` with them."""
-        self._targets = self.restoration.targets if boxes is None else JointTargets(self.restoration.targets, boxes)
+    def begin(self) -> None:
+        """Mark what devices have queued by now: the targets are filled after that, with the boxes in the own part."""
+        targets, boxes = self.restoration.targets, self.checkpoint.take_own()
+        self._targets = targets if boxes is None else JointTargets(targets, boxes)
         self._marks = self._assembly.backend.mark_queued_work(self._targets.devices)
 
     async def fill(self) -> None:
@@ -192,31 +156,21 @@ class Reading:
 
         Raises UnreadableError; some targets are filled then.
         """
-        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in self._manifest.chunks))
-        with self._assembly.clock.timed("restore", self._manifest.payload_nbytes):
-            await self._read(self._targets, self._marks, advance)
-
-    async def _read(
-        self,
-        targets: AnyTargets,
-        marks: Any = None,
-        advance: Callable[[int], None] = lambda _: None,
-        *,
-        every: bool = False,
-    ) -> None:
-        """Do what :func:`read_payload` does. Raises UnreadableError."""
-        manifest, backend = self._manifest, self._assembly.backend
-        source = self._lease.medium, backend, pool_for(manifest, self._assembly.pool), self._file, manifest
+        own = self.checkpoint.own
+        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in own.manifest.chunks))
         with unreadable_errors():
-            await read_payload(*source, targets, marks, advance, every=every)
+            with self._assembly.clock.timed("restore", own.manifest.payload_nbytes):
+                await own.fill(self._targets, self._marks, advance)
+            await self.checkpoint.fill_boxes()
 
     def release(self) -> None:
-        """Let its slot go. Idempotent."""
-        self._assembly.loop.post(self._lease.release)
+        """Let its slots go. Idempotent."""
+        self._assembly.loop.post(self.checkpoint.release)
 
     def finish(self) -> Restored:
         """Give every object its state, and say what was restored."""
-        restoration, entry = self.restoration, self._lease.entry
+        restoration, entry = self.restoration, self.checkpoint.entry
+        self.checkpoint.finish()
         restoration.finish()
         if cleared := clear_gradients(restoration.trained):
             text = (
@@ -251,7 +205,9 @@ async def _restore_one(
     allow_pickle: bool,
 ) -> Restored:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    one = Reading(assembly, ReadLease(assembly.store, entry, superseded), progress)
+    slot = OwnSlot(assembly.store, entry, superseded=superseded)
+    checkpoint = CheckpointReader({0: PartReader(slot, assembly.backend, Staging(assembly.pool))})
+    one = Reading(assembly, checkpoint, progress)
 
     async def hold() -> None:
         await one.hold()

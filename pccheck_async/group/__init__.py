@@ -8,8 +8,6 @@ It may import: tuning and what is below.
 from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
-from pccheck_async.group.differing import first_few, warn_of_others
-from pccheck_async.group.elsewhere import FolderLease, check_descriptors
 from pccheck_async.group.folder import (
     domain_of,
     parts_of,
@@ -18,12 +16,10 @@ from pccheck_async.group.folder import (
 )
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
-from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
-from pccheck_async.group.reading import GroupListing, PartReader, list_group
+from pccheck_async.group.reading import GroupListing, GroupReader, list_group
 from pccheck_async.group.rejecting import reject_in_group
-from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.store import GroupStore
 from pccheck_async.group.training import GroupTraining
@@ -31,10 +27,41 @@ from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, vi
 from pccheck_async.store import is_group_folder, rank_folders, rank_name
 
 __all__ = [
-    "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",
-    "GroupStore", "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member",
-    "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View",
-    "check_descriptors", "decode_decision", "decode_message", "domain_of", "encode", "first_few", "is_group_folder",
-    "list_group", "members_digest", "parts_of", "pinned_keys", "rank_folders", "rank_name", "reach", "reject_in_group",
-    "seen_stores", "stored_domain", "view_of", "warn_of_others",
+    "Address",
+    "Applied",
+    "Complete",
+    "Coordinator",
+    "Group",
+    "GroupCore",
+    "GroupListing",
+    "GroupReader",
+    "GroupStore",
+    "GroupTraining",
+    "Incomplete",
+    "Key",
+    "LeadSchedule",
+    "Meeting",
+    "Member",
+    "Part",
+    "Run",
+    "Schedule",
+    "SeenStore",
+    "Verdict",
+    "View",
+    "decode_decision",
+    "decode_message",
+    "domain_of",
+    "encode",
+    "is_group_folder",
+    "list_group",
+    "members_digest",
+    "parts_of",
+    "pinned_keys",
+    "rank_folders",
+    "rank_name",
+    "reach",
+    "reject_in_group",
+    "seen_stores",
+    "stored_domain",
+    "view_of",
 ]  # fmt: skip

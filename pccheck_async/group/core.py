@@ -36,17 +36,24 @@ from pccheck_async.errors import (
 from pccheck_async.format import Key, Metadata, Restored, Which, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Address, Client, Server
-from pccheck_async.group.differing import first_few
 from pccheck_async.group.folder import seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
-from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.group.view import ranks_in_words
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import Owners, broadcast_buffers, merge_parts, paths
-from pccheck_async.store import Store, UnreadableError, rank_name
+from pccheck_async.store import (
+    CheckpointReader,
+    PartReader,
+    Staging,
+    Store,
+    UnreadableError,
+    first_few,
+    rank_name,
+    unreadable_errors,
+)
 from pccheck_async.telemetry import ReadProgress, events
 
 __all__ = ["GroupCore"]
@@ -58,7 +65,9 @@ class _OtherWorld(NamedTuple):
     group: Group
     private: Private
 
-    async def check(self, caller: Caller, parts: Parts, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
+    async def check(
+        self, caller: Caller, checkpoint: CheckpointReader, state: Mapping[str, Any], unexpected: Sequence[str]
+    ) -> None:
         """Raise StateMismatchError where the parts have different tensors under one name, and UnreadableError.
 
         Nothing says then which of them a rank of this world is to restore. Buffers that DistributedDataParallel makes
@@ -73,9 +82,12 @@ class _OtherWorld(NamedTuple):
             return not (path in allowed or f"{path}.".startswith(below) or any(match(path) for match in matchers))
 
         ranks = self.group.rank, self.group.world_size
-        if found := await caller.run(parts.differing(among, ranks)):
-            named = ranks_in_words(tuple(parts.elsewhere), len(parts.elsewhere))
-            unseen = f" (those of {named} are not seen here)" if parts.elsewhere else ""
+        with unreadable_errors():
+            found = await caller.run(checkpoint.differing(among, ranks))
+        if found:
+            elsewhere = checkpoint.elsewhere
+            named = ranks_in_words(tuple(elsewhere), len(elsewhere))
+            unseen = f" (those of {named} are not seen here)" if elsewhere else ""
             raise StateMismatchError(
                 f"this checkpoint is of another number of ranks, which had different tensors{unseen} under one name: "
                 f'{first_few(found)}; restore(state, private="modulo") gives rank r those of rank r modulo the old '
@@ -247,7 +259,6 @@ class GroupCore(EngineCore):
         """
         start, run, pickles = time.perf_counter(), self.run, self.config.allow_pickle
         reading: Reading | None = None
-        parts: Parts | None = None
         mismatch: Exception | None = None
         begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
         differing: Collection[int] = ()
@@ -258,26 +269,23 @@ class GroupCore(EngineCore):
                 action = await caller.run(run.restoring.get())
                 match action:
                     case MatchManifest(key):
-                        _release(reading, parts)
+                        if reading is not None:
+                            reading.release()
                         reading = self._reading(assembly, key, progress)
-                        parts = None if reading is None else self._parts(assembly, key, reading)
                         other_world = None if run.has_world_of(key) else _OtherWorld(self.group, private)
                         outcome, why, mismatch = await _match(
-                            caller, reading, parts, state, begun, other_world,
+                            caller, reading, state, begun, other_world,
                             strict=strict, dtype=dtype, allow_pickle=pickles,
                         )  # fmt: skip
                         await caller.run(run.tell_matched(outcome, why))
                     case FillArrays():
                         assert reading is not None
-                        assert parts is not None
                         begun += [*reading.restoration.filled, *(one.path for one in reading.restoration.resharded)]
-                        damage, differing = await self._fill(caller, reading, parts, state)
+                        damage, differing = await self._fill(caller, reading, state)
                         await caller.run(run.tell_verified(damage))
                     case ChangeState(key):
                         agreed = True
                         assert reading is not None
-                        assert parts is not None
-                        parts.finish()
                         restored = reading.finish()
                         await caller.run(run.note_differing(differing))
                         seconds = time.perf_counter() - start
@@ -297,10 +305,11 @@ class GroupCore(EngineCore):
                 await caller.run(run.tell_ended(f"the restore ended: {error!r}"))
             raise
         finally:
-            _release(reading, parts)
+            if reading is not None:
+                reading.release()
 
     async def _fill(
-        self, caller: Caller, reading: Reading, parts: Parts, state: Mapping[str, Any]
+        self, caller: Caller, reading: Reading, state: Mapping[str, Any]
     ) -> tuple[str | None, Collection[int]]:
         """Fill the live arrays; return what was damaged or None, and hashes of ranks that saved different replicas.
 
@@ -308,12 +317,13 @@ class GroupCore(EngineCore):
         that see other parts, or share replicas with other ranks, find others: the first checkpoint tells all of them.
         """
         assert self.captures.owners is not None
-        apart = self.captures.owners.saved_apart(state, reading.manifest)
+        checkpoint = reading.checkpoint
+        apart = self.captures.owners.saved_apart(state, checkpoint.manifest)
         try:
-            reading.begin(parts.take_own())
+            reading.begin()
             await caller.run(reading.fill())
-            await caller.run(parts.fill())
-            found = await caller.run(parts.differing(apart.__contains__)) if apart else ()
+            with unreadable_errors():
+                found = await caller.run(checkpoint.differing(apart.__contains__)) if apart else ()
         except UnreadableError as error:
             if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
                 raise error.error from None
@@ -321,22 +331,19 @@ class GroupCore(EngineCore):
         return None, {apart[path] for path in found}
 
     def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
-        """Return what reads the part that this rank restores, None where it is gone."""
-        lease = self.run.lease(key)
-        return None if lease is None else Reading(assembly, lease, progress)
-
-    def _parts(self, assembly: Assembly, key: Key, reading: Reading) -> Parts:
-        """Return the parts of all ranks; ``reading`` reads the one that this rank restores."""
-        own, (leases, elsewhere) = self.run.source(key), self.run.leases(key)
-        others = {rank: Reading(assembly, lease) for rank, lease in leases.items() if rank != own}
-        parts = {**others, own: reading}
-        return Parts(parts, own, by_address=assembly.backend.by_address, elsewhere=elsewhere)
+        """Return the reader of a checkpoint, of which this rank restores one part; None if that is gone."""
+        source = self.run.source(key)
+        if source is None:
+            return None
+        own, (sources, elsewhere) = self.run.own_part(key), self.run.sources(key)
+        staging = Staging(assembly.pool)
+        parts = {rank: PartReader(each, assembly.backend, staging) for rank, each in {**sources, own: source}.items()}
+        return Reading(assembly, CheckpointReader(parts, own, elsewhere), progress)
 
 
 async def _match(
     caller: Caller,
     reading: Reading | None,
-    parts: Parts | None,
     state: Mapping[str, Any],
     begun: Sequence[str],
     other_world: _OtherWorld | None,
@@ -346,8 +353,9 @@ async def _match(
     allow_pickle: bool,
 ) -> tuple[Literal["ok", "mismatch", "damaged"], str, Exception | None]:
     """Return how this rank's part compares with its state, why, and the error that says so."""
-    if reading is None or parts is None:
+    if reading is None:
         return "damaged", "its part is not in its store", None
+    checkpoint = reading.checkpoint
     match_state = partial(
         reading.match, state, strict=strict, dtype=dtype, allow_pickle=allow_pickle, generators=other_world is None
     )
@@ -360,12 +368,15 @@ async def _match(
             if not (lacks := error.missing):
                 raise
         if lacks:  # another stage of a pipeline may have it
-            match_state(merged=merge_parts(parts.own, await caller.run(parts.manifests())))
+            with unreadable_errors():
+                manifests = await caller.run(checkpoint.manifests())
+            match_state(merged=merge_parts(checkpoint.own_rank, manifests))
         if other_world is not None:
-            await other_world.check(caller, parts, state, reading.restoration.unexpected)
-        refuse_parts(reading.step, reading.restoration, begun)
+            await other_world.check(caller, checkpoint, state, reading.restoration.unexpected)
+        refuse_parts(checkpoint.entry.step, reading.restoration, begun)
         if reading.restoration.resharded:
-            await caller.run(parts.match(reading.restoration.resharded))
+            with unreadable_errors():
+                await caller.run(checkpoint.match(reading.restoration.resharded))
     except UnreadableError as error:
         if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
             return "mismatch", str(error), error.error
@@ -373,13 +384,6 @@ async def _match(
     except (CheckpointError, TypeError, ValueError) as error:
         return "mismatch", str(error), error
     return "ok", "", None
-
-
-def _release(reading: Reading | None, parts: Parts | None) -> None:
-    if parts is not None:
-        parts.release()
-    if reading is not None:
-        reading.release()
 
 
 def _error(reason: str, why: str) -> Exception:

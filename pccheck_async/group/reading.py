@@ -13,21 +13,26 @@ from pathlib import Path
 
 from msgspec import structs
 
-from pccheck_async.errors import DamagedError, IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
+from pccheck_async.errors import IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Record, Which, describe_which
-from pccheck_async.format.manifest import Manifest
-from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import seen_stores
-from pccheck_async.group.merged import MergedPayload
 from pccheck_async.group.parts import Part, SeenStore
-from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
 from pccheck_async.medium import File
-from pccheck_async.store import LOCK_SECONDS, StoreReader, choose, only_rejected, rank_name, read_manifest
-from pccheck_async.transfer import BufferPool
+from pccheck_async.store import (
+    LOCK_SECONDS,
+    CheckpointReader,
+    FolderPart,
+    PartReader,
+    Staging,
+    StoreReader,
+    choose,
+    only_rejected,
+    rank_name,
+)
 from pccheck_async.transfer.copying import CopyBackend
 
-__all__ = ["GroupListing", "PartReader", "list_group"]
+__all__ = ["GroupListing", "GroupReader", "list_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ def list_group(path: str | os.PathLike[str]) -> GroupListing:
 
 
 @dataclass(slots=True, kw_only=True)
-class PartReader(StoreReader):
+class GroupReader(StoreReader):
     """The store of one rank, of which only parts of complete checkpoints are read: a record names no others.
 
     It is read by the medium of the group's folder, and so are the parts of all other ranks.
@@ -142,40 +147,14 @@ class PartReader(StoreReader):
         rejected = [one.rejected for _, one in marks]
         return Record(0, tuple(e.as_rejected() if bad else e for e, bad in zip(entries, rejected, strict=True)))
 
-    async def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
-        """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it.
-
-        Raises DamagedError, ReadError.
-        """
+    def checkpoint(self, entry: Entry, file: File, staging: Staging) -> CheckpointReader:
+        """Return the reader of the parts of all ranks, of which this one's slot is locked; close it."""
         key, backend = self._key(entry), CopyBackend(self.opened.operations)
-        others = {
-            rank: LeasedPart(FolderLease(self.opened, rank_name(rank), key), backend, pool)
+        parts = {
+            rank: PartReader(FolderPart(self.opened, rank_name(rank), key), backend, staging)
             for rank in self.listing.parts(key).keys() - {self.rank}
         }
-        merged = MergedPayload(self.opened, self.rank, file, manifest, others, pool)
-        try:
-            await merged.open()
-        except BaseException:
-            await merged.aclose()
-            raise
-        return merged
-
-    async def manifests(self, entry: Entry, manifest: Manifest) -> dict[int, Manifest]:
-        """Return what the parts of all ranks consist of, of a checkpoint whose part is open.
-
-        Raises DamagedError, CorruptStoreError, ReadError.
-        """
-        found = {self.rank: manifest}
-        for rank in sorted(self.listing.parts(self._key(entry)).keys() - {self.rank}):
-            lease = FolderLease(self.opened, rank_name(rank), self._key(entry))
-            try:
-                file = await lease.acquire()
-                found[rank] = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
-            except DamagedError as error:
-                raise DamagedError(f"the part of rank {rank}: {error}") from error
-            finally:
-                await lease.close()
-        return found
+        return CheckpointReader({**parts, self.rank: self.part(entry, file, staging)}, self.rank, of_group=True)
 
     def _key(self, entry: Entry) -> Key:
         return next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import structs
 
-from pccheck_async.engine import EngineConfig, Lease
+from pccheck_async.engine import EngineConfig
 from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError, ReplicasDifferError, StoreError
 from pccheck_async.format import Applied, Entry, Key, Metadata, Which
 from pccheck_async.format.record import MOST_ENTRIES
@@ -43,7 +43,7 @@ from pccheck_async.group.actions import (
 )
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.elsewhere import FetchedLease, FolderLease, remove_fetched, send_part
+from pccheck_async.group.elsewhere import ReceivedPart, remove_fetched, send_part
 from pccheck_async.group.folder import domain_of, remove_store, seen_stores
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, Ok, Preempted
@@ -53,7 +53,7 @@ from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
-from pccheck_async.store import ReadLease, Retention, Store, open_store, rank_name
+from pccheck_async.store import FolderPart, OwnSlot, Retention, Source, Store, open_store, rank_name
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations
@@ -199,8 +199,8 @@ class GroupRun:
                 found[-1] = found[-1].as_rejected()
         return sorted(found, key=lambda entry: -entry.counter)
 
-    def lease(self, key: Key) -> Lease | None:
-        """Return what reads the part of a complete checkpoint that this rank restores; None where it is gone."""
+    def source(self, key: Key) -> Source | None:
+        """Return the source of the part that this rank restores; None if it is gone."""
         member = self.member
         if not self.has_world_of(key) and member.rank == 0:
             old = len(self._places(key))
@@ -210,33 +210,33 @@ class GroupRun:
             )
             write(logging.WARNING, "other_world", text, old, member.world, old, store=os.fspath(self._folder))
         if (part := member.parts.get(key)) is not None:
-            return ReadLease(self._store, part.entry, superseded=False)
+            return OwnSlot(self._store, part.entry)
         if (found := self._complete(key)) is None:
             return None
         source, domain = _source(found, member.rank)
         if domain == member.homes[member.rank]:
-            return FolderLease(self._opened_folder, rank_name(source), key)
+            return FolderPart(self._opened_folder, rank_name(source), key)
         assert self._client is not None
         prefix, own = self._prefix(member.rank), rank_name(member.rank)
-        return FetchedLease(self._client.another(), prefix, self._opened_folder, self._folder, own)
+        return ReceivedPart(self._client.another(), prefix, self._opened_folder, self._folder, own)
 
-    def leases(self, key: Key) -> tuple[dict[int, Lease], list[int]]:
-        """Return what reads each part of a complete checkpoint in this rank's domain, and whose parts are not in it."""
-        member, leases, elsewhere = self.member, dict[int, Lease](), []
+    def sources(self, key: Key) -> tuple[dict[int, Source], list[int]]:
+        """Return the sources of the parts in this rank's domain, by rank, and the ranks whose parts are not in it."""
+        member, sources, elsewhere = self.member, dict[int, Source](), []
         for rank, domain in enumerate(self._places(key)):
             if domain != member.homes[member.rank]:
                 elsewhere.append(rank)
             elif rank == member.rank and key in member.parts:
-                leases[rank] = ReadLease(self._store, member.parts[key].entry, superseded=False)
+                sources[rank] = OwnSlot(self._store, member.parts[key].entry)
             else:
-                leases[rank] = FolderLease(self._opened_folder, rank_name(rank), key)
-        return leases, elsewhere
+                sources[rank] = FolderPart(self._opened_folder, rank_name(rank), key)
+        return sources, elsewhere
 
     def has_world_of(self, key: Key) -> bool:
         """Whether a checkpoint is of as many ranks as there are now."""
         return len(self._places(key)) == self.member.world
 
-    def source(self, key: Key) -> int:
+    def own_part(self, key: Key) -> int:
         """Return whose part this rank restores."""
         return self.member.rank % len(self._places(key))
 
@@ -262,8 +262,8 @@ class GroupRun:
             source, domain = _source(found, rank)
             if domain != home and member.homes.index(domain) == member.rank:
                 assert self._client is not None
-                lease = FolderLease(self._opened_folder, rank_name(source), key)
-                self._start(send_part(self._client.another(), self._prefix(rank), lease))
+                part = FolderPart(self._opened_folder, rank_name(source), key)
+                self._start(send_part(self._client.another(), self._prefix(rank), part))
 
     def request(
         self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]

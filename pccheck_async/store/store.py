@@ -19,16 +19,15 @@ from typing import ClassVar
 from pccheck_async.errors import StoreFailedError
 from pccheck_async.format import Entry, Metadata, Record, Which, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
-from pccheck_async.medium import File, Medium, Part, Piece
+from pccheck_async.medium import Medium, Part, Piece
 from pccheck_async.state import Sample
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
-from pccheck_async.store.reading import DroppedMeanwhileError
 from pccheck_async.store.retention import Committed, Retention
 from pccheck_async.store.slots import SlotLease, Slots, open_slots
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import aligned_buffer, uninterrupted
 
-__all__ = ["ReadLease", "Store", "StoreStatistics", "open_store"]
+__all__ = ["Store", "StoreStatistics", "open_store"]
 
 
 _CHAIN_NBYTES = 2 << 20
@@ -452,49 +451,3 @@ class Store:
             superseded=self.superseded,
             reader_waits=self.slots.reader_waits,
         )
-
-
-@dataclass(slots=True, eq=False)
-class ReadLease:
-    """Keeps the slot of a checkpoint of ``store`` from being reused while it is read.
-
-    Released once, also where its acquirer was cancelled and never got the file. The newest record names ``entry``, or
-    has superseded it (``superseded``).
-    """
-
-    store: Store
-    entry: Entry
-    superseded: bool
-    _held: bool = False
-
-    @property
-    def medium(self) -> Medium:
-        """The store's."""
-        return self.store.medium
-
-    @property
-    def block_bytes(self) -> int:
-        """Unit of its offsets."""
-        return self.store.block_bytes
-
-    async def acquire(self) -> File:
-        """Hold the slot and return its file. Runs on the engine's loop, as :meth:`release` does.
-
-        Raises DroppedMeanwhileError where newer checkpoints replaced it; DamagedError, ReadError as
-        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free` do.
-        """
-        entry, committed, slots = self.entry, self.store.committed, self.store.slots
-        if entry in committed.record.entries or entry in committed.adopted:
-            file = slots.start_reading(entry.slot)
-        elif self.superseded and entry in committed.record.superseded:
-            file = await slots.start_reading_free(entry.slot)
-        else:
-            raise DroppedMeanwhileError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
-        self._held = True
-        return file
-
-    def release(self) -> None:
-        """Let the slot go, where it is held."""
-        if self._held:
-            self._held = False
-            self.store.slots.table.stop_reading(self.entry.slot)

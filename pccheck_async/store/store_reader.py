@@ -19,23 +19,14 @@ from pccheck_async.errors import (
     is_exhausted,
 )
 from pccheck_async.format import Entry, Identity, Record, Which, describe_which
-from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, MIN_BLOCK, slot_name, slot_number
+from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.state import Targets
+from pccheck_async.store.checkpoint_reader import CheckpointReader
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.reading import (
-    Fallback,
-    UnreadableError,
-    choose,
-    only_rejected,
-    read_manifest,
-    read_payload,
-    unreadable_errors,
-)
-from pccheck_async.transfer import BufferPool
+from pccheck_async.store.fallback import Fallback, UnreadableError, choose, only_rejected, unreadable_errors
+from pccheck_async.store.part_reader import OpenSlot, PartReader, Staging
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
@@ -161,14 +152,15 @@ class StoreReader:
         self,
         path: str | os.PathLike[str],
         which: Which,
-        use: Callable[[Entry, File, Manifest], Awaitable[T]],
+        use: Callable[[CheckpointReader], Awaitable[T]],
+        staging: Staging,
         *,
         keep: bool = False,
     ) -> T:
         """Lock the newest checkpoint and use it; the next older one where it is damaged, also a superseded one.
 
-        Where a step or a name is asked for, that one is used, and damage raises. ``keep`` leaves the slot open and
-        locked where ``use`` returned; ``path`` is for messages.
+        Where a step or a name is asked for, that one is used, and damage raises. ``keep`` leaves the checkpoint open
+        and locked where ``use`` returned; ``path`` is for messages.
 
         Raises:
             NoCheckpointError: there is none, or not the one that is asked for.
@@ -193,26 +185,35 @@ class StoreReader:
             entry, file = locked
             superseded, used = entry in record.superseded, False
             with fallback.trying(entry, superseded, older):
+                if not isinstance(file, File):
+                    pick(await self.record())  # what older() chooses from
+                    raise UnreadableError(file) from file
+                reader = self.checkpoint(entry, file, staging)
                 try:
                     with unreadable_errors():
-                        if not isinstance(file, File):
-                            raise file
-                        manifest = await read_manifest(self.opened.medium, file, entry, self.identity.block_bytes)
+                        await reader.hold()
                         if superseded:
-                            largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
-                            pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.opened.operations)
-                            await read_payload(self.opened.medium, backend, pool, file, manifest, Targets(), every=True)
-                        result = await use(entry, file, manifest)
+                            await reader.own.verify()
+                        result = await use(reader)
                     used = True
                     return result
                 except UnreadableError as unreadable:
                     if not is_exhausted(unreadable.error):
-                        pick(await self.record())  # what older() chooses from
+                        pick(await self.record())
                     raise
                 finally:
-                    if isinstance(file, File) and not (used and keep):
-                        await self.opened.medium.close(file)
+                    if not (used and keep):
+                        await reader.close()
         raise only_rejected(record.entries, which, path) or self.nothing(path, which)
+
+    def checkpoint(self, entry: Entry, file: File, staging: Staging) -> CheckpointReader:
+        """Return the reader of a checkpoint whose slot is locked; close it."""
+        return CheckpointReader({0: self.part(entry, file, staging)})
+
+    def part(self, entry: Entry, file: File, staging: Staging) -> PartReader:
+        """Return the reader of a locked slot."""
+        slot = OpenSlot(self.opened.medium, file, entry, self.identity.block_bytes)
+        return PartReader(slot, CopyBackend(self.opened.operations), staging, keeps=True)
 
     def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
         """Return what to raise where there is no checkpoint, or not the one that is asked for."""

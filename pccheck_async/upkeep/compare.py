@@ -16,13 +16,11 @@ import torch
 
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
-from pccheck_async.format.manifest import Manifest, TensorEntry
-from pccheck_async.group import PartReader, Payload
+from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
-from pccheck_async.store import VerifiedChunks
 from pccheck_async.transfer import Tasks
-from pccheck_async.upkeep.reading import Held, Progress, hold, make_pool, run
+from pccheck_async.upkeep.reading import Held, Progress, hold, run
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]
 
@@ -152,12 +150,12 @@ def compare_checkpoints(
 class _Side:
     """One of the two checkpoints."""
 
-    def __init__(self, held: Held, payload: Payload, manifest: Manifest) -> None:
+    def __init__(self, held: Held) -> None:
         self.info = held.entry.info
         self.opened = held.reader.opened
         self._step = held.entry.step
-        self._listing = list_leaves(manifest)
-        self._payload = payload
+        self._listing = list_leaves(held.checkpoint.manifest)
+        self._checkpoint = held.checkpoint
         self.branches = self._listing.branches
         self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
 
@@ -165,7 +163,7 @@ class _Side:
         """Return a range of the payload, which stays as it is until the next call."""
         whole = bytearray()
         try:
-            async with aclosing(self._payload.pieces([(low, high)])) as pieces:
+            async with aclosing(self._checkpoint.pieces([(low, high)])) as pieces:
                 async for piece in pieces:
                     if len(piece) == high - low:
                         return piece  # as it lies in the chunk, which stays in memory
@@ -183,12 +181,8 @@ class _Side:
 async def _side(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None) -> AsyncIterator[_Side]:
     """Hold one; of a group's, tensors that lie on several ranks are in full."""
     async with hold(path, which, io, rank) as held:
-        pool = make_pool(held.manifest)
-        if isinstance(held.reader, PartReader):
-            async with aclosing(await held.reader.merged(held.entry, held.file, held.manifest, pool)) as merged:
-                yield _Side(held, merged, merged.manifest)
-        else:
-            yield _Side(held, VerifiedChunks(held.reader.opened, held.file, held.manifest, pool), held.manifest)
+        await held.checkpoint.merge()
+        yield _Side(held)
 
 
 class _Comparing:

@@ -23,11 +23,9 @@ from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
     Applied,
     Complete,
-    FolderLease,
+    GroupReader,
     GroupStore,
     Part,
-    PartReader,
-    check_descriptors,
     domain_of,
     is_group_folder,
     members_digest,
@@ -36,12 +34,23 @@ from pccheck_async.group import (
     seen_stores,
     view_of,
 )
-from pccheck_async.medium import File, Medium, Piece
+from pccheck_async.medium import Medium, Piece
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, store_path
 from pccheck_async.state import refuse_boxes
-from pccheck_async.store import KeepAll, SlotLease, Store, open_store, read_manifest
+from pccheck_async.store import (
+    CheckpointReader,
+    FolderPart,
+    KeepAll,
+    PartReader,
+    SlotLease,
+    Staging,
+    Store,
+    check_descriptors,
+    open_store,
+)
 from pccheck_async.transfer import aligned_buffer
+from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, run
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
@@ -244,24 +253,26 @@ async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> A
     clock = asyncio.get_running_loop().time
     deadline = clock() + _HOLD_SECONDS
     reader = await open_reader(source, io, which=which, rank=0)
-    assert isinstance(reader, PartReader)
-    async with reader.opened as opened:
+    assert isinstance(reader, GroupReader)
+    async with reader.opened:
         while True:
             chosen = reader.listing.choose(which)
             check_descriptors(chosen.world, "copying")
             async with AsyncExitStack() as locks:
-                leases = [FolderLease(opened, rank_name(rank), chosen.key) for rank in range(chosen.world)]
+                parts = [_part(reader, chosen, rank) for rank in range(chosen.world)]
                 try:
-                    files = []
-                    for lease in leases:
-                        locks.push_async_callback(lease.close)
-                        files.append(await lease.acquire())
+                    for part in parts:
+                        locks.push_async_callback(part.checkpoint.close)
+                        await part.checkpoint.hold()
                 except (DamagedError, ReadError):
                     await reader.record()
                     if any(one.key == chosen.key for one in reader.listing.complete):
                         raise  # nothing replaced it
                 else:
-                    yield [await _held(reader, chosen, *each) for each in zip(leases, files, strict=True)]
+                    for part in parts:
+                        entry = structs.replace(part.entry, pinned=chosen.entry.pinned)
+                        part.checkpoint.own.source.entry = entry.as_rejected() if chosen.entry.rejected else entry
+                    yield parts
                     return
             if clock() > deadline:
                 raise ReadError(
@@ -269,10 +280,10 @@ async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> A
                 )
 
 
-async def _held(reader: PartReader, chosen: Complete, lease: FolderLease, file: File) -> Held:
-    entry = structs.replace(lease.entry, pinned=chosen.entry.pinned)
-    manifest = await read_manifest(lease.medium, file, entry, lease.block_bytes)
-    return Held(reader, entry.as_rejected() if chosen.entry.rejected else entry, file, manifest)
+def _part(reader: GroupReader, chosen: Complete, rank: int) -> Held:
+    source = FolderPart(reader.opened, rank_name(rank), chosen.key)
+    part = PartReader(source, CopyBackend(reader.opened.operations), Staging())
+    return Held(reader, CheckpointReader({rank: part}, rank))
 
 
 async def _copy_parts(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -17,15 +17,14 @@ from pccheck_async.errors import ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Which, combine, piece_sums, which_one
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
-from pccheck_async.group import PartReader
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves, stored_boxes
-from pccheck_async.store import StoreReader, choose, read_manifest
-from pccheck_async.transfer import BufferPool, Tasks, available_memory
+from pccheck_async.store import CheckpointReader, Staging, StoreReader, choose
+from pccheck_async.transfer import Tasks
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["make_pool", "run", "runs"]
+__all__ += ["run", "runs"]
 
 T = TypeVar("T")
 
@@ -41,12 +40,25 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A committed checkpoint, held for reading: its store, its entry in the record, its slot, and its manifest."""
+    """A committed checkpoint, held for reading, and the store that it is in."""
 
     reader: StoreReader
-    entry: Entry
-    file: File
-    manifest: Manifest
+    checkpoint: CheckpointReader
+
+    @property
+    def entry(self) -> Entry:
+        """Its entry in the record."""
+        return self.checkpoint.entry
+
+    @property
+    def file(self) -> File:
+        """The slot; of a group's checkpoint, of the part that is read first."""
+        return self.checkpoint.file
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of that part."""
+        return self.checkpoint.own.manifest
 
 
 @asynccontextmanager
@@ -64,8 +76,12 @@ async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | N
         entry, file = held
         if not isinstance(file, File):
             raise file
-        manifest = await read_manifest(reader.opened.medium, file, entry, reader.identity.block_bytes)
-        yield Held(reader, entry, file, manifest)
+        checkpoint = reader.checkpoint(entry, file, Staging())
+        try:
+            await checkpoint.hold()
+            yield Held(reader, checkpoint)
+        finally:
+            await checkpoint.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +158,7 @@ def describe_checkpoint(
         async with hold(path, which, io, rank) as held:
             listing = list_leaves(held.manifest)
             sharded = tuple([leaf async for leaf in _with_boxes(held, listing)])
-            differing = tuple(await _differing(held)) if rank is None else ()
+            differing = tuple(await held.checkpoint.differing(is_needed=False)) if rank is None else ()
             return Description(
                 info=held.entry.info,
                 leaves=tuple(listing.leaves),
@@ -154,7 +170,7 @@ def describe_checkpoint(
                 manifest_nbytes=held.entry.manifest_nbytes,
                 store_id=held.reader.identity.store_id,
                 block_bytes=held.reader.identity.block_bytes,
-                rank=held.reader.rank if isinstance(held.reader, PartReader) else None,
+                rank=held.checkpoint.own_rank if held.checkpoint.of_group else None,
                 sharded=sharded,
                 differing=differing,
             )
@@ -162,23 +178,11 @@ def describe_checkpoint(
     return run(describe())
 
 
-async def _differing(held: Held) -> list[str]:
-    """Return the paths under which ranks of a group have different tensors."""
-    if not isinstance(held.reader, PartReader):
-        return []
-    pool = make_pool(held.manifest)
-    try:
-        async with aclosing(await held.reader.merged(held.entry, held.file, held.manifest, pool)) as merged:
-            return await merged.differing(is_needed=False)
-    finally:
-        pool.close()
-
-
 async def _with_boxes(held: Held, listing: Listing) -> AsyncIterator[ShardedLeaf]:
     """Yield the tensors that lie on several ranks; none where only one rank's store is known."""
-    if not listing.sharded or not isinstance(held.reader, PartReader):
+    if not listing.sharded or not held.checkpoint.of_group:
         return
-    manifests = await held.reader.manifests(held.entry, held.manifest)
+    manifests = await held.checkpoint.manifests()
     stored = {rank: stored_boxes(manifest, rank) for rank, manifest in sorted(manifests.items())}
     for leaf in listing.sharded:
         boxes = {}
@@ -190,10 +194,6 @@ async def _with_boxes(held: Held, listing: Listing) -> AsyncIterator[ShardedLeaf
 
 
 # -- chunks
-
-_RUN_BYTES = 16 << 20
-_BUFFERS = 6
-"""Four are being read, one is checked. More take longer to be touched for the first time than they save."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called on another thread with the bytes done, and those of the whole."""
@@ -216,19 +216,6 @@ def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[Run]:
         if index == len(chunks) or chunks[index].offset + chunks[index].nbytes - start > most:
             yield Run(first, chunks[first:index], start, end - start)
             first = index
-
-
-def make_pool(manifest: Manifest) -> BufferPool:
-    """Return buffers for the chunks of a checkpoint, 96 MiB where chunks have at most 16 MiB and memory is not scarce.
-
-    Raises MemoryError if not even one fits into memory: a damaged manifest may claim any size.
-    """
-    largest = max((chunk.nbytes for chunk in manifest.chunks), default=_RUN_BYTES)
-    memory = available_memory()
-    if largest > memory:
-        raise MemoryError(f"a chunk of {largest} bytes does not fit into {memory} bytes of memory")
-    size = max(largest, min(_RUN_BYTES, memory // _BUFFERS // 4096 * 4096))
-    return BufferPool(max(size, min(_BUFFERS * size, memory // 4)), size)
 
 
 async def check_chunks(
@@ -278,7 +265,7 @@ async def check_chunks(
         read(run.nbytes)
 
     expected = manifest.pieces or (None,) * len(manifest.chunks)
-    pool = make_pool(manifest)
+    pool = Staging().pool_for(manifest)
     try:
         async with Tasks() as group:
             for run in runs(manifest.chunks, pool.buffer_bytes):

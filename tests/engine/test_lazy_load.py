@@ -39,7 +39,6 @@ from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.state import below, opened
 from pccheck_async.state.restore.tree import leaves
-from pccheck_async.store import VerifiedChunks
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from tests.engine.test_failures import flip, slot_of
@@ -491,10 +490,10 @@ def test_damaged_chunks_take_no_buffers(tmp_path: Path) -> None:
     save_steps(tmp_path, 0)
     flip(slot_of(tmp_path, 0), 5000)
     with open_checkpoint(tmp_path, host_memory=16 << 20) as opened:
-        chunks = opened._connection.chunks
-        assert isinstance(chunks, VerifiedChunks)
-        before = chunks._pool.statistics().in_use
+        staging = opened._connection.checkpoint.own.staging.pool
+        assert staging is not None
+        before = staging.statistics().in_use
         for _ in range(3):
             with pytest.raises(CorruptStoreError):
                 opened.tensor("tensor")[620:640]
-        assert chunks._pool.statistics().in_use <= before + 1
+        assert staging.statistics().in_use <= before + 1

@@ -32,7 +32,7 @@ from pccheck_async import (
     open_checkpoint,
 )
 from pccheck_async.cli import app
-from pccheck_async.group import differing
+from pccheck_async.store import differing
 from tests.engine.test_failures import flip
 from tests.group.test_sharded import mesh_of
 from tests.support.ranks import run_ranks

@@ -1125,7 +1125,7 @@ def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: P
     async def work(connection: Connection) -> set[Any]:
         before = asyncio.all_tasks()
         archive = torch_file.Archive(Full(None))
-        pieces = connection.chunks.pieces([(0, 4 * CHUNK)])
+        pieces = connection.checkpoint.pieces([(0, 4 * CHUNK)])
         with suppress(OSError):
             await archive.stream("data/0", 4 * CHUNK, pieces)
         return asyncio.all_tasks() - before

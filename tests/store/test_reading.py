@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.errors import DamagedError
-from pccheck_async.format import combine
+from pccheck_async.format import Entry, combine
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.state import Target, Targets, list_leaves
-from pccheck_async.store import VerifiedChunks, read_payload
+from pccheck_async.store import OpenSlot, PartReader, Staging
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import unit_runs
@@ -101,6 +101,15 @@ def pool(buffers: int = 8) -> BufferPool:
     return BufferPool(buffers * max(SIZES), max(SIZES))
 
 
+def part(opened: OpenMedium, file: File, manifest: Manifest, pool: BufferPool, *, keeps: bool = True) -> PartReader:
+    """Return the reader of a slot that is open, whose manifest was read."""
+    entry = Entry(0, 0, 0.0, manifest.payload_nbytes, 0, 0, 0, 0, False, {})
+    slot = OpenSlot(opened.medium, file, entry, 4096)
+    reader = PartReader(slot, CopyBackend(opened.operations), Staging(pool), keeps=keeps)
+    reader.manifest, reader._file = manifest, file
+    return reader
+
+
 some_ranges = st.lists(
     st.tuples(st.integers(0, sum(SIZES) - 1), st.sampled_from([1, 700, MIB - 1, MIB, 3 * MIB])).map(
         lambda each: (each[0], min(each[0] + each[1], sum(SIZES)))
@@ -119,11 +128,10 @@ def test_ranges_are_read_by_the_pieces_that_hold_them(slot: Slot, ranges: list[t
 
     async def work(opened: OpenMedium, file: File) -> int:
         if at_once:
-            backend = CopyBackend(opened.operations)
-            await read_payload(opened.medium, backend, pool(), file, slot.manifest, memory.targets, advance=told.append)
+            await part(opened, file, slot.manifest, pool(), keeps=False).fill(memory.targets, advance=told.append)
         else:
-            chunks = VerifiedChunks(opened, file, slot.manifest, pool())
-            await chunks.fill(memory.targets, told.append)
+            chunks = part(opened, file, slot.manifest, pool())
+            await chunks.fill(memory.targets, advance=told.append)
             before = opened.medium.statistics().read.nbytes
             again = Memory(ranges)
             await chunks.fill(again.targets)
@@ -143,7 +151,7 @@ def test_ranges_are_read_by_the_pieces_that_hold_them(slot: Slot, ranges: list[t
 @given(st.lists(some_ranges, min_size=1, max_size=3), st.sampled_from([2, 4, 8]))
 def test_ranges_that_are_streamed(slot: Slot, groups: list[list[tuple[int, int]]], buffers: int) -> None:
     async def work(opened: OpenMedium, file: File) -> None:
-        chunks = VerifiedChunks(opened, file, slot.manifest, pool(buffers))
+        chunks = part(opened, file, slot.manifest, pool(buffers))
         for ranges in groups:
             async with aclosing(chunks.pieces(ranges)) as pieces:
                 found = b"".join([bytes(piece) async for piece in pieces])
@@ -157,7 +165,7 @@ def test_the_pieces_of_several_ranges_are_read_in_one_go(slot: Slot) -> None:
     ranges = [(start + n * MIB + 5, start + n * MIB + 10) for n in range(5)]
 
     async def work(opened: OpenMedium, file: File) -> int:
-        chunks = VerifiedChunks(opened, file, slot.manifest, pool())
+        chunks = part(opened, file, slot.manifest, pool())
         async with aclosing(chunks.pieces(ranges)) as pieces:
             assert [bytes(piece) async for piece in pieces] == [slot.payload[low:high] for low, high in ranges]
         return opened.medium.statistics().read.count
@@ -170,11 +178,10 @@ def test_version_1_is_read_by_whole_chunks(slot: Slot) -> None:
     memory = Memory([(2 * MIB, 2 * MIB + 5)])
 
     async def work(opened: OpenMedium, file: File) -> int:
-        await VerifiedChunks(opened, file, old, pool()).fill(memory.targets)
+        await part(opened, file, old, pool()).fill(memory.targets)
         assert memory.is_of(slot.payload)
         first = opened.medium.statistics().read.nbytes
-        backend = CopyBackend(opened.operations)
-        await read_payload(opened.medium, backend, pool(), file, old, memory.targets)
+        await part(opened, file, old, pool(), keeps=False).fill(memory.targets)
         assert opened.medium.statistics().read.nbytes == 2 * first
         return first
 
@@ -188,12 +195,11 @@ def test_damage_matters_to_those_who_read_it(slot: Slot, at_once: bool) -> None:
     beside, there = Memory([(at - 2 * MIB, at - MIB), (at + MIB, at + 2 * MIB)]), Memory([(at + 100, at + 101)])
 
     async def work(opened: OpenMedium, file: File) -> None:
-        chunks = VerifiedChunks(opened, file, slot.manifest, pool())
+        chunks = part(opened, file, slot.manifest, pool())
 
         async def fill(memory: Memory) -> None:
             if at_once:
-                backend = CopyBackend(opened.operations)
-                await read_payload(opened.medium, backend, pool(), file, slot.manifest, memory.targets)
+                await part(opened, file, slot.manifest, pool(), keeps=False).fill(memory.targets)
             else:
                 await chunks.fill(memory.targets)
 
@@ -218,7 +224,7 @@ def test_a_file_that_ends_too_early(slot: Slot) -> None:
 
     async def work(opened: OpenMedium, file: File) -> None:
         with pytest.raises(DamagedError, match=r"chunk 3 .* too short"):
-            await VerifiedChunks(opened, file, slot.manifest, pool()).fill(memory.targets)
+            await part(opened, file, slot.manifest, pool()).fill(memory.targets)
 
     try:
         slot.read(work)
@@ -235,7 +241,7 @@ def test_pieces_that_combine_and_are_not_those_that_were_written(slot: Slot) -> 
 
     async def work(opened: OpenMedium, file: File) -> None:
         with pytest.raises(DamagedError, match="chunk 0"):
-            await VerifiedChunks(opened, file, manifest, pool()).fill(memory.targets)
+            await part(opened, file, manifest, pool()).fill(memory.targets)
         (damage,) = await check_payload(opened, file, manifest, list_leaves(manifest))
         assert (damage.what, damage.reason) == ("chunk 0", "checksum mismatch")
 

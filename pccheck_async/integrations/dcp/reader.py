@@ -22,11 +22,11 @@ from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointErro
 from pccheck_async.format import Entry, Key, Run
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.group import FolderLease, LeasedPart, is_group_folder, list_group, rank_name
+from pccheck_async.group import is_group_folder, list_group, rank_name
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
 from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
-from pccheck_async.store import UnreadableError, no_store_in, only_rejected, read_at_once
+from pccheck_async.store import FolderPart, PartReader, Staging, no_store_in, only_rejected, read_at_once
 from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["StorageReader"]
@@ -175,22 +175,20 @@ class _Reading:
         self._opened = await open_folder(self._chosen.root, "auto")
         await self._opened.medium.prepare(create=False)
         self.backend = CopyBackend(self._opened.operations)
-        self._pool = chunk_pool(MIN_BLOCK)
+        self._staging = Staging(chunk_pool(MIN_BLOCK))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._opened.close()
 
     @asynccontextmanager
-    async def part(self, rank: int) -> AsyncGenerator[LeasedPart]:
+    async def part(self, rank: int) -> AsyncGenerator[PartReader]:
         """Lock the part of a rank against reuse while it is read. Raises CorruptStoreError, ReadError."""
-        lease = FolderLease(self._opened, self._chosen.folders[rank], self._chosen.key)
-        part = LeasedPart(lease, self.backend, self._pool)
+        source = FolderPart(self._opened, self._chosen.folders[rank], self._chosen.key)
+        part = PartReader(source, self.backend, self._staging)
         try:
             await part.hold()
             yield part
-        except UnreadableError as unreadable:
-            raise unreadable.error from None
         finally:
             await part.close()
 
@@ -259,7 +257,7 @@ class _Load:
                 try:
                     async with reading.part(rank) as part:
                         begun = True
-                        await part.read(targets)
+                        await part.fill(targets)
                 except (CorruptStoreError, ReadError) as error:
                     if begun:
                         error.add_note("the tensors to be loaded may hold parts of this checkpoint")

@@ -11,34 +11,23 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
-from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode
-from pccheck_async.state import BoxTargets, StoredBox, Wanted, boxes_of_range, private_mesh, reshard, stored_boxes
+from pccheck_async.state import StoredBox, Wanted, boxes_of_range, private_mesh, reshard, stored_boxes
 from pccheck_async.state.restore.tree import leaves
+from pccheck_async.store.part_reader import PartReader
 from pccheck_async.telemetry import write
 
 __all__ = ["differing", "first_few", "warn_of_others"]
 
 _MOST_NAMED: Final = 20
 _BATCH_BYTES: Final = 16 << 20
-
-
-class HeldPart(Protocol):
-    """A part that is kept from being overwritten, with its manifest."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What it consists of."""
-
-    async def read(self, targets: BoxTargets) -> None:
-        """Fill targets. Raises UnreadableError."""
 
 
 class _Tensor(NamedTuple):
@@ -69,7 +58,7 @@ class _Pair(NamedTuple):
 
 
 async def differing(
-    parts: Mapping[int, HeldPart],
+    parts: Mapping[int, PartReader],
     among: Callable[[str], bool] = lambda _: True,
     *,
     share: tuple[int, int] = (0, 1),
@@ -86,7 +75,7 @@ async def differing(
         share: Number and count of those who compare the same parts, each its share of the pairs.
         incomplete: Further parts cannot be read here. What would have to be compared with them counts as different.
 
-    Raises UnreadableError.
+    Raises DamagedError, ReadError.
     """
     named = {path: tensors for path, tensors in _named(parts).items() if among(path)}
     found = {
@@ -116,7 +105,7 @@ def warn_of_others(names: Sequence[str], path: str | os.PathLike[str]) -> None:
         write(logging.WARNING, "other_ranks", text, first_few(names), store=os.fspath(path))
 
 
-def _named(parts: Mapping[int, HeldPart]) -> dict[str, list[_Tensor]]:
+def _named(parts: Mapping[int, PartReader]) -> dict[str, list[_Tensor]]:
     """Return the tensors of each name, those of the lowest part first."""
     named: dict[str, dict[int, _Tensor]] = {}
     for rank in sorted(parts):
@@ -140,7 +129,7 @@ def _named(parts: Mapping[int, HeldPart]) -> dict[str, list[_Tensor]]:
 class _Comparison:
     """Compares pairs of tensors, batch by batch; the paths of those that differ are added to ``found``."""
 
-    def __init__(self, parts: Mapping[int, HeldPart], found: set[str]) -> None:
+    def __init__(self, parts: Mapping[int, PartReader], found: set[str]) -> None:
         self._parts = parts
         self._found = found
         self._boxes = {rank: _in_bytes(stored_boxes(part.manifest, rank)) for rank, part in parts.items()}
@@ -176,7 +165,7 @@ class _Comparison:
         if plan.troubles:
             raise CorruptStoreError(f"the parts do not fit together: {first_few(plan.troubles)}")
         for rank, targets in plan.targets.items():
-            await self._parts[rank].read(targets)
+            await self._parts[rank].fill(targets)
         return read
 
     def _same_chunks(self, path: str, one: _Tensor, other: _Tensor) -> bool:

@@ -1,0 +1,299 @@
+"""Reading one checkpoint: the parts of all ranks that saved it, of which one process has one.
+
+Tensors that lie on several ranks are made of the boxes in all parts: into the boxes of this rank's live tensors, or in
+full. A manifest has tensors in full as storages behind the payload of the part that is read first, one for each such
+tensor, C-contiguous; bytes of these ranges are read from the boxes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from itertools import groupby
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+from msgspec import structs
+
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StateMismatchError, is_exhausted
+from pccheck_async.format import Entry, align, dtypes
+from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
+from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
+from pccheck_async.medium import File
+from pccheck_async.state import (
+    BoxTargets,
+    Resharding,
+    StoredBox,
+    Target,
+    Targets,
+    Wanted,
+    boxes_of_range,
+    merge_parts,
+    reshard,
+    sharded_paths,
+    stored_boxes,
+)
+from pccheck_async.store.differing import differing
+from pccheck_async.store.part_reader import PartReader
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import available_descriptors
+
+__all__ = ["CheckpointReader", "check_descriptors"]
+
+_PIECE_BYTES = 4 << 20
+_SPARE_DESCRIPTORS: Final = 4
+"""For the records that are read while parts are locked, and for other threads."""
+
+
+def check_descriptors(files: int, what: str = "reading") -> None:
+    """Raise ReadError if this process may not open so many files at a time, before the first part is read."""
+    free = available_descriptors()
+    if files + _SPARE_DESCRIPTORS > free:
+        raise ReadError(
+            errno.EMFILE,
+            f"{what} a checkpoint of several ranks keeps files open for each of their parts: {files} and "
+            f"{_SPARE_DESCRIPTORS} more, and this process may open {free} more; raise the limit (ulimit -n)",
+        )
+
+
+class _Full(NamedTuple):
+    """A tensor in full, in a storage of its own."""
+
+    start: int
+    """Byte at which that begins, behind the payload."""
+    path: str
+    node: ShardedNode
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.node.shape) * dtypes.torch_dtype(self.node.dtype).itemsize
+
+
+class CheckpointReader:
+    """Reads one checkpoint, on one loop; one medium, its threads and one pool serve all parts.
+
+    A part is locked when something of it is needed: the own one by :meth:`hold`, all by :meth:`manifests`.
+
+    Args:
+        parts: By the ranks that saved them.
+        own_rank: Whose part is restored, or read for values that each rank has of its own.
+        elsewhere: The ranks whose parts are on filesystems that are not seen here.
+        of_group: Whether ranks saved it, and all their parts are there: then tensors are read in full.
+
+    Attributes:
+        manifest: What can be read by :meth:`fill` and :meth:`pieces`: the own part's, from :meth:`hold` on; from
+            :meth:`merge` on all tensors in full.
+    """
+
+    manifest: Manifest
+
+    def __init__(
+        self,
+        parts: Mapping[int, PartReader],
+        own_rank: int = 0,
+        elsewhere: Sequence[int] = (),
+        *,
+        of_group: bool = False,
+    ) -> None:
+        self._parts = parts
+        self.elsewhere = elsewhere
+        self.of_group = of_group
+        self.own_rank = own_rank
+        self._held: set[int] = set()
+        self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by part, once they are needed
+        self._plan = Resharding()
+        self._tensors: list[_Full] = []
+
+    @property
+    def own(self) -> PartReader:
+        """The part that is read first."""
+        return self._parts[self.own_rank]
+
+    @property
+    def entry(self) -> Entry:
+        """What the record says of the own part; from :meth:`hold` on."""
+        return self.own.entry
+
+    @property
+    def file(self) -> File:
+        """The slot of the own part; from :meth:`hold` on."""
+        return self.own.file
+
+    async def hold(self) -> None:
+        """Lock the own part and read its manifest. Raises DamagedError, ReadError, NoCheckpointError."""
+        if self.own_rank not in self._held:
+            await self.own.hold()
+            self._held.add(self.own_rank)
+            self.manifest = self.own.manifest
+
+    async def manifests(self) -> dict[int, Manifest]:
+        """Lock all parts, and return their manifests. Raises DamagedError, ReadError."""
+        await self.hold()
+        if wanted := self._parts.keys() - self._held:
+            check_descriptors(len(wanted))
+            for rank in sorted(wanted):
+                try:
+                    await self._parts[rank].hold()
+                except DamagedError as error:
+                    raise DamagedError(f"the part of rank {rank}: {error}") from error
+                self._held.add(rank)
+        return {rank: part.manifest for rank, part in self._parts.items()}
+
+    async def differing(
+        self, among: Callable[[str], bool] = lambda _: True, share: tuple[int, int] = (0, 1), *, is_needed: bool = True
+    ) -> list[str]:
+        """Return paths under which parts hold different tensors (see :func:`.differing.differing`).
+
+        Raises DamagedError, ReadError; if the answer is not needed these are logged, and it is empty.
+        """
+        try:
+            await self.manifests()
+            return await differing(self._parts, among, share=share, incomplete=bool(self.elsewhere))
+        except (DamagedError, ReadError) as error:
+            if is_needed or is_exhausted(error):
+                raise
+            text = "whether other ranks have different tensors is not known, as a part of theirs cannot be read: %s"
+            write(logging.WARNING, "not_compared", text, error)
+            return []
+
+    # -- into the boxes of live tensors
+
+    async def match(self, wanted: Sequence[Wanted]) -> None:
+        """Plan the reading of boxes.
+
+        Raises StateMismatchError: the parts do not make these; DamagedError, ReadError.
+        """
+        needed = await self.manifests() if any(one.mesh is not None for one in wanted) else (self.own_rank,)
+        for rank in needed:
+            if rank not in self._boxes:
+                self._boxes[rank] = stored_boxes(self._parts[rank].manifest, rank)
+        self._plan = reshard(wanted, self._boxes, self.own_rank, by_address=self.own.backend.by_address)
+        if troubles := self._plan.troubles:
+            text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
+            if self.elsewhere:
+                text += f"; the parts of ranks {', '.join(map(str, self.elsewhere))} are on filesystems not seen here"
+            raise StateMismatchError(text, mismatched=troubles)
+
+    def take_own(self) -> BoxTargets | None:
+        """Return the planned boxes that the own part has, to be filled with other targets of it."""
+        return self._plan.targets.pop(self.own_rank, None)
+
+    async def fill_boxes(self) -> None:
+        """Fill the planned boxes; :meth:`finish` follows. Raises DamagedError, ReadError; some are filled then."""
+        for rank, targets in self._plan.targets.items():
+            part = self._parts[rank]
+            await part.fill(targets, part.backend.mark_queued_work(targets.devices))
+
+    def finish(self) -> None:
+        """Copy what could not be filled in place. On the caller's thread."""
+        self._plan.finish()
+
+    # -- in full
+
+    async def merge(self) -> None:
+        """Lock all parts, and let :attr:`manifest` have all tensors in full. Raises DamagedError, ReadError."""
+        if not self.of_group:
+            await self.hold()
+            return
+        manifest, _ = merge_parts(self.own_rank, await self.manifests())
+        self.manifest, self._tensors = _in_full(manifest)
+
+    @property
+    def _end(self) -> int:
+        """Where tensors in full begin."""
+        return self._tensors[0].start if self._tensors else self.manifest.payload_nbytes
+
+    async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Fill targets in host memory; ``advance`` is called with the bytes of the own part's chunks.
+
+        Raises DamagedError, ReadError; CorruptStoreError: the parts do not fit together.
+        """
+        if not self._tensors:
+            await self.own.fill(targets, advance=advance)
+            return
+        own, wanted = list[Target](), list[Wanted]()
+        for target in targets:
+            if target.payload_offset < self._end:
+                own.append(target)
+            else:
+                wanted += self._wanted(target)
+        await self.own.fill(Targets(own), advance=advance)
+        if wanted:
+            try:
+                await self.match(wanted)
+            except StateMismatchError as error:
+                raise CorruptStoreError(str(error)) from error
+            await self.fill_boxes()
+
+    def _wanted(self, target: Target) -> Iterator[Wanted]:
+        first = bisect_right(self._tensors, target.payload_offset, key=lambda full: full.start) - 1
+        for start, path, node in self._tensors[max(first, 0) :]:
+            if start >= target.payload_offset + target.nbytes:
+                break
+            dtype = dtypes.torch_dtype(node.dtype)
+            low = max(target.payload_offset - start, 0)
+            high = min(target.payload_offset + target.nbytes - start, prod(node.shape) * dtype.itemsize)
+            if low < high:
+                address = target.address + start + low - target.payload_offset
+                flat = torch.frombuffer((ctypes.c_char * (high - low)).from_address(address), dtype=torch.uint8)
+                for box, local in boxes_of_range(node.shape, low // dtype.itemsize, flat.view(dtype)):
+                    yield Wanted(path, path, node.mesh, node.shape, box, local, local)
+
+    async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
+        """Yield the bytes of ranges; see :meth:`PartReader.pieces`."""
+        for is_own, group in groupby(ranges, lambda each: each[0] < self._end):
+            some = [*group]
+            async with aclosing(self.own.pieces(some) if is_own else self._pieces_in_full(some)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _pieces_in_full(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
+        for low, high in ranges:
+            buffer = bytearray(min(_PIECE_BYTES, max(high - low, 1)))
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            for start in range(low, high, len(buffer)):
+                view = memoryview(buffer)[: min(len(buffer), high - start)]
+                await self.fill(Targets([Target(start, len(view), address, buffer)]))
+                yield view
+
+    async def close(self) -> None:
+        """Unlock and close all parts."""
+        for part in self._parts.values():
+            await part.close()
+
+    def release(self) -> None:
+        """Close all parts without waiting. Idempotent."""
+        for part in self._parts.values():
+            part.release()
+
+
+def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
+    """Return a manifest that has tensors in full in place of the boxes of one rank, and these tensors."""
+    tensors, storages, full = [*manifest.tensors], [*manifest.storages], list[_Full]()
+    known, placed = sharded_paths(manifest), dict[Any, int]()
+    end = align(manifest.payload_nbytes, ALIGNMENT)
+
+    def place(node: ArrayNode | ShardedNode) -> ArrayNode:
+        nonlocal end
+        if isinstance(node, ArrayNode):
+            return node
+        one = _Full(end, known[id(node)], node)
+        boxes = [manifest.tensors[box.index] for box in node.boxes]
+        # Tied, where all boxes are; those without elements are alike whatever they are boxes of.
+        same = id(node) if all(box.storage is None for box in boxes) else tuple(boxes)
+        storage = placed.setdefault((node.shape, same), len(storages)) if one.nbytes else None
+        if storage == len(storages):
+            storages.append(StorageEntry(end, one.nbytes))
+            full.append(one)
+            end = align(end + one.nbytes, ALIGNMENT)
+        stride = tuple(prod(node.shape[dim + 1 :]) for dim in range(len(node.shape)))
+        tensors.append(TensorEntry(storage, node.dtype, node.shape, stride, 0, "tensor", False))
+        return ArrayNode(len(tensors) - 1)
+
+    skeleton = replace_arrays(manifest.skeleton, place)
+    return structs.replace(manifest, skeleton=skeleton, tensors=tuple(tensors), storages=tuple(storages)), full

@@ -1,0 +1,128 @@
+"""Which checkpoint to read, and which one next if that is damaged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, is_exhausted
+from pccheck_async.format import Entry, Which, describe_which
+from pccheck_async.telemetry import write
+
+__all__ = ["DroppedMeanwhileError", "Fallback", "UnreadableError", "choose", "only_rejected", "unreadable_errors"]
+
+
+def choose(
+    entries: Sequence[Entry], which: Which, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
+) -> Entry | None:
+    """Return the checkpoint to read: the newest of those that are asked for, without the ``unreadable`` ones.
+
+    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by step or name. Those
+    that are rejected are read by step or name alone, where no other one has it.
+    """
+    if superseded and which is None:
+        entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
+    wanted = [entry for entry in entries if entry.matches(which) and entry.counter not in unreadable]
+    rejected = wanted[0] if wanted and which is not None else None
+    return next((entry for entry in wanted if not entry.rejected), rejected)
+
+
+def only_rejected(entries: Collection[Entry], which: Which, where: str | os.PathLike[str]) -> StoreError | None:
+    """Return what to raise where all checkpoints that are asked for are rejected; None where that is not so."""
+    wanted = [entry for entry in entries if entry.matches(which)]
+    if not wanted or not all(entry.rejected for entry in wanted):
+        return None
+    steps = ", ".join(sorted({str(entry.step) for entry in wanted}))
+    return StoreError(
+        f"{os.fspath(where)} holds none but rejected checkpoints{describe_which(which)} (steps {steps}): load() with a "
+        "step reads one all the same; to begin anew, use another folder"
+    )
+
+
+class DroppedMeanwhileError(NoCheckpointError):
+    """The checkpoint to read was superseded before its slot could be held."""
+
+
+class UnreadableError(Exception):
+    """What reading the store raised. Objects of the user may raise such errors, too, which say nothing of the store."""
+
+    def __init__(self, error: DamagedError | ReadError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def unreadable_errors() -> Iterator[None]:
+    """Tell errors that say something of a checkpoint from all others: they become UnreadableError."""
+    try:
+        yield
+    except (DamagedError, ReadError) as error:
+        raise UnreadableError(error) from error
+
+
+class Fallback:
+    """The way past checkpoints that cannot be read, to the newest one that can.
+
+    ::
+
+        while (found := find()) is not None:
+            with fallback.trying(*found, find):
+                return read(...)
+
+    Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
+    is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a step or a name was asked
+    for, damage raises, and nothing else is read.
+
+    Attributes:
+        unreadable: Counters of those that were tried in vain.
+        failure: The newest one of them, and its error; a superseded one only where there is no other.
+    """
+
+    def __init__(self, which: Which) -> None:
+        self.unreadable: set[int] = set()
+        self.failure: tuple[Entry, Exception] | None = None
+        self._which = which
+        self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
+
+    @contextmanager
+    def trying(self, entry: Entry, superseded: bool, older: Callable[[], tuple[Entry, bool] | None]) -> Iterator[None]:
+        """Read ``entry`` in this context, which ends quietly where the next one has to be tried, and warns of that.
+
+        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded. Raises
+        what :func:`unreadable_errors` found where nothing is left to try, or where it says nothing of the checkpoint.
+        """
+        try:
+            yield
+        except DroppedMeanwhileError:
+            return  # newer ones were committed
+        except UnreadableError as unreadable:
+            error = unreadable.error
+        else:
+            if superseded and self.failure is not None:
+                _warn_damaged(self.failure[0], entry, self.failure[1])
+            return
+        if is_exhausted(error):
+            raise error
+        self.unreadable.add(entry.counter)
+        if self.failure is None or not superseded:
+            self.failure = entry, error
+        chosen = older()
+        if self._which is not None or chosen is None:
+            raise self.failure[1] from None
+        if self._unread is not None and isinstance(error, ReadError):
+            self._unread.add(entry.counter)
+        if chosen[1] and self._unread:
+            self.unreadable -= self._unread
+            self._unread = None
+        elif chosen[0].counter < entry.counter and not chosen[1]:  # else only once that one proved whole
+            _warn_damaged(self.failure[0], chosen[0], self.failure[1])
+
+
+def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
+    """Warn that a checkpoint is passed over for an older one. In the log it is below what is shown by default."""
+    text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
+    write(logging.INFO, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
+    warnings.warn(text, RuntimeWarning, stacklevel=5)

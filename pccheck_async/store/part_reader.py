@@ -1,0 +1,396 @@
+"""Reading one part of a checkpoint: its manifest, and its chunks, every checksum verified on the way.
+
+Memory is bounded by the pool of staging buffers; bytes reach their tensors only after a checksum of them held. Where a
+manifest has checksums of the MiBs of each chunk, only those MiBs are read that hold wanted bytes, else whole chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pccheck_async.errors import CorruptStoreError, DamagedError
+from pccheck_async.format import Entry, align, combine, crc32
+from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
+from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
+from pccheck_async.medium import File, Medium
+from pccheck_async.state import AnyTargets, Targets
+from pccheck_async.transfer import (
+    BufferLease,
+    BufferPool,
+    Segments,
+    Tasks,
+    address_of,
+    aligned_buffer,
+    available_memory,
+)
+from pccheck_async.transfer.copying import CopyBackend
+from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
+
+__all__ = ["OpenSlot", "PartReader", "Source", "Staging", "read_manifest"]
+
+
+class Source:
+    """Where one part of a checkpoint lies, and the lock that keeps it from being overwritten. Used on one loop.
+
+    Attributes:
+        entry: What its record says of it; from :meth:`acquire` on.
+        medium: Reads it.
+        block_bytes: Unit of its offsets; from :meth:`acquire` on.
+    """
+
+    entry: Entry
+    medium: Medium
+    block_bytes: int
+    _file: File | None = None
+
+    async def acquire(self) -> File:
+        """Return its file, locked. Raises DamagedError, ReadError, NoCheckpointError."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Unlock and close it, if it is held."""
+        file, self._file = self._file, None
+        if file is not None:
+            await self.medium.close(file)
+
+    def release(self) -> None:
+        """Close it without waiting. Idempotent."""
+        self._closing = asyncio.ensure_future(self.close())
+
+
+class OpenSlot(Source):
+    """A slot that is open and locked already."""
+
+    def __init__(self, medium: Medium, file: File, entry: Entry, block_bytes: int) -> None:
+        self.medium, self._file, self.entry, self.block_bytes = medium, file, entry, block_bytes
+
+    async def acquire(self) -> File:
+        """Return the file."""
+        assert self._file is not None
+        return self._file
+
+
+_BUFFER_BYTES, _BUFFERS = 16 << 20, 6
+"""Four are being read, one is checked. More take longer to be touched for the first time than they save."""
+
+
+class Staging:
+    """Staging buffers that all parts of a checkpoint share; larger ones are made if a chunk does not fit into them.
+
+    By default they are made when they are needed: 96 MiB if chunks have at most 16 MiB and memory is not scarce.
+    """
+
+    def __init__(self, pool: BufferPool | None = None) -> None:
+        self.pool = pool
+
+    def pool_for(self, manifest: Manifest) -> BufferPool:
+        """Return a pool whose buffers hold the chunks of a part.
+
+        Raises MemoryError if not even one fits into memory: a damaged manifest may claim any size.
+        """
+        largest = max((chunk.nbytes for chunk in manifest.chunks), default=0)
+        if self.pool is None:
+            memory = available_memory()
+            if largest > memory:
+                raise MemoryError(f"a chunk of {largest} bytes does not fit into {memory} bytes of memory")
+            size = max(largest, min(_BUFFER_BYTES, memory // _BUFFERS // 4096 * 4096))
+            self.pool = BufferPool(max(size, min(_BUFFERS * size, memory // 4)), size)
+        elif largest > self.pool.buffer_bytes:
+            self.pool = BufferPool(max(self.pool.nbytes, largest), largest)
+        return self.pool
+
+
+_MOST_RUNS = 8
+"""Read and verified at a time. They keep a disk busy; more would only be memory that nothing has touched yet, which a
+restart pays for at the wrong moment: on ours a cold restore took half as long again."""
+
+
+async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: int) -> Manifest:
+    """Read and validate the manifest that a commit record names.
+
+    Raises DamagedError, ReadError; CorruptStoreError where it is what was written and this version does not understand.
+    """
+    end = entry.manifest_offset + entry.manifest_nbytes
+    if entry.manifest_offset % block_bytes or end > file.nbytes:
+        raise DamagedError(
+            f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
+        )
+    view = aligned_buffer(align(entry.manifest_nbytes, block_bytes))
+    got = await medium.read(file, entry.manifest_offset, view)
+    data = bytes(view[: min(got, entry.manifest_nbytes)])
+    if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
+        raise DamagedError(f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged")
+    try:
+        manifest = decode(data)
+    except CorruptStoreError as error:
+        raise CorruptStoreError(
+            f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is what was written, and not "
+            f"understood ({error}); load it with the version of this package, and of torch, that saved it, or give the "
+            "step of another one"
+        ) from error
+    if manifest.counter != entry.counter or manifest.payload_nbytes > entry.manifest_offset:
+        raise CorruptStoreError(f"{file.name}: the manifest is not that of checkpoint {entry.counter}")
+    return manifest
+
+
+def _chunks_between(chunks: Sequence[ChunkEntry], low: int, high: int) -> range:
+    """Return the indices of the chunks that hold any of the payload's bytes from ``low`` to before ``high``."""
+    first = bisect_right(chunks, low, key=lambda chunk: chunk.offset) - 1
+    return range(max(0, first), bisect_left(chunks, high, key=lambda chunk: chunk.offset)) if low < high else range(0)
+
+
+class _Run(NamedTuple):
+    """Bytes of a chunk that are read in one go and verified by one checksum: all of it, or some of its MiBs."""
+
+    chunk: int
+    offset: int
+    """In the payload."""
+    nbytes: int
+    checksum: int
+
+
+def _unit(manifest: Manifest, index: int) -> int:
+    """Return of how many bytes of a chunk there is a checksum."""
+    return manifest.chunks[index].nbytes if manifest.pieces is None else PIECE_BYTES
+
+
+def _run(manifest: Manifest, index: int, unit: int, units: range) -> _Run:
+    chunk, checksum = manifest.chunks[index], manifest.chunks[index].checksum
+    low, high = units.start * unit, min(units.stop * unit, chunk.nbytes)
+    if high - low < chunk.nbytes:
+        assert manifest.pieces is not None
+        checksum = combine(manifest.pieces[index][units.start * SUM_BYTES : units.stop * SUM_BYTES], high - low)
+    return _Run(index, chunk.offset + low, high - low, checksum)
+
+
+_KEPT = 4
+"""Chunks that stay in memory: tensors that lie beside each other are mostly read one after the other."""
+
+
+class _Kept(NamedTuple):
+    """A chunk in memory, and which units of it were read and verified."""
+
+    lease: BufferLease
+    there: set[int]
+
+
+class PartReader:
+    """Reads one process's part of a checkpoint: all of it, if one process saved it. Coroutines run on one loop.
+
+    Args:
+        source: Where it lies.
+        backend: Copies verified bytes to their places.
+        staging: Buffers to read into.
+        keeps: Whether some chunks stay in memory between calls of :meth:`fill` and :meth:`pieces`, for reading tensor
+            by tensor into host memory.
+
+    Attributes:
+        manifest: From :meth:`hold` on.
+    """
+
+    manifest: Manifest
+    _file: File
+
+    def __init__(self, source: Source, backend: CopyBackend, staging: Staging, *, keeps: bool = False) -> None:
+        self.source = source
+        self.backend = backend
+        self.staging = staging
+        self._buffers: BufferPool | None = None
+        self._keeps = keeps
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._turn = asyncio.Lock()
+
+    @property
+    def entry(self) -> Entry:
+        """What the record says of it; from :meth:`hold` on."""
+        return self.source.entry
+
+    @property
+    def file(self) -> File:
+        """The slot; from :meth:`hold` on."""
+        return self._file
+
+    async def hold(self) -> None:
+        """Lock it against reuse, and read its manifest. Raises DamagedError, ReadError, NoCheckpointError."""
+        self._file = await self.source.acquire()
+        self.manifest = await read_manifest(self.source.medium, self._file, self.entry, self.source.block_bytes)
+
+    @property
+    def _pool(self) -> BufferPool:
+        if self._buffers is None or self._buffers is not self.staging.pool:  # another part may have needed larger ones
+            self._buffers = self.staging.pool_for(self.manifest)
+        return self._buffers
+
+    @property
+    def _most(self) -> int:
+        """Most chunks that are kept."""
+        return max(1, min(_KEPT, self._pool.nbytes // self._pool.buffer_bytes // 2))
+
+    async def verify(self) -> None:
+        """Read every chunk whole, and fill nothing. Raises DamagedError, ReadError."""
+        await self._stream(Targets(), every=True)
+
+    async def fill(
+        self, targets: AnyTargets, marks: Any = None, advance: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Fill ``targets`` from the chunks that hold them, or from MiBs of these that can be verified alone.
+
+        Targets on a device are filled behind the marked work (``marks``: what :meth:`CopyBackend.mark_queued_work`
+        returned), and are whole when this returns, for any stream. ``advance`` is called with the bytes of the payload
+        that were read, or need not be.
+
+        Cancellation: ends once every read and copy ended. The targets are then partly filled.
+
+        Raises DamagedError where a checksum does not hold, ReadError; other bytes may have been copied already.
+        """
+        if not self._keeps or not isinstance(targets, Targets):
+            await self._stream(targets, marks, advance)
+            return
+        chunks = self.manifest.chunks
+        near = _chunks_between(chunks, *targets.span)
+        rows_of = {index: targets.segments(chunks[index].offset, chunks[index].nbytes)[0] for index in near}
+        touched = {index: rows for index, rows in rows_of.items() if len(rows)}
+        async with self._turn:
+            if len(touched) > self._most:
+                self._drop(0)  # the whole pool is for the chunks to come
+                await self._stream(targets, marks, advance)
+                return
+            for index, rows in touched.items():
+                base = address_of(await self._get(index, rows))
+                for address, offset, length in rows.tolist():
+                    ctypes.memmove(address, base + offset, length)
+                advance(chunks[index].nbytes)
+            advance(sum(chunk.nbytes for index, chunk in enumerate(chunks) if index not in touched))
+
+    async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
+        """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
+
+        The next chunk is read meanwhile; what several ranges want of a chunk, in one go. Close the iterator where it is
+        not used up. Raises DamagedError, ReadError.
+        """
+        chunks = self.manifest.chunks
+        wanted = [
+            (index, max(low - chunks[index].offset, 0), min(high - chunks[index].offset, chunks[index].nbytes))
+            for low, high in ranges
+            for index in _chunks_between(chunks, low, high)
+        ]
+        rows: dict[int, list[tuple[int, int, int]]] = {}
+        for index, low, high in wanted:
+            rows.setdefault(index, []).append((0, low, high - low))
+        tables = {index: np.array(each, np.uint64) for index, each in rows.items()}
+        ahead: asyncio.Task[memoryview] | None = None
+        try:
+            for number, (index, low, high) in enumerate(wanted):
+                view = await (ahead or self._chunk(index, tables[index]))
+                ahead = None
+                if number + 1 < len(wanted) and self._most > 1:
+                    following = wanted[number + 1][0]
+                    ahead = asyncio.create_task(self._chunk(following, tables[following]))
+                yield view[low:high]
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await ahead
+
+    async def _chunk(self, index: int, rows: Table) -> memoryview:
+        async with self._turn:
+            return await self._get(index, rows)
+
+    async def _get(self, index: int, rows: Table) -> memoryview:
+        """Return a chunk, of which the units that hold these rows are there."""
+        kept = self._kept.pop(index, None)
+        if kept is None:
+            self._drop(self._most - 1)
+            kept = _Kept(await self._pool.lease(), set())
+        self._kept[index] = kept  # as the last one that was used
+        view, unit = kept.lease.view[: self.manifest.chunks[index].nbytes], _unit(self.manifest, index)
+        async with Tasks() as group:
+            for units in unit_runs(rows, unit):
+                # What is there may be in use: it is not read again.
+                partly = not kept.there.isdisjoint(units)
+                for missing in [range(n, n + 1) for n in units if n not in kept.there] if partly else [units]:
+                    group.create_task(self._read(index, missing, view[missing.start * unit :], kept.there))
+        return view
+
+    async def _stream(
+        self,
+        targets: AnyTargets,
+        marks: Any = None,
+        advance: Callable[[int], None] = lambda _: None,
+        *,
+        every: bool = False,
+    ) -> None:
+        manifest, backend, pool = self.manifest, self.backend, self._pool
+        if marks:
+            await backend.order_after(marks)
+        near = _chunks_between(manifest.chunks, *targets.span)
+        turns = asyncio.Semaphore(_MOST_RUNS)
+
+        def end(done: asyncio.Task[None], lease: BufferLease, nbytes: int) -> None:
+            lease.release()
+            turns.release()
+            if not done.cancelled() and done.exception() is None:
+                advance(nbytes)
+
+        def runs_of(index: int, chunk: ChunkEntry) -> list[tuple[_Run, Segments]]:
+            unit = chunk.nbytes if every else _unit(manifest, index)
+            runs = scatter_runs(chunk.offset, chunk.nbytes, unit, targets) if index in near else []
+            if every and not runs:
+                runs = [(range(1), Segments())]
+            return [(_run(manifest, index, unit, units), segments) for units, segments in runs]
+
+        async with Tasks() as group:
+            for index, chunk in enumerate(manifest.chunks):
+                runs = runs_of(index, chunk)
+                if unwanted := chunk.nbytes - sum(run.nbytes for run, _ in runs):
+                    advance(unwanted)
+                for run, segments in runs:
+                    await turns.acquire()
+                    lease = await pool.lease()
+                    work = self._read_run(run, segments, lease.view, targets)
+                    # The lease outlives the task, also one that is cancelled before it ran at all.
+                    group.create_task(work).add_done_callback(partial(end, lease=lease, nbytes=run.nbytes))
+
+    async def _read_run(self, run: _Run, segments: Segments, buffer: memoryview, keepalive: Any) -> None:
+        """Read into a staging buffer, verify that, and only then copy segments of it to their places."""
+        view = buffer[: run.nbytes]
+        try:
+            if await self.source.medium.read(self._file, run.offset, view) != run.nbytes:
+                raise OSError(errno.EBADMSG, "the file is too short")
+            await self.backend.scatter(view, run.checksum, segments, keepalive)
+        except OSError as error:
+            if error.errno != errno.EBADMSG:
+                raise
+            raise DamagedError(
+                f"{self._file.name}: chunk {run.chunk} (bytes {run.offset} to {run.offset + run.nbytes}) of the "
+                f"checkpoint is damaged: {error.strerror}"
+            ) from None
+
+    async def _read(self, index: int, units: range, into: memoryview, there: set[int]) -> None:
+        await self._read_run(_run(self.manifest, index, _unit(self.manifest, index), units), Segments(), into, None)
+        there.update(units)
+
+    def _drop(self, most: int) -> None:
+        while len(self._kept) > most:
+            self._kept.popitem(last=False)[1].lease.release()
+
+    async def close(self) -> None:
+        """Unlock and close it."""
+        self._drop(0)
+        await self.source.close()
+
+    def release(self) -> None:
+        """Close it without waiting. Idempotent."""
+        self._drop(0)
+        self.source.release()

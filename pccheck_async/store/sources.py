@@ -1,0 +1,92 @@
+"""Sources of parts: a slot of the store that an engine of this process has open, or one in any folder seen here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pccheck_async.errors import DamagedError
+from pccheck_async.format import Entry, Key
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import OpenMedium
+from pccheck_async.store.fallback import DroppedMeanwhileError
+from pccheck_async.store.part_reader import Source
+from pccheck_async.store.store_reader import StoreReader
+
+if TYPE_CHECKING:
+    from pccheck_async.store.store import Store
+
+__all__ = ["FolderPart", "OwnSlot"]
+
+
+class OwnSlot(Source):
+    """A slot of a store that is open for writing, here, and is not reused while it is read.
+
+    Args:
+        store: The store.
+        entry: The newest record names it,
+        superseded: or has superseded it.
+    """
+
+    def __init__(self, store: Store, entry: Entry, *, superseded: bool = False) -> None:
+        self._store, self._superseded = store, superseded
+        self.entry, self.medium, self.block_bytes = entry, store.medium, store.block_bytes
+
+    async def acquire(self) -> File:
+        """Return the slot's file. Runs on the engine's loop, as :meth:`release` does.
+
+        Raises DroppedMeanwhileError where newer checkpoints replaced it; DamagedError, ReadError as
+        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free` do.
+        """
+        entry, committed, slots = self.entry, self._store.committed, self._store.slots
+        if entry in committed.record.entries or entry in committed.adopted:
+            file = slots.start_reading(entry.slot)
+        elif self._superseded and entry in committed.record.superseded:
+            file = await slots.start_reading_free(entry.slot)
+        else:
+            raise DroppedMeanwhileError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
+        self._file = file
+        return file
+
+    async def close(self) -> None:
+        """Release the slot."""
+        self.release()
+
+    def release(self) -> None:
+        """Release the slot at once, also if its acquirer was cancelled and never got the file. Idempotent."""
+        if self._file is not None:
+            self._file = None
+            self._store.slots.table.stop_reading(self.entry.slot)
+
+
+class FolderPart(Source):
+    """A part in the folder of a rank, on a filesystem that is mounted here. One descriptor is open while it is held.
+
+    Args:
+        opened: The medium of the group's folder, which is prepared; all parts share it, and its threads.
+        folder: The name of the rank's folder in it; empty for a store that is that folder itself.
+        key: The checkpoint.
+    """
+
+    def __init__(self, opened: OpenMedium, folder: str, key: Key) -> None:
+        self._opened, self.medium = opened, opened.medium
+        self._folder = f"{folder}/" if folder else ""
+        self._key = key
+
+    async def acquire(self) -> File:
+        """Lock the slot."""
+        reader = await StoreReader.open(self._opened, self._folder)
+        counter, found = self._key.counter, None
+        if reader is not None:
+            try:
+                found = await reader.lock(
+                    lambda record: next((e for e in record.entries if e.counter == counter), None)
+                )
+            finally:
+                await self.medium.close(reader.commit)
+        if reader is None or found is None:
+            raise DamagedError(f"{self._folder or 'the store'} has no part of checkpoint {counter} any more")
+        self.entry, file = found
+        if not isinstance(file, File):
+            raise file
+        self._file, self.block_bytes = file, reader.identity.block_bytes
+        return file
