@@ -219,8 +219,9 @@ class TrainingRun(TrainingHooks):
         core = self.core
         core.check_alive()
         if core.trace is not None:
+            seconds = time.monotonic() - this.began  # before the other clock: else steps would begin before others end
             end = time.perf_counter()
-            start = end - (time.monotonic() - this.began)
+            start = end - seconds
             core.trace(Span(name="step", start=start, end=end, step=this.step))
         due = self._is_due(this) and not self.stopping
         first, self._state_seen = not self._state_seen, True
