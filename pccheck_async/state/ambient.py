@@ -1,4 +1,4 @@
-"""What surrounds a call on its own thread: torch's modes and transforms, which change what torch's functions do."""
+"""The surroundings of a call on its thread: torch's modes and transforms, which change the effect of its functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pccheck_async.errors import UnsupportedStateError
 
 
 def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
-    """Return what has a private name in torch; a version without it is not asked: a state is saved all the same."""
+    """Return the object with a private name in ``torch._C``, or ``otherwise``: versions without it can save, too."""
     try:
         return attrgetter(name)(torch._C)
     except AttributeError:
@@ -22,7 +22,7 @@ def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
 
 no_functions: Final = _of_torch("DisableTorchFunction", nullcontext)
 no_dispatch: Final = _of_torch("_DisableTorchDispatch", nullcontext)
-"""These two are what :func:`apart` is made of, for code that a small checkpoint waits for."""
+"""The two parts of :func:`apart`, for code that a small checkpoint waits for."""
 _transform: Final = _of_torch("_functorch.peek_interpreter_stack")
 _dispatch_modes: Final = _of_torch("_len_torch_dispatch_stack")
 _dispatch_mode: Final = _of_torch("_get_dispatch_mode")
@@ -45,7 +45,7 @@ def apart() -> Iterator[None]:
 
 
 def refuse_tracing(call: str) -> None:
-    """Raise UnsupportedStateError where tensors are traced, fake, or wrapped by a function transform.
+    """Raise UnsupportedStateError if tensors are traced, fake, or wrapped by a function transform.
 
     There ``state_dict()`` returns no state that could be saved. ``call`` is the name of the method that was called.
     """

@@ -1,7 +1,7 @@
-"""Which boxes of a global tensor lie on this rank: offsets and sizes, as the placements of a DTensor say.
+"""The boxes of a global tensor on this rank: offsets and sizes, computed from the placements of a DTensor.
 
-torch tells one offset per DTensor; where shards interleave (``_StridedShard``: FSDP2 over tensor parallelism), a local
-tensor is several boxes. So the boxes are worked out here, and compared with the shape and the offset that torch tells.
+torch has one offset per DTensor; where shards interleave (``_StridedShard``: FSDP2 over tensor parallelism), a local
+tensor is several boxes. So the boxes are computed here, and compared with the shape and the offset that torch reports.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def whole(tensor: torch.Tensor) -> Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of elements in C order, from ``start`` on, and where each lies in ``flat``, which has them all.
+    """Yield the boxes of the elements in ``flat``, from number ``start`` on in C order, each with its view of ``flat``.
 
     Source: ByteCheckpoint (NSDI '25), its decomposition of irregular shards.
     """
@@ -74,7 +74,7 @@ def boxes_of_range(shape: Sequence[int], start: int, flat: torch.Tensor) -> Iter
 def boxes_of(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:
     """Return the boxes of a tensor of this global shape that a shard is, in C order; at least one, which may be empty.
 
-    A dimension of n elements is cut into pieces of ceil(n / parts), as torch.chunk does, from the first split on.
+    A dimension of n elements is cut into pieces of ceil(n / parts), as by ``torch.chunk``, from the first split on.
     """
     runs: list[list[Run]] = [[(0, size)] for size in shape]
     for split in splits:
@@ -105,7 +105,7 @@ def _split(runs: list[Run], split: Split) -> list[Run]:
 
 
 def _between(runs: list[Run], low: int, high: int) -> Iterator[Run]:
-    """Yield what lies between two indices in the concatenation of runs."""
+    """Yield the runs between two indices of the concatenated runs."""
     at = 0
     for first, last in runs:
         start, end = max(low - at, 0), min(high - at, last - first)
@@ -138,8 +138,8 @@ class FlatShard:
     """A rank's range of a flattened tensor, as ZeRO, Megatron's distributed optimizer and FSDP1 have it.
 
     Put it into the state in place of the local tensor: it is saved as the boxes that the range consists of, at most
-    ``2 * ndim - 1``, and restored from any other split. All ranks that share the tensor put one in, without elements
-    where they have none.
+    ``2 * ndim - 1``, and restored from any other split. All ranks that share the tensor put one in, if need be
+    without elements.
 
     Args:
         local: The elements, shape (n,); filled in place by a restore.
@@ -180,7 +180,7 @@ class FlatShard:
 
 
 class PlannedBoxes:
-    """Boxes of a tensor that somebody else planned for this rank to save: exactly these, whoever has others.
+    """Boxes of a tensor that a planner assigned to this rank: it saves exactly these, without looking at other ranks'.
 
     Args:
         shape: Of the whole tensor.
@@ -198,7 +198,7 @@ class PlannedBoxes:
 def box_views(value: Any, path: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a DTensor or a flat shard that lie here, each with a view of its memory; of a tensor, itself.
 
-    Raises UnsupportedStateError where they cannot be told for sure; names the path.
+    Raises UnsupportedStateError if they cannot be determined; names the path.
     """
     if isinstance(value, PlannedBoxes):
         return value.views
@@ -219,7 +219,7 @@ def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """Return the local tensor of a DTensor, which shares its memory, and the boxes that it is.
 
-    Raises UnsupportedStateError where they cannot be told for sure; names the path.
+    Raises UnsupportedStateError if they cannot be determined; names the path.
     """
     with torch.no_grad():
         local = tensor.to_local()
@@ -291,7 +291,7 @@ def _digest(text: str) -> int:
 
 @lru_cache(1 << 14)
 def _boxes_on(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return the boxes of this rank. Raises ValueError where placements do not tell."""
+    """Return the boxes of this rank. Raises ValueError if it has none, or they are uncertain."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not on the mesh of the DTensor ({mesh}); leave it out of this rank's state")
@@ -309,7 +309,7 @@ def _boxes_on(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) ->
 
 
 def _compare_with_torch(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
-    """Raise ValueError where torch says that this rank has another part; where it has no such name, it is not asked."""
+    """Raise ValueError if torch computes another part for this rank; skipped if torch has no such function."""
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

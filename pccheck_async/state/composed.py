@@ -1,8 +1,8 @@
 """Tensors that are composed of others, as torch's wrapper subclasses are: moments of low-bit optimizers.
 
-Such a class says by ``__tensor_flatten__`` which attributes have these tensors, and makes a tensor of them by
+Such a class names the attributes with these tensors by ``__tensor_flatten__``, and makes a tensor of them by
 ``__tensor_unflatten__``. A checkpoint names the class. It is looked up among the modules that the process has
-imported, and nothing is imported for it: what a checkpoint names runs no code that the process has not chosen.
+imported, and nothing is imported for it: a name in a checkpoint runs no code that the process has not chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_composed(value: object) -> bool:
 
 
 def find_class(module: str, name: str) -> type | None:
-    """Return a class of composed tensors by the names of its module and in it; None where none is imported."""
+    """Return a class of composed tensors by the names of its module and in it; None if none is imported."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)  # getattr() of a module may import
@@ -34,7 +34,7 @@ def find_class(module: str, name: str) -> type | None:
 
 
 def class_of(node: ComposedNode, path: str = "") -> Any:
-    """Return the class of a stored tensor. Raises UnsupportedStateError where its module is not imported."""
+    """Return the class of a stored tensor. Raises UnsupportedStateError if its module is not imported."""
     found = find_class(node.module, node.name)
     if found is None:
         module, name = node.module[:200], node.name[:200]
@@ -54,7 +54,7 @@ def check_classes(node: Node) -> None:
 
 
 def compose(node: ComposedNode, parts: Mapping[str, Any], context: Any) -> torch.Tensor:
-    """Return the tensor that consists of ``parts``. Raises UnsupportedStateError where its class does not make it."""
+    """Return the tensor that consists of ``parts``. Raises UnsupportedStateError if its class does not make it."""
     kind = class_of(node)
     try:
         made: torch.Tensor = kind.__tensor_unflatten__(dict(parts), context, torch.Size(node.shape), node.stride)

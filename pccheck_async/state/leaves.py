@@ -16,7 +16,7 @@ Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
 
 KINDS: Final[dict[type, Kind]] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter", np.ndarray: "ndarray"}
-"""What is saved as an array: objects of exactly these types."""
+"""Objects of exactly these types are saved as arrays."""
 
 
 class ArrayLeaf(NamedTuple):
@@ -39,7 +39,7 @@ class Leaves:
         changes."""
 
     def check(self) -> None:
-        """Raise UnsupportedStateError for the first one that cannot be saved by its bytes; says what to do."""
+        """Raise UnsupportedStateError for the first one that cannot be saved by its bytes, with advice."""
         for path, value in zip(self.paths, self.values, strict=True):
             reason = _tensor_trouble(value) if isinstance(value, torch.Tensor) else _array_trouble(value)
             if reason:
@@ -60,7 +60,7 @@ def _leaf(path: str, value: Array) -> ArrayLeaf:
 
 
 def _tensor_trouble(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be saved by its bytes, and what to do; empty where it can."""
+    """Why a tensor cannot be saved by its bytes, and advice; empty if it can."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} cannot be saved; save its indices and values, or x.to_dense()"
     if tensor.is_quantized:

@@ -2,7 +2,7 @@ r"""Names of leaves: ``optimizer.state.0.exp_avg``.
 
 A path joins the keys from the root to the leaf with dots; a dot or backslash inside a key is escaped with a backslash
 (``a\.b``). Keys that are not strings are written as by ``repr`` (``0``, ``(1, 2)``). A string is put in single quotes
-only where its mapping also has another key that would be written the same way (``{0: ..., "0": ...}`` gives
+only if its mapping also has another key that would be written the same way (``{0: ..., "0": ...}`` gives
 ``0`` and ``'0'``); a quote at the beginning of a string is escaped (``\'``), and an empty string is written ``''``. So
 no two leaves of a state share a path.
 """
@@ -57,7 +57,7 @@ def plain(path: str) -> str:
 
 
 def matcher(pattern: str, *, unescaped: bool = False) -> Callable[[str], bool]:
-    r"""Return a function that tells whether a path is ``pattern`` or matches it as a glob (``*``, ``?``, ``[...]``).
+    r"""Return a predicate: whether a path is ``pattern`` or matches it as a glob (``*``, ``?``, ``[...]``).
 
     ``*`` also matches dots. ``unescaped`` compares it with paths without their escapes: then ``model.layers.0.weight``
     also matches ``model.layers\.0\.weight``.

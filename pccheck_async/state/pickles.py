@@ -1,7 +1,7 @@
-"""Values that only pickle can hold, where a user allows that: they are stored and read as ``torch.save`` does it.
+"""Values that only pickle can hold, if the user allows it: stored by ``torch.save``, read by ``torch.load``.
 
-Unpickling runs whatever code the bytes name. Nothing here unpickles but :func:`unpickle`, and only ``load``, open
-checkpoints and ``restore`` call that, where they were asked to.
+Unpickling runs any code that the bytes name. Nothing here unpickles but :func:`unpickle`, and only ``load``, open
+checkpoints and ``restore`` call that, with ``allow_pickle=True``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Pickled", "pickle", "refuse_pickled", "unpickle"]
 
 
 class Pickled:
-    """Stands for a pickled value where none is unpickled."""
+    """Stands for a pickled value in places that unpickle none."""
 
     def __init__(self, node: PickledNode) -> None:
         self._node = node
@@ -28,7 +28,7 @@ class Pickled:
 
 
 def pickle(value: Any, kind: str, path: str) -> PickledNode:
-    """Return the node of a value. Raises UnsupportedStateError where it cannot be pickled."""
+    """Return the node of a value. Raises UnsupportedStateError if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -38,7 +38,7 @@ def pickle(value: Any, kind: str, path: str) -> PickledNode:
 
 
 def refuse_pickled(node: PickledNode, path: str = "") -> Any:
-    """Raise UnsupportedStateError: nobody asked for what is pickled to be unpickled."""
+    """Raise UnsupportedStateError: unpickling was not allowed."""
     raise UnsupportedStateError(
         f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}, which is unpickled only with allow_pickle=True; "
         "that runs code that the checkpoint names, so give it only where you trust whoever wrote the checkpoint"
@@ -46,7 +46,7 @@ def refuse_pickled(node: PickledNode, path: str = "") -> Any:
 
 
 def unpickle(node: PickledNode, path: str = "", device: Any = None) -> Any:
-    """Return the value; of tensors in it, on ``device``, or where they were. Raises UnsupportedStateError."""
+    """Return the value, its tensors on ``device``, by default on their saved devices. Raises UnsupportedStateError."""
     try:
         return torch.load(io.BytesIO(node.data), map_location=device, weights_only=False)
     except Exception as error:  # of the user's own code, which may raise anything

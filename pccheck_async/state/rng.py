@@ -15,7 +15,7 @@ from pccheck_async.errors import StateMismatchError
 class RNGState:
     """The global generators of Python, numpy, torch on the CPU and torch on every CUDA device.
 
-    Put one into the app state (``{"rng": RNGState(), ...}``). CUDA generators are saved only where CUDA was used.
+    Put one into the app state (``{"rng": RNGState(), ...}``). CUDA generators are saved only if CUDA was used.
     Generators of your own (``numpy.random.default_rng()``, ``torch.Generator()``) are not among them: save their state.
     """
 
@@ -30,7 +30,7 @@ class RNGState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Set all generators. Raises StateMismatchError, before any is set, where numbers of CUDA devices differ."""
+        """Set all generators. Raises StateMismatchError, before any is set, if the numbers of CUDA devices differ."""
         self.check_state_dict(state_dict)
         python, cuda = state_dict["python"], state_dict["cuda"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -40,7 +40,7 @@ class RNGState:
             torch.cuda.set_rng_state_all(cuda)
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Raise StateMismatchError where numbers of CUDA devices differ, or this is no state of generators."""
+        """Raise StateMismatchError if the numbers of CUDA devices differ, or this is no state of generators."""
         if not isinstance(state_dict, Mapping) or not {"python", "numpy", "torch", "cuda"} <= state_dict.keys():
             raise StateMismatchError("this is not the state of an RNGState")
         saved, available = state_dict["cuda"], torch.cuda.device_count() if torch.cuda.is_available() else 0

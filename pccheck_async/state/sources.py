@@ -1,4 +1,4 @@
-"""Where the bytes of a capture come from: an address, or an array that is packed piece by piece."""
+"""The origins of the bytes of a capture: an address, or an array that is packed piece by piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pccheck_async.format import dtypes
 from pccheck_async.state.leaves import Array
 
 HOST: Final = -1
-"""Stands for the host where the index of a CUDA device may stand."""
+"""Stands for the host in place of the index of a CUDA device."""
 
 
 class RawSource(NamedTuple):
@@ -30,7 +30,7 @@ class RawSource(NamedTuple):
 
 
 class PackedSource:
-    """An array stored C-contiguous whatever its strides, device or lazy bits; :meth:`copy` reads it piece by piece."""
+    """An array of any strides, device or lazy bits, stored C-contiguous; :meth:`copy` reads it piece by piece."""
 
     __slots__ = ("array", "nbytes")
 
@@ -70,13 +70,13 @@ Source: TypeAlias = RawSource | PackedSource
 
 
 class Sources:
-    """The sources of one capture: their addresses in one table, and what keeps their memory.
+    """The sources of one capture: their addresses in one table, and the objects that keep their memory.
 
     Attributes:
         addresses: Address of each source; 0 for packed ones.
         nbytes: Bytes of each source.
-        lengths: The same as a table.
-        device_of: The device of each source that has an address, else :data:`HOST`; None where all are on the host.
+        lengths: ``nbytes`` as an array.
+        device_of: The device of each source that has an address, else :data:`HOST`; None if all are on the host.
         devices: CUDA devices that hold any of them.
         packed_devices: Those that hold packed ones.
         owned: Which are copies that the engine made; None for none.
@@ -104,7 +104,7 @@ class Sources:
         return new
 
     def pack_devices(self) -> None:
-        """Make packed sources of device memory, for those who cannot copy it by address."""
+        """Make packed sources of device memory, for backends that cannot copy it by address."""
         self.addresses = self.addresses.copy()
         for index, source in enumerate(self):
             if isinstance(source, RawSource) and source.device != HOST:
@@ -115,7 +115,7 @@ class Sources:
     def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
         """Return the same sources, those at ``index`` copied to ``addresses`` on their device, which ``owner`` keeps.
 
-        The engine owns what was copied; the memory that it came from is let go.
+        The engine owns the copies; the memory that they came from is released.
         """
         new = self.with_memory(self.addresses.copy(), self._owners.copy())
         new.addresses[index] = addresses
@@ -126,7 +126,7 @@ class Sources:
         return new
 
     def release(self) -> None:
-        """Let go of all memory. No source can be asked for any more."""
+        """Release all memory. No source can be read any more."""
         self._owners = [None] * len(self._owners)
 
     @property

@@ -1,4 +1,4 @@
-"""Stateful objects, and where they are in a live state."""
+"""Stateful objects, and their places in a live state."""
 
 from __future__ import annotations
 

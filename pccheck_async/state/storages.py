@@ -39,15 +39,15 @@ _SAME_ELEMENTS: Final = attrgetter("first", "shape", "stride", "dtype")
 
 @dataclass(slots=True, eq=False)
 class View:
-    """What a leaf with elements views.
+    """The memory that a leaf with elements views.
 
-    It is unresolved where its memory does not hold its elements as they are (yet to be conjugated or negated), or its
+    It is unresolved if its memory does not hold its elements as they are (yet to be conjugated or negated), or its
     strides are no multiples of the item size.
     """
 
     number: int
     leaf: ArrayLeaf
-    owner: Any  # what keeps the memory: a storage, or the array that others view; not the tensor, whose data may move
+    owner: Any  # keeps the memory: a storage, or the array that others view; not the tensor, whose data may move
     memory: Memory
     low: int  # address of its first byte
     first: int  # address of its first element
@@ -60,7 +60,7 @@ class View:
 
 
 def view_of(number: int, leaf: ArrayLeaf) -> View | None:
-    """Return what a leaf views; None where it has no bytes. Raises UnsupportedStateError where its memory is gone."""
+    """Return the view of a leaf; None if it has no bytes. Raises UnsupportedStateError if its memory is gone."""
     if isinstance(leaf.value, torch.Tensor):
         return _tensor_view(number, leaf, leaf.value)
     return _array_view(number, leaf, leaf.value)
@@ -138,23 +138,23 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return where the first item of an array is."""
+    """Return the address of the first item of an array."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 @dataclass(slots=True, eq=False)
 class Layout:
-    """Where the bytes of every leaf lie in the checkpoint, and where they come from.
+    """The place of every leaf's bytes in the checkpoint, and their sources.
 
     Attributes:
         tensors: One entry per leaf.
         storage_nbytes: Bytes of each storage.
-        extents: The parts of the storages that hold bytes, in order; what lies between them is padding. Shape
+        extents: The parts of the storages that hold bytes, in order; bytes between them are padding. Shape
             (parts, 3): per row the number of the storage, the offset in it and the length, in bytes.
         sources: One source per extent.
-        source_of: For each leaf the number of its extent and source, -1 where it has no bytes.
-        breaks: Numbers of storages that begin a new chunk, whatever is in the one before.
+        source_of: For each leaf the number of its extent and source, -1 if it has no bytes.
+        breaks: Numbers of storages that begin a new chunk, even if the one before is not full.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -166,12 +166,12 @@ class Layout:
 
 
 Packing: TypeAlias = Callable[[Any, Any], PackedSource]
-"""Makes a packed source of a leaf and what keeps the leaf's memory."""
+"""Makes a packed source of a leaf and the object that keeps its memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Origins:
-    """Where the sources of a layout come from."""
+    """The leaves' views and packings that the sources of a layout were made of."""
 
     views: list[View | None] = field(default_factory=list)  # of the leaves
     leaves: list[int] = field(default_factory=list)  # of each source the leaf that views its memory,
@@ -190,7 +190,7 @@ def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
 
 
 def lay_out(leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
-    """Return the layout of ``leaves`` (see :func:`arrange`), and where its sources come from."""
+    """Return the layout of ``leaves`` (see :func:`arrange`), and the origins of its sources."""
     builder = _Builder()
     views = builder.origins.views
     for number, leaf in enumerate(leaves):

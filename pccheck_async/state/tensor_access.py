@@ -1,12 +1,12 @@
 """Python code that reaches for the memory of a tensor in a way that torch does not count: it is seen, or made to wait.
 
-``Tensor._version`` counts the changes of torch's own operations, not what is written through ``param.data``, a NumPy
+``Tensor._version`` counts the changes of torch's own operations, not writes through ``param.data``, a NumPy
 array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or perturbed around a forward
 pass. So while there are watchers, the attributes of torch's classes that lead there are shadowed. The first watcher
 replaces them, and they are restored after the last one, not around each capture: CPython stops caching attributes of a
 class that changes a thousand times.
 
-An access costs little while nobody has to be called (300 ns), and leaves a flag on the storage that it reaches, which
+An access costs little while there are no callbacks (300 ns), and leaves a flag on the storage that it reaches, which
 is one for all views and lives as long as the memory: the number of the period that it fell into.
 """
 
@@ -30,20 +30,20 @@ untyped_storage: Final = torch.Tensor.untyped_storage
 _METHODS: Final = ("numpy", "untyped_storage", "set_", "resize_", "resize_as_", "__dlpack__")
 _PLACES: Final = (
     *((torch.Tensor, name) for name in (*_METHODS, "data", "__cuda_array_interface__")),
-    (torch.UntypedStorage, "resize_"),  # its memory is given back, whatever tensors or captures still read it
+    (torch.UntypedStorage, "resize_"),  # gives memory back, even if tensors or captures still read it
 )
 _WRITING: Final = ("data", "set_", "resize_", "resize_as_")
 """Accesses that likely write; the others may only read."""
 
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Their storages are asked for without code of users, or of DTensor, in between."""
+"""Types whose storage is read without code of users, or of DTensor, in between."""
 
 _watchers: list[object] = []
 _callbacks: tuple[Callback, ...] = ()
 _flagged: frozenset[type] = frozenset()
 """Types of which an access leaves a flag and does nothing else: none while there are callbacks, or no watchers."""
 _period = 1
-_shadows: list[tuple[type, str, Any, Any]] = []  # class, name, the shadow, what the class itself had before
+_shadows: list[tuple[type, str, Any, Any]] = []  # class, name, the shadow, the class's own attribute before
 _lock = threading.RLock()  # a finalizer may close an engine
 _thread = threading.local()
 
@@ -59,7 +59,7 @@ def watch_accesses(watcher: object) -> None:
 
 
 def stop_watching_accesses(watcher: object) -> None:
-    """Restore torch's classes if nobody else watches. Idempotent."""
+    """Remove a watcher; restore torch's classes after the last one. Idempotent."""
     with _lock:
         _watchers[:] = [each for each in _watchers if each is not watcher]
         _choose_flagged()
@@ -99,7 +99,7 @@ def last_access(owner: Any) -> int:
 
 
 def accessed_since(owner: Any, period: int, *, writing: bool) -> bool:
-    """Return whether memory was accessed since a period began; ``writing``: by what likely writes."""
+    """Return whether memory was accessed since a period began; ``writing``: in a way that likely writes."""
     return (getattr(_storage_of(owner), "_pccheck_written", 0) if writing else last_access(owner)) >= period
 
 
@@ -109,14 +109,14 @@ def exempt_this_thread() -> None:
 
 
 def storage_address(owner: Any) -> int:
-    """Return where the storage of a tensor, or a storage, begins; 0 where it has no plain memory.
+    """Return the address of a tensor's storage, or of a storage; 0 if it has no plain memory.
 
     That of a DTensor is its local tensor's.
     """
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # classes of users refuse, or do what was not asked for
+        with torch._C.DisableTorchFunctionSubclass():  # classes of users may refuse, or do something else
             storage = owner if isinstance(owner, torch.UntypedStorage) else untyped_storage(owner)
-            return 0 if storage.device.type == "meta" else storage.data_ptr()  # torch warns where it is a fake one's
+            return 0 if storage.device.type == "meta" else storage.data_ptr()  # torch warns for a fake one's
     except (NotImplementedError, RuntimeError):  # sparse, of a class that wraps others, or made up for tracing
         return storage_address(local_tensors([owner])[0]) if is_sharded(owner) else 0
 
@@ -140,7 +140,7 @@ def _choose_flagged() -> None:
 def _note(owner: Any, writes: bool) -> None:
     """Flag an access, and call the callbacks, which takes longer than the shadows may."""
     if not _watchers:
-        return  # a shadow that somebody else's was laid on, and who put it back
+        return  # another library wrapped this shadow, and put it back later
     if (storage := _storage_of(owner)) is not None:
         setattr(storage, "_pccheck_written" if writes else "_pccheck_read", _period)
     if _callbacks and not getattr(_thread, "exempt", False):
@@ -169,14 +169,14 @@ def _restore_all() -> None:
     while _shadows:
         cls, name, shadow, before = _shadows.pop()
         if cls.__dict__.get(name) is not shadow:
-            continue  # somebody else's shadow lies on this one, which does what torch does
+            continue  # another library wrapped this shadow, which now only calls torch
         if before is None:
             delattr(cls, name)
         else:
             setattr(cls, name, before)
 
 
-# The shadows are written out: one that does what all do, or calls another function, takes too long. Keywords take long.
+# The shadows are written out: a common one, or one that calls another function, takes too long. Keywords take long.
 
 
 def _reading_alone(original: Any) -> Any:

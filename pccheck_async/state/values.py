@@ -84,7 +84,7 @@ def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
 
 
 def from_node(node: Node) -> Any:
-    """Return the value of a node without children. Raises CorruptStoreError where the node describes none."""
+    """Return the value of a node without children. Raises CorruptStoreError if the node describes none."""
     if node is None or isinstance(node, (bool, int, float, str)):
         return node
     convert = _FROM_NODE.get(type(node))

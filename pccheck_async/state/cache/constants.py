@@ -1,7 +1,7 @@
 """Constant leaves: large ones that no optimizer owns and that stay the same from checkpoint to checkpoint.
 
 Code that changes such a leaf (MoCo's teacher, a target network, a replay buffer) is never made to wait, so it is
-captured before the call returns. But the frozen base of an adapter (LoRA) should cost no more than what is trained. So
+captured before the call returns. But the frozen base of an adapter (LoRA) should cost no more than the trained part. So
 a leaf whose chunks, all its own, had the same checksums in two checkpoints running is lazy in the next one, whose
 capture is right only if they are the same again: equal bytes cannot be torn. Most targets follow through ``.data``,
 every so many steps: after code reached for the memory of a leaf, the next capture of it is eager again.
@@ -30,7 +30,7 @@ _Mark: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Which sources are constant at one capture."""
+    """The sources that are constant at one capture."""
 
     breaks: tuple[int, ...]  # storages that begin a new chunk, so that candidates lie in chunks of their own
     extents: _Numbers  # of the layout
@@ -42,7 +42,7 @@ class Choice:
     marks: Mapping[int, _Mark | None]  # of the leaves of the candidates
 
     def check(self, chunk: int, table: Any, checksum: int) -> None:
-        """Raise TornCaptureError where a chunk of constant sources has another checksum than before."""
+        """Raise TornCaptureError if a chunk of constant sources has another checksum than before."""
         if self.expected.get(chunk, checksum) != checksum:
             paths = [self.paths[source] for source in table[:, 0].tolist() if source in self.paths]
             raise TornCaptureError(
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """What is known from the newest capture."""
+    """The checksums of the newest capture."""
 
     choice: Choice
     sources: _Numbers  # for each piece of a candidate in a chunk the number of the source,
@@ -66,13 +66,13 @@ class _Known:
 
 
 class Constants:
-    """Remembers the checksums of one capture. May be used from several threads. Holds no tensor."""
+    """Holds the checksums of the newest capture. May be used from several threads. Holds no tensor."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
 
     def choose(self, layout: Layout, candidates: _Which, leaves: Leaves) -> Choice | None:
-        """Return which of the ``candidates`` are constant so far; None where none of them ever can be.
+        """Return which of the ``candidates`` are constant so far; None if none of them ever can be.
 
         They are sources that no optimizer owns and that are too large to be copied on the caller's thread.
         """
@@ -115,7 +115,7 @@ class Constants:
 
 
 def _mark(value: Any, wrapper: torch.Tensor | None) -> _Mark | None:
-    """Return the mark of a leaf; None for arrays and tensors whose changes nobody counts."""
+    """Return the mark of a leaf; None for arrays and tensors without a version counter."""
     if not isinstance(value, torch.Tensor) or value.is_inference() or (wrapper is not None and wrapper.is_inference()):
         return None
     version = value._version + (0 if wrapper is None else wrapper._version)

@@ -18,7 +18,7 @@ DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", N
 
 
 class Fingerprints:
-    """Dtype, shape, strides, storage offset, device, and all else that says how tensors view their storages.
+    """Dtypes, shapes, strides, storage offsets, devices and all else that determines how tensors view their storages.
 
     The tensors are strided ones with storages, and are not held.
     """
@@ -38,11 +38,11 @@ class Fingerprints:
     def same(self, tensors: list[torch.Tensor], *, print_same: bool) -> bool:
         """Return whether as many tensors view their storages as these did.
 
-        None is quantized or on the meta device then; whether one is sparse, who asks for storages finds out. Raises
-        RuntimeError for a tensor without strides.
+        If so, none is quantized or on the meta device; for a sparse one, taking its storage raises. Raises RuntimeError
+        for a tensor without strides.
 
-        Where ``print_same``, their :func:`fingerprint` with addresses is that of others for which this was true: first
-        elements are where they were, and unless the storages are, too, :meth:`same_offsets` has to be asked as well.
+        With ``print_same``, their :func:`fingerprint` with addresses equals that of others for which this was true:
+        first elements are where they were, and unless the storages are, too, :meth:`same_offsets` must be called.
         """
         return (
             [tensor.requires_grad for tensor in tensors] == self._requires_grad
@@ -63,9 +63,9 @@ def _forms(tensors: list[torch.Tensor]) -> object:
 
 
 def fingerprint(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:
-    """Return devices, dtypes, shapes and strides of tensors, and with ``addresses`` where their first elements are.
+    """Return devices, dtypes, shapes and strides of tensors, with ``addresses`` also those of the first elements.
 
-    None where DLPack cannot describe one of these tensors.
+    None if DLPack cannot describe one of these tensors.
     """
     if dlpack_forms is None or DLPACK_API is None:
         return None

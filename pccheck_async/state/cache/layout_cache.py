@@ -1,10 +1,10 @@
 """The layout cache: how leaves lay when they were last laid out, so that they are not laid out again at every save.
 
-A layout depends on what each leaf is (type, dtype, shape, strides, where in its storage it begins) and on how their
+A layout depends on the kind of each leaf (type, dtype, shape, strides, storage offset) and on how their
 memory relates (which leaves view one storage, whether storages overlap), not on addresses. All of that is compared at
-every save, with every address and size read anew: offloading, FSDP and ``resize_`` move storages. Where nothing differs
-only the sources are made again; whatever differs, or cannot be compared quickly, leads to a full :func:`lay_out`. Where
-every storage is where it was and as large as it was, as in everyday training, how they relate need not be worked out.
+every save, with every address and size read anew: offloading, FSDP and ``resize_`` move storages. If nothing differs,
+only the sources are made again; a difference, or a state that cannot be compared quickly, leads to a full
+:func:`lay_out`. If every storage has its old address and size, as in everyday training, relations are not recomputed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pccheck_async.state.tensor_access import untyped_storage
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _BLOCK: Final = 1024
-"""Tensors that are looked at together: what all looks at them need of them stays in a core's cache."""
+"""Tensors that are compared together: few enough for all passes over them to stay in a core's cache."""
 
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
-    """Return the layout of ``leaves``, quickly where they lie as they did for ``last``, and what is ``last`` next.
+    """Return the layout of ``leaves``, quickly if they lie as they did for ``last``, and the next ``last``.
 
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.
@@ -44,13 +44,13 @@ def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layo
     leaves.check()
     layout, origins = lay_out(leaves)
     new = LayoutCache(leaves, layout, origins) if not origins.several else None
-    again = new.reuse(leaves) if new is not None else None  # where this cannot be compared: better now than every time
+    again = new.reuse(leaves) if new is not None else None  # if this cannot be compared: better now than every time
     same = again is not None and np.array_equal(again.sources.addresses, layout.sources.addresses)
     return layout, new if same else None
 
 
 class LayoutCache:
-    """A layout, and what it depended on. Holds no array and no memory."""
+    """A layout, and the properties of the leaves that determine it. Holds no array and no memory."""
 
     def __init__(self, leaves: Leaves, layout: Layout, origins: Origins) -> None:
         values = leaves.values
@@ -71,7 +71,7 @@ class LayoutCache:
         self._place: _Place | None = None
 
     def reuse(self, leaves: Leaves) -> Layout | None:
-        """Return the layout of ``leaves``, None where they do not lie as they did."""
+        """Return the layout of ``leaves``, None if they do not lie as they did."""
         if [*map(type, leaves.values)] != self._types:
             return None
         tensors, views = self._split(leaves)
@@ -134,7 +134,7 @@ class LayoutCache:
         return table
 
     def _owners(self, leaves: Leaves, owners: list[Any]) -> list[Any]:
-        """Return what keeps the memory of each source, of all leaves' ``owners``."""
+        """Return the object that keeps the memory of each source, from all leaves' ``owners``."""
         if not self._in_order:
             owners = [*map(owners.__getitem__, self._places)]
         for number, pack in self._packings.items():
@@ -143,7 +143,7 @@ class LayoutCache:
 
 
 class _Place(NamedTuple):
-    """Where all storages were, the fingerprints of their tensors, and the addresses of the sources that follow."""
+    """The addresses of all storages, the fingerprints of their tensors, and the resulting addresses of the sources."""
 
     bases: list[int]
     sizes: list[int]
@@ -162,7 +162,7 @@ def _base(view: View | None) -> int:
 
 
 def _span(view: View | None) -> tuple[int, int]:
-    """Return where a view begins and ends in its storage, equal where there is none."""
+    """Return the offsets in its storage at which a view begins and ends, in bytes; (0, 0) for None."""
     return (view.low - view.memory[1], view.high - view.memory[1]) if view is not None else (0, 0)
 
 
@@ -174,7 +174,7 @@ class _Relations:
         lows, highs = np.array([*map(_span, views)], np.int64).reshape(-1, 2).T
         self._with_bytes = np.flatnonzero(lows < highs)
         self._reaches = highs[self._with_bytes]
-        # What is unresolved is saved apart, whatever memory it shares.
+        # Unresolved views are saved apart, even if they share memory.
         self._members = np.array([n for n, view in enumerate(views) if view and not view.unresolved], np.int64)
         _, first, storage = np.unique(bases[self._members], return_index=True, return_inverse=True)
         storage = storage.reshape(-1)
@@ -192,5 +192,5 @@ class _Relations:
             return False
         each = bases[self._firsts]
         starts, ends = each + self._starts, each + self._ends
-        order = np.argsort(starts, kind="stable")  # quick where they are in order already
+        order = np.argsort(starts, kind="stable")  # quick if they are in order already
         return bool((starts[order][1:] >= ends[order][:-1]).all())

@@ -1,7 +1,7 @@
 """The tree cache: outlines of the containers of a state, so that those that are as they were are not flattened again.
 
-An outline has the keys and types in a container, and the nodes that were made of them; it holds no array. It says
-nothing about the arrays' memory, which is looked at anew at every save (:mod:`.state.cache.layout_cache`).
+An outline has the keys and types in a container, and the nodes that were made of them; it holds no array, and
+nothing about the arrays' memory, which is examined anew at every save (:mod:`.state.cache.layout_cache`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shape:
     make: Callable[..., Node]  # makes its node
 
     def items(self, value: Any) -> Sequence[Any] | None:
-        """Return the items of a container that has this shape, None where it has another one."""
+        """Return the items of a container that has this shape; None if it has another one."""
         if type(value) is not self.kind or len(value) != len(self.names):
             return None
         keys = self.keys
@@ -77,15 +77,15 @@ class Flat:
         self._kinds = [*map(type, items)]
         self._arrays = [number for number, kind in enumerate(self._kinds) if kind in KINDS]
         self._plain = [number for number, kind in enumerate(self._kinds) if kind not in KINDS]
-        # What may have changed and still be the same object is never the same.
+        # A mutable value may have changed and still be the same object: it never counts as the same.
         self._values = [object() if type(items[n]) is bytearray else items[n] for n in self._plain]
         first = nodes[self._arrays[0]] if self._arrays else None
         self._first = first.index if isinstance(first, ArrayNode) else None
 
     def reuse(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
-        """Return the nodes of items of the types they had; the very list it was where the plain values are, too.
+        """Return the nodes of items of the types they had; the very same list if the plain values are the same objects.
 
-        None where something else is among them; nothing was touched then.
+        None if their types differ, or their first array has another number; nothing was touched then.
         """
         arrays = leaves.values
         if [*map(type, items)] != self._kinds or self._first not in (None, len(arrays)):
@@ -129,7 +129,7 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class Branches:
-    """Items some of which are containers or objects, and what to remember of each. They have to be walked."""
+    """Items some of which are containers or objects, and the outline of each. They have to be walked."""
 
     nodes: list[Node]
     below: list[Outline | None]
@@ -150,16 +150,16 @@ class ContainerOutline:
 
 @dataclass(slots=True, eq=False)
 class ObjectOutline:
-    """A Stateful: what its ``state_dict()`` returned."""
+    """A Stateful: the outline of its ``state_dict()``."""
 
     node: StatefulNode
     below: Outline
 
 
 Outline: TypeAlias = ContainerOutline | ObjectOutline | ArrayNode
-"""What is remembered of one value; of an array, its node."""
+"""The outline of one value; of an array, its node."""
 Visited: TypeAlias = tuple[Node, Outline | None]
-"""The node of a value, and what to remember of it."""
+"""The node of a value, and its outline."""
 
 
 def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:

@@ -25,7 +25,7 @@ _KINDS: Final = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a nu
 _NO_MEMORY: Final = "the storage of the tensor here was freed, shrunk or never allocated; gather or clone it first"
 
 
-# -- what is filled
+# -- memory to fill
 
 
 class Target(NamedTuple):
@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 
 class Targets(Iterable[Target]):
-    """Targets in the order of the payload, where they may overlap: bytes stored once go to several places.
+    """Targets in the order of the payload, in which they may overlap: bytes stored once go to several places.
 
     Attributes:
         devices: Indices of the CUDA devices of all targets.
@@ -68,7 +68,7 @@ class Targets(Iterable[Target]):
         """Return the memory for payload bytes ``[offset, offset + nbytes)``.
 
         Returns:
-            Rows of (address, offset in the range, length), and the device of each row; None where all are on the host.
+            Rows of (address, offset in the range, length), and the device of each row; None if all are on the host.
         """
         first = int(np.searchsorted(self._reach, offset, "right"))
         last = max(first, int(np.searchsorted(self._starts, offset + nbytes, "left")))
@@ -88,13 +88,13 @@ class Targets(Iterable[Target]):
 # -- new memory
 
 Place: TypeAlias = torch.device | Callable[[torch.UntypedStorage, str], Any]
-"""Where tensors go: a device, or what returns the storage to use in the place of one on the host."""
+"""The place for tensors: a device, or a function that returns the storage to use in the place of one on the host."""
 
 
 def place_of(device: object) -> Place:
-    """Return where ``torch.load(map_location=device)`` puts tensors that were saved on the host.
+    """Return the place in which ``torch.load(map_location=device)`` puts tensors that were saved on the host.
 
-    Raises RuntimeError for a device that torch does not know, TypeError for what names none.
+    Raises RuntimeError for a device that torch does not know, TypeError for a value that names none.
     """
     if isinstance(device, Mapping):
         device = device.get("cpu", "cpu")
@@ -156,9 +156,9 @@ class Allocation:
                 yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
 
     def array(self, index: int, place: Place = _HOST) -> Array:
-        """Return an array: where it was allocated, or a tensor at its ``place``, where aliases share memory as well.
+        """Return an array: where it was allocated, or a tensor at its ``place``, in which aliases share memory as well.
 
-        Raises CorruptStoreError where torch or numpy refuses to make an array of this shape and dtype.
+        Raises CorruptStoreError if torch or numpy refuses to make an array of this shape and dtype.
         """
         entry = self._manifest.tensors[index]
         storage = None if entry.kind == "ndarray" else self._storage(entry, place)
@@ -170,7 +170,7 @@ class Allocation:
             raise CorruptStoreError(f"array {index} of the checkpoint cannot be made: {error}") from error
 
     def move(self, place: Place) -> None:
-        """Copy what was read to a device, for :meth:`array` to find; a place that is a user's function is left out."""
+        """Copy the memory of tensors to a device, for :meth:`array` to find; does nothing for a user's function."""
         if isinstance(place, torch.device):
             for storage, memory in self._memories.items():
                 if isinstance(memory.flat, torch.Tensor):
@@ -186,7 +186,7 @@ class Allocation:
         return np.ndarray(entry.shape, dtype, flat.data, entry.offset - memory.base, steps)
 
     def _storage(self, entry: TensorEntry, place: Place) -> torch.UntypedStorage:
-        """Return the memory of a tensor at its place; an empty one where it has no elements."""
+        """Return the memory of a tensor at its place; an empty one if it has no elements."""
         memory = None if entry.storage is None else self._memories[entry.storage]
         flat = torch.empty(0, dtype=torch.uint8, device=_HOST) if memory is None else memory.flat
         assert isinstance(flat, torch.Tensor)
@@ -216,7 +216,7 @@ class Allocation:
 
 
 def _untyped(placed: Any, flat: torch.Tensor) -> torch.UntypedStorage:
-    """Return what a user's function put in the place of a storage. Raises TypeError, ValueError."""
+    """Return the storage that a user's function put in the place of another. Raises TypeError, ValueError."""
     storage = flat.untyped_storage() if placed is None else getattr(placed, "_untyped_storage", placed)
     if not isinstance(storage, torch.UntypedStorage):
         raise TypeError(f"the function given as device= returns a storage or None, not {type(placed).__qualname__}")
@@ -226,7 +226,7 @@ def _untyped(placed: Any, flat: torch.Tensor) -> torch.UntypedStorage:
 
 
 def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
-    """Return the ranges of a storage that arrays view, in order; what touches or overlaps is one range."""
+    """Return the ranges of a storage that arrays view, in order; ranges that touch or overlap are joined."""
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(entry.extent for entry in entries):
         if ranges and low <= ranges[-1][1]:
@@ -298,8 +298,8 @@ class _Live:
 class Filling:
     """The live arrays of one restore.
 
-    Live arrays that share memory are filled twice where the stored arrays share theirs in the same way. Where those do
-    not, one array would overwrite the other: that is a difference for strict arrays, and the others get new memory.
+    Live arrays that share memory are filled twice if the stored arrays share theirs in the same way. If not, one array
+    would overwrite the other: that is a difference for strict arrays, and the others get new memory.
     """
 
     def __init__(self, manifest: Manifest, by_address: bool = False) -> None:
@@ -315,7 +315,7 @@ class Filling:
             self._preferred[index] = device
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
-        """Let ``array`` take stored array ``index``, to which :func:`difference` found none; cast to its dtype."""
+        """Fill ``array`` with stored array ``index``, cast to its dtype, after :func:`difference`."""
         stored = self._manifest.tensors[index]
         entry = stored
         if isinstance(array, torch.Tensor):
@@ -324,7 +324,7 @@ class Filling:
         self._live[index] = _Live(path, index, entry, array, strict, self._by_address, cast)
 
     def conflicts(self) -> list[str]:
-        """Drop arrays that would overwrite another; return the paths of strict ones, each with what it overlaps."""
+        """Drop arrays that would overwrite another; return the paths of strict ones, each with the other's."""
         troubles = []
         for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
             dropped = not {one.index, other.index} <= self._live.keys()
@@ -348,7 +348,7 @@ class Filling:
         self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct), self._preferred)
 
     def targets(self) -> Iterator[Target]:
-        """Yield the memory to fill: what :meth:`allocate` allocated, and the live arrays that are filled in place."""
+        """Yield the memory to fill: that of :meth:`allocate`, and the live arrays that are filled in place."""
         yield from self._allocation.targets()
         for live in self._live.values():
             if live.in_place and live.entry.storage is not None:
@@ -364,7 +364,7 @@ class Filling:
         return tuple(live.path for live in self._live.values() if live.in_place)
 
     def finish(self) -> None:
-        """Copy what could not be filled in place; of what was, raise the version counters of autograd."""
+        """Copy into the arrays that were not filled in place; raise the version counters of autograd of the others."""
         for live in self._live.values():
             if not live.in_place:
                 _copy(live, self._allocation.array(live.index))
@@ -388,7 +388,7 @@ def describe(entry: TensorEntry) -> str:
 
 
 def difference(entry: TensorEntry, array: Array, cast_to: torch.dtype | None = None) -> str:
-    """Return why ``array`` cannot take the bytes of the stored one; empty where it can.
+    """Return why ``array`` cannot take the bytes of the stored one; empty if it can.
 
     A floating-point tensor of dtype ``cast_to`` can take another floating-point dtype, too.
     """
@@ -422,7 +422,7 @@ def difference(entry: TensorEntry, array: Array, cast_to: torch.dtype | None = N
 
 
 def memory_trouble(tensor: torch.Tensor) -> str:
-    """Return why ``tensor`` cannot take elements that were stored otherwise; empty where it can."""
+    """Return why ``tensor`` cannot take elements that were stored otherwise; empty if it can."""
     if trouble := _tensor_trouble(tensor):
         return trouble
     overlaps = tensor.numel() and _overlaps_itself(tuple(tensor.shape), _steps(tensor), tensor.element_size())
@@ -433,7 +433,7 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "an uninitialized lazy parameter here; run the module once before restoring"
     try:
-        if type(tensor.detach()) is not torch.Tensor:  # what state_dict() of a module would have saved
+        if type(tensor.detach()) is not torch.Tensor:  # as in a module's state_dict()
             return f"a {type(tensor).__qualname__} here, a plain tensor in the checkpoint"
         if tensor.is_meta:
             return "on the meta device here; materialise it first (module.to_empty(device=...))"
@@ -493,9 +493,9 @@ def _copy(live: _Live, stored: Array) -> None:
 
 
 def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield those whose spans of memory overlap, in its order, but for groups that share it as in the checkpoint.
+    """Yield pairs whose memory overlaps, by address, except inside groups that share it as in the checkpoint.
 
-    These would be as many pairs as there are ties, squared.
+    A group of n tied arrays would yield n² pairs.
     """
     spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
     groups: list[list[tuple[int, int, _Live]]] = []
@@ -517,7 +517,7 @@ def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
 
 
 def _share(one: _Live, other: _Live) -> bool:
-    """Return whether two arrays have a byte in common; where that takes too long to compute, True."""
+    """Return whether two arrays have a byte in common; True if that takes too long to compute."""
     try:
         return np.shares_memory(np.asarray(one), np.asarray(other), max_work=1_000_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

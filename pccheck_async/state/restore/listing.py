@@ -33,7 +33,7 @@ from pccheck_async.state.restore.tree import below, has_parts, rebuild
 _METADATA: Final = "._metadata"
 """Component for the ``_metadata`` that ``nn.Module`` sets on its state; a dot in a key would be escaped."""
 _CONTEXT: Final = "._context"
-"""Component for what a tensor that is composed of others has beside these."""
+"""Component for everything that a composed tensor has beside its parts."""
 _MOST_COMPARED: Final = 256
 """Views of one storage that are searched for one that overlaps."""
 _DATA: Final = nodes.BytesNode | nodes.BytearrayNode | nodes.SurrogateStrNode
@@ -111,8 +111,8 @@ class ShardedLeaf:
     shape: tuple[int, ...]  # of all of it
     mesh: int  # a hash of the ranks that it lies on
     is_replica: bool  # whether it was a plain tensor that all ranks have alike
-    leaves: range  # where the boxes of it in the listed part are among the leaves
-    boxes: Mapping[int, tuple[ShardBox, ...]] = field(default_factory=dict)  # those with elements, by who saved them
+    leaves: range  # numbers, among the leaves, of its boxes in the listed part
+    boxes: Mapping[int, tuple[ShardBox, ...]] = field(default_factory=dict)  # with elements, by part
 
     @property
     def path(self) -> str:
@@ -140,7 +140,7 @@ class Listing:
 
 
 def list_leaves(manifest: Manifest) -> Listing:
-    """Return the leaves of a checkpoint. Raises CorruptStoreError where its skeleton describes no state."""
+    """Return the leaves of a checkpoint. Raises CorruptStoreError if its skeleton describes no state."""
     walk = _Walk(manifest)
     walk.visit(manifest.skeleton, ())
     return walk.listing
@@ -153,7 +153,7 @@ class _Walk:
         self.listing = Listing()
 
     def visit(self, node: Node, names: tuple[str, ...], kind: str = "") -> None:
-        """List what is at and below ``node``; ``kind`` names the objects whose state it is."""
+        """List the leaves at and below ``node``; ``kind`` names the objects whose state it is."""
         leaves = self.listing.leaves
         if isinstance(node, StatefulNode):
             self.visit(node.child, names, f"{kind}object of ")
@@ -188,7 +188,7 @@ class _Walk:
             if has_parts(node):
                 raise CorruptStoreError(f"an array lies inside a {type(node).__name__}")
             leaves.append(StoredLeaf(names, node=node))
-            leaves[-1].value()  # raises where it describes no value
+            leaves[-1].value()  # raises if it describes no value
 
     def _array(self, index: int, names: tuple[str, ...]) -> StoredLeaf:
         entry = self._manifest.tensors[index]
@@ -206,7 +206,7 @@ class _Walk:
 
 
 def _place(offsets: tuple[int, ...], manifest: Manifest, box: ArrayNode) -> str:
-    """Where a box lies in its tensor, as one would index it."""
+    """The place of a box in its tensor, as an index expression."""
     sizes = manifest.tensors[box.index].shape
     return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(offsets, sizes, strict=True))}]"
 

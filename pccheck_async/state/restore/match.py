@@ -1,4 +1,4 @@
-"""What is done with a decoded manifest: new memory for ``load``, the live objects for ``engine.restore``."""
+"""A decoded manifest is matched: with new memory for ``load``, with the live objects for ``engine.restore``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes
 _LIVE_ARRAYS: Final = (torch.Tensor, np.ndarray, FlatShard)
 _NOWHERE: Final = object()
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
-_EXTRA_STATE: Final = "_extra_state"  # the key of what nn.Module's get_extra_state() returned
+_EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
 
 _Replace = Callable[[Any], None]
 
@@ -84,13 +84,13 @@ class Restoration:
     """A restore that was checked and can begin: fill the targets, then call ``finish`` once."""
 
     targets: Targets
-    finish: Callable[[], Any]  # makes the state from what was filled, and returns it
+    finish: Callable[[], Any]  # makes the state from the filled memory, and returns it
     missing: tuple[str, ...] = ()  # paths that the state has and the checkpoint lacks: they stay as they are
     unexpected: tuple[str, ...] = ()  # paths that the checkpoint has and the state lacks: they are not read
     filled: tuple[str, ...] = ()  # paths of the live arrays that the targets fill
     # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
+    resharded: tuple[Wanted, ...] = ()  # not in ``targets``: to be filled before ``finish``
     trained: tuple[torch.Tensor, ...] = ()  # live tensors that are restored and may have gradients
     move: Callable[[], None] = lambda: None  # copies to the device, which any thread may do before ``finish``
 
@@ -101,9 +101,9 @@ def allocate(
     """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
 
     Args:
-        manifest: What is stored.
+        manifest: Of the checkpoint.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
-        device: Where tensors are in the end (see :func:`place_of`); numpy arrays stay on the host.
+        device: The final place of tensors (see :func:`place_of`); numpy arrays stay on the host.
         allow_pickle: Whether pickled values are unpickled; else they are refused, before any byte is read.
 
     Raises:
@@ -154,23 +154,23 @@ def match(
 ) -> Restoration:
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
-    Its ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and returns ``state``.
-    Arrays are filled in place where they lie in memory as they were stored, otherwise by a copy at the end. A container
+    Its ``finish`` copies arrays that were not filled in place, calls every ``load_state_dict`` and returns ``state``.
+    Arrays are filled in place if they lie in memory as they were stored, otherwise by a copy at the end. A container
     that holds an array takes a saved None in its place, and no other plain value.
 
-    A live plain value (without tensors, arrays and objects) takes whatever was saved: lists, dicts and sets are
+    A live plain value (without tensors, arrays and objects) takes any saved value: lists, dicts and sets are
     refilled with content of their type, any other value is replaced in its container. An object that was saved inside
     needs an entry at its own path: an object, or a plain value, which takes the object's state.
 
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
-    Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
-    and ``dtype`` mean, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is whether
+    Any other Stateful gets its own tensors if dtype and shape are equal, else new ones. For ``strict``, ``dtype``
+    and the comparison of modules see :meth:`CheckpointEngine.restore`. ``by_address`` is whether
     the copy backend writes to the memory of CUDA tensors. Without ``generators`` every :class:`RNGState` stays as it
-    is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
+    is: the saved ones are another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
-            object in the object's place; or this was called where tensors are traced.
+            object in the object's place; or this was called while tensors are traced.
         StateMismatchError: The state differs; lists the paths.
         CorruptStoreError: The skeleton describes no value.
     """
@@ -217,16 +217,16 @@ class _Matching:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
-        self._refused: list[str] = []  # paths of objects that refuse what was saved
+        self._refused: list[str] = []  # paths of objects that refuse their saved state
         self._disjoint: list[str] = []  # paths that both have, with nothing in common below
-        self._matched = 0  # entries of the state that something is restored into
+        self._matched = 0  # entries of the state that are restored
         self._unread = 0  # leaves of the checkpoint that the state lacks
         self._counts: dict[str, tuple[int, int]] = {}
-        self._wanted: set[int] = set()  # arrays that something is rebuilt from
+        self._wanted: set[int] = set()  # arrays that values are rebuilt from
         self._filled: list[torch.Tensor] = []  # live tensors that are restored
         self._maybe_filled: list[torch.Tensor] = []  # parameters that are if their memory is that of such a one
         self._actions: list[Callable[[], None]] = []
-        self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
+        self._last_actions: list[Callable[[], None]] = []  # generators: loading before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
         self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
         self._composed: dict[int, Any] = {}  # live composed tensors by the identity of their node
@@ -249,7 +249,7 @@ class _Matching:
     def restoration(self) -> Restoration:
         self._outermost()
         self._mismatched += self._filling.conflicts()
-        # What was tied when it was saved was all saved by one rank.
+        # Tensors that were tied when they were saved were all saved by one rank.
         memories = ((one, (one.mesh, one.local.data_ptr(), one.local.nbytes)) for one in self._resharded)
         self._mismatched += [
             f"{one.path} (shares memory with {self._whole[memory]} here, but not in the checkpoint)"
@@ -269,7 +269,7 @@ class _Matching:
             with apart():
                 self._filling.finish()
             gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
-            # Tensors that are made now can be trained, whatever mode the caller is in.
+            # Tensors that are made now can be trained, in any mode of the caller.
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 for action in self._actions + self._last_actions:
                     action()
@@ -311,7 +311,7 @@ class _Matching:
         return make(f"{make()}{advice}")
 
     def _wrapped(self) -> str:
-        """Return advice where names differ by the prefix that a wrapper of models adds to them; else nothing."""
+        """Return advice if names differ by the prefix that a wrapper of models adds to them; else an empty string."""
         for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
             prefix = paths.escape(f"{attribute}.")
             lists = self._missing, self._unexpected
@@ -331,10 +331,10 @@ class _Matching:
             leaves = count(child)
             self._counts[path] = leaves - (self._unread - unread), leaves
 
-    # -- values that are filled or replaced where they are
+    # -- values that are filled in place or replaced
 
     def _value(self, live: Any, node: Node, path: str, replace: _Replace | None, *, of_object: bool = False) -> None:
-        """Let a live value take a stored one, which is the ``state_dict()`` of an object where ``of_object``."""
+        """Match a live value with a stored one, which with ``of_object`` is the ``state_dict()`` of an object."""
         if isinstance(live, _LIVE_ARRAYS):
             if node is None and replace is not None:
                 self._matched += 1
@@ -392,7 +392,7 @@ class _Matching:
             self._mismatched.append(f"{path} ({trouble})")
 
     def _fill_parts(self, live: Any, node: ComposedNode, path: str, *, strict: bool) -> None:
-        """Let a tensor that is composed of others take what was saved of such a one, in the memory of those."""
+        """Match a composed tensor with a stored one; its parts are filled in place."""
         trouble = f"a {type(live).__qualname__} here, a {node.name} in the checkpoint"
         if is_composed(live) and (type(live).__module__, type(live).__qualname__) == (node.module, node.name):
             own, tensors = take_apart(live, path)
@@ -424,9 +424,9 @@ class _Matching:
         class_of(node, self._stored_paths.get(id(node), ""))
 
     def _sharded(self, live: Any, node: Node, path: str) -> None:
-        """Let a tensor that lies, or lay, on several ranks take what was saved: here, or on any of them.
+        """Match a tensor that lies, or lay, on several ranks with the stored one, here or on any rank.
 
-        There is nothing that could be made in its place, so that whatever differs is a mismatch.
+        Nothing can be made in its place, so every difference is a mismatch.
         """
         if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, (torch.Tensor, FlatShard)):
             self._differs(live, node, path)
@@ -473,7 +473,7 @@ class _Matching:
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
-        if _REFILLED.get(type(live)) is type(node):  # whoever else holds this container sees the new content, too
+        if _REFILLED.get(type(live)) is type(node):  # other holders of this container see the new content, too
             self._rebuild_later(node, partial(_refill, live))
         elif replace is not None:
             self._rebuild_later(node, replace)
@@ -483,14 +483,14 @@ class _Matching:
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
-        """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
+        """Call ``put`` with the stored value later. Raises CorruptStoreError now if ``node`` describes no value."""
         rebuild(node, lambda index: index, pickled=self._unpickle, composed=self._check_class)
         self._make_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
 
     def _unpickle(self, node: PickledNode) -> Any:
-        """Unpickle before anything changes: what fails, fails here. Raises UnsupportedStateError."""
+        """Unpickle before anything changes: failures come here. Raises UnsupportedStateError."""
         if id(node) not in self._unpickled:
             path = self._stored_paths.get(id(node), "")
             value = unpickle(node, path) if self._allow_pickle else refuse_pickled(node, path)
@@ -498,7 +498,7 @@ class _Matching:
         return self._unpickled[id(node)][1]
 
     def _make_sharded(self, node: Node) -> None:
-        """Make the plain tensors that all ranks had alike; of what lay on several ranks, nothing says where it lies."""
+        """Make the plain tensors that all ranks had alike. Others are a mismatch: there is no live tensor."""
         for each in nodes.walk(node):
             if isinstance(each, ShardedNode) and id(each) not in self._made:
                 path = self._stored_paths[id(each)]
@@ -538,7 +538,7 @@ class _Matching:
             self._pair(own, child, path)
             modules = (part for part in getattr(live, "__dict__", {}).values() if isinstance(part, torch.nn.Module))
             self._maybe_filled += chain.from_iterable(module.parameters() for module in modules)
-        # Raises before anything changed where it describes no value, as the object does for one that it refuses.
+        # Raises before anything changed if it describes no value; the object raises for one that it refuses.
         stored = rebuild(child, lambda index: index, pickled=self._unpickle, composed=self._check_class)
         if can_check(live):
             self._check(live, stored, path)
@@ -570,7 +570,7 @@ class _Matching:
         for key, value, child, below in common:
             is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
             if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, (ArrayNode, ShardedNode))):
-                self._pair(value, child, below)  # the latter is what a state_dict() of its own adds
+                self._pair(value, child, below)  # the latter: added by a state_dict() of its own
             elif not self._decides(own_loading, str(key), value, child):
                 compare = self._array if isinstance(value, (torch.Tensor, np.ndarray)) else self._differs
                 compare(value, child, below)
@@ -644,14 +644,14 @@ class _Matching:
             self._refused.append(path)
             self._mismatched.append(f"{path} ({error})")
 
-    # -- what both need
+    # -- for both
 
     def _common(
         self, live: Mapping[Any, Any], node: MappingNode, path: str, ignored: tuple[str, ...] = ()
     ) -> list[tuple[Any, Any, Node, str]]:
-        """Return key, live value, stored value and path of what both have.
+        """Return key, live value, stored value and path of each key that both have.
 
-        What only one has is added to the missing or unexpected, unless its key begins with a prefix in ``ignored``.
+        Keys that only one has are added to the missing or unexpected, but for those with a prefix in ``ignored``.
         """
         stored = {key: (name, child) for key, name, child in entries(node)}
         keys = list(live)
@@ -717,7 +717,7 @@ def _with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
 
 
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
-    """Load the module's own state with the stored values in it: ``load_state_dict`` may ask for a complete state."""
+    """Load the module's own state with the stored values in it: ``load_state_dict`` may require a complete state."""
     whole = OrderedDict((key, stored.get(key, value)) for key, value in own.items())
     metadata = {**getattr(own, "_metadata", {}), **getattr(stored, "_metadata", {})}
     if metadata:
@@ -739,7 +739,7 @@ def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:
 
 
 def _beside(live: Any, node: Node, path: str) -> Iterator[tuple[Any, Node, str]]:
-    """Yield each entry of a stored container as live value (``_NOWHERE`` where there is none), node and path."""
+    """Yield each entry of a stored container as live value (``_NOWHERE`` if there is none), node and path."""
     there: Mapping[Any, Any] = {}
     if isinstance(node, MappingNode):
         there = live if isinstance(live, Mapping) else {}
@@ -763,7 +763,7 @@ def _has_live_parts(live: Any) -> bool:
 
 
 def _savable(live: Any, node: Node | object = _NOWHERE) -> bool:
-    """Return whether a live value could be saved as it is, and as ``node`` to the bit where one is given."""
+    """Return whether a live value could be saved as it is, and, if ``node`` is given, bit for bit as that."""
     try:
         skeleton = flatten({"value": live}).skeleton
     except UnsupportedStateError:

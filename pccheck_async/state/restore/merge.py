@@ -1,7 +1,7 @@
-"""What other parts of a checkpoint have and the one that is read lacks: the other stages of a pipeline.
+"""Entries of other parts of a checkpoint that the part being read lacks: the other stages of a pipeline.
 
 Of mappings with tensors below, entries are put together by their names. Not so inside an optimizer's state, which
-numbers its parameters: another stage's number 3 is another parameter. What both parts have is that of the one.
+numbers its parameters: another stage's number 3 is another parameter. The part being read wins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["merge_parts"]
 
 
 def merge_parts(own: int, manifests: Mapping[int, Manifest]) -> tuple[Manifest, frozenset[str]]:
-    """Return the manifest of part ``own`` with what only others have, of the lowest that has it; and its paths.
+    """Return the manifest of part ``own`` with entries that only others have (the lowest of them); and their paths.
 
     Tensors of others are nodes without boxes: their bytes are in no storage of this manifest.
     """

@@ -1,4 +1,4 @@
-"""What modules and optimizers need for a restore beside their ``load_state_dict``.
+"""Checks and repairs around the ``load_state_dict`` of modules and optimizers.
 
 Torch's ``state_dict()`` of an optimizer calls parameters by numbers; state under any other key is loaded, and no step
 uses it. Other programs call parameters by their names (``torch.distributed.checkpoint.state_dict``, FSDP), or write the
@@ -28,13 +28,13 @@ from pccheck_async.state.stateful import containers_and_objects
 # -- modules
 
 _STRICT: Final = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
-"""Modules of torch whose own way to load differs only for what versions before 0.4.1 saved."""
+"""Modules of torch whose own way to load differs only for states saved by versions before 0.4.1."""
 
 
 def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
     """Return the module's state with its Parameters themselves in it, which torch does not copy onto themselves.
 
-    A module whose own ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share their memory.
+    A module whose own ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share the memory.
     """
     parameters = inspect.signature(module.state_dict).parameters.values()
     takes = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -46,7 +46,7 @@ class OwnLoading(NamedTuple):
     """The parts of a module that have hooks or methods of their own for loading, by the prefixes of their keys."""
 
     all: tuple[str, ...]  # they may rename keys that are loaded, and resize live tensors
-    users: tuple[str, ...]  # those whose hooks or methods are not torch's: they may also change what fits
+    users: tuple[str, ...]  # those whose hooks or methods are not torch's: they may also change keys and shapes
 
 
 def own_loading(module: torch.nn.Module) -> OwnLoading:
@@ -130,7 +130,7 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
 
 
 def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node: Node) -> str:
-    """Return why a stored group is another kind of optimizer's; empty where it may be this one's.
+    """Return why a stored group is another kind of optimizer's; empty if it may be this one's.
 
     Flags (None or a bool) may be lacking: a newer torch added them, and supplies defaults. Keys that only the
     checkpoint has may be those of schedulers and users, unless a setting that this optimizer needs is lacking.
@@ -162,7 +162,7 @@ def like_parameters(
 
 
 def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each parameter with its number in ``state``; nothing where the state is of the optimizer's own kind."""
+    """Yield each parameter with its number in ``state``; nothing if the state is of the optimizer's own kind."""
     groups = state.get("param_groups")
     numbers = chain.from_iterable(group["params"] for group in groups) if isinstance(groups, list) else ()
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -178,12 +178,12 @@ def _items(node: Node) -> dict[Hashable, Node]:
 
 
 def load(optimizer: torch.optim.Optimizer, state: Any, *, dtype: torch.dtype | None = None) -> None:
-    """Load ``state``, and undo what torch changes in it on the way, between the hooks that users registered.
+    """Load ``state``, and undo torch's changes to it on the way, between the hooks that users registered.
 
     ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
-    lose their low bits) and iterates over strings in it. What it cast to ``dtype`` stays so.
+    lose their low bits) and iterates over strings in it. Tensors that it cast to ``dtype`` stay so.
     """
-    loaded = [state]  # the last is what torch gets; emptied once it is repaired
+    loaded = [state]  # torch gets the last; emptied once it is repaired
     with ExitStack() as hooks:
         if hasattr(optimizer, _HOOKS):  # a wrapper of another optimizer may have none
             repair = partial(_repair, loaded=loaded, dtype=dtype)
@@ -241,10 +241,10 @@ def names_in(state: Mapping[str, Any]) -> Names:
 def renumbered(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: MappingNode, names: Callable[[], Names], path: str
 ) -> tuple[MappingNode, list[str]]:
-    """Return the stored state with the live optimizer's numbers in place of what it calls the parameters.
+    """Return the stored state with the live optimizer's numbers in place of its own names for the parameters.
 
     An optimizer with hooks that receive the stored state first gets it unchanged: they may be there to renumber it.
-    Returns messages, too, on what in it belongs to no parameter here. ``names`` is called only where it has names.
+    Also returns messages on entries that belong to no parameter here. ``names`` is called only if the state has names.
     """
     stored = _items(node)
     groups, state, items = own.get("param_groups"), stored.get("state"), stored.get("param_groups")
@@ -257,7 +257,7 @@ def renumbered(
     kept = _items(state)
     named = any(group.names for group in stored_groups) or not all(map(_is_number, kept))
     known = names() if named else {}
-    numbers: dict[Hashable, int | None] = {}  # by what the stored groups call the parameters
+    numbers: dict[Hashable, int | None] = {}  # by the stored groups' names for the parameters
     aliases: dict[Hashable, int | None] = {}  # by other names of theirs; None for a name of several
     mismatches, made = [], []
     for index, group in enumerate(stored_groups):
@@ -294,7 +294,7 @@ def renumbered(
 
 
 class _StoredGroup:
-    """What a stored group calls its parameters: ``keys`` in its ``params``, and ``names`` where it has any."""
+    """A stored group's names for its parameters: ``keys`` in its ``params``, and ``names`` if it has any."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

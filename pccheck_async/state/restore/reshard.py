@@ -1,4 +1,4 @@
-"""Tensors that lie on other ranks, or in other boxes, than when they were saved: what is read from whose part.
+"""Tensors that lie on other ranks, or in other boxes, than when they were saved: which bytes of which part are read.
 
 Of each part only the MiBs that hold wanted bytes are read, once; rows (address, offset, length) are made for one
 chunk at a time, never for the whole state.
@@ -45,10 +45,10 @@ class Wanted:
     Attributes:
         path: In the state, for messages.
         stored_path: In the checkpoint.
-        mesh: A hash of the ranks it lay on; None where it was a plain tensor: then only the part that this rank
+        mesh: A hash of the ranks it lay on; None if it was a plain tensor: then only the part that this rank
             restores has it.
         box: Of the tensor.
-        local: What is filled, of the box's shape; ``wrapper`` is the DTensor around it, else itself.
+        local: The tensor to fill, of the box's shape; ``wrapper`` is the DTensor around it, else itself.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Wanted:
 
 
 def private_mesh(part: int) -> int:
-    """Return what no mesh of several ranks has, for plain tensors that one rank saved."""
+    """Return a number that no mesh of several ranks has, for plain tensors that one rank saved."""
     return -1 - part
 
 
@@ -106,7 +106,7 @@ class Copy(NamedTuple):
         return self.start + reach + self.nbytes
 
     def rows(self, low: int, high: int) -> npt.NDArray[np.uint64]:
-        """Return rows of (address, offset from ``low``, length) of what lies in bytes ``[low, high)``."""
+        """Return rows of (address, offset from ``low``, length), one per run inside bytes ``[low, high)``."""
         sizes, steps = self.sizes, self.steps
         starts = np.array([self.start], np.int64)
         places = np.array([self.address], np.int64)
@@ -129,7 +129,7 @@ class Copy(NamedTuple):
 
 
 class BoxTargets:
-    """What is filled from one part; is used as :class:`Targets` are. ``owners`` keep the memory."""
+    """The memory that is filled from one part; used like :class:`Targets`. ``owners`` keep the memory."""
 
     def __init__(self, copies: Iterable[Copy] = (), owners: Sequence[Any] = ()) -> None:
         self._copies = sorted(copies)
@@ -144,7 +144,7 @@ class BoxTargets:
         return (int(self._starts[0]), int(self._reach[-1])) if self._copies else (0, 0)
 
     def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
-        """Return what :meth:`Targets.segments` does."""
+        """Return rows and devices as specified at :meth:`Targets.segments`."""
         first = int(np.searchsorted(self._reach, offset, "right"))
         last = int(np.searchsorted(self._starts, offset + nbytes, "left"))
         copies = self._copies[first:last]
@@ -169,7 +169,7 @@ class JointTargets:
         return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else (0, 0)
 
     def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
-        """Return what :meth:`Targets.segments` does."""
+        """Return rows and devices as specified at :meth:`Targets.segments`."""
         tables, devices = zip(*(each.segments(offset, nbytes) for each in self._targets), strict=True)
         table = np.concatenate(tables)
         if not self.devices:
@@ -186,7 +186,7 @@ class Resharding:
     """How wanted tensors are made of boxes.
 
     Attributes:
-        targets: By part, what is filled from it.
+        targets: By part, the memory that is filled from it.
         troubles: Of each tensor that cannot be made its path, and why.
     """
 
@@ -196,7 +196,7 @@ class Resharding:
     _in_place: list[Wanted] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Copy what could not be filled in place; of what was, raise the version counters of autograd."""
+        """Copy into the tensors that were not filled in place; raise the version counters of autograd of the others."""
         for filled, wanted in self._moved:
             with torch.inference_mode() if wanted.local.is_inference() else torch.no_grad():
                 wanted.local.copy_(filled)
@@ -209,7 +209,7 @@ class Resharding:
 def reshard(
     wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int, *, by_address: bool
 ) -> Resharding:
-    """Work out what fills the wanted tensors.
+    """Choose the stored boxes that fill the wanted tensors.
 
     Args:
         wanted: The tensors.
@@ -238,7 +238,7 @@ def reshard(
         if trouble := _trouble(one, boxes.values()):
             plan.troubles.append(f"{one.path} ({trouble})")
             continue
-        if one.local.nbytes:  # what was tied when it was saved lies in one place there
+        if one.local.nbytes:  # tensors that were tied when they were saved lie in one place there
             places = {(box.part, box.offsets, box.start + box.entry.offset, box.entry.stride) for box in boxes.values()}
             other, same = tied.setdefault((mesh, one.local.data_ptr(), one.local.nbytes), (one.path, places))
             if same != places:
@@ -251,7 +251,7 @@ def reshard(
 
 
 def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
-    """Why a tensor cannot be made of boxes; empty where it can."""
+    """Why a tensor cannot be made of boxes; empty if it can."""
     dtype = dtypes.TORCH_NAMES.get(wanted.local.dtype, "")
     there, parts = 0, list[_Ranges]()
     for box in boxes:
@@ -323,7 +323,7 @@ def _copy(
     nbytes: int,
     device: int,
 ) -> Copy:
-    """Return a copy whose last dimensions are one run where they are dense in both places."""
+    """Return a copy whose last dimensions are one run if they are dense in both places."""
     dims = [each for each in zip(sizes, steps, strides, strict=True) if each[0] > 1]
     while dims and dims[-1][1] == dims[-1][2] == nbytes:
         nbytes *= dims.pop()[0]

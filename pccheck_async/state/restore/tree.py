@@ -46,13 +46,13 @@ def rebuild(
     Args:
         node: The root of the tree.
         array: Returns the array with an index in the manifest's table of tensors.
-        stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
-        sharded: Returns what takes the place of a tensor that lies on several ranks; by default, None.
-        pickled: Returns what takes the place of a pickled value; by default, it is refused.
+        stateful: Returns the value in the place of a Stateful; by default, the result of its ``state_dict()``.
+        sharded: Returns the value in the place of a tensor that lies on several ranks; by default, None.
+        pickled: Returns the value in the place of a pickled one; by default, it is refused.
         composed: Returns the tensor that is composed of other ones, given by their names, with a context; by default,
             it is refused.
 
-    Raises CorruptStoreError where the tree describes no value, UnsupportedStateError for what is refused.
+    Raises CorruptStoreError if the tree describes no value, UnsupportedStateError for a refused value.
     """
     return _Builder(array, stateful, sharded, pickled, composed).build(node, 0)
 
@@ -113,7 +113,7 @@ def _no_array(index: int) -> Any:
 
 
 def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
-    """Return the keys of a mapping, one per value and all different. Raises CorruptStoreError where they are not."""
+    """Return the keys of a mapping, one per value and all different. Raises CorruptStoreError if they are not."""
     if len(node.keys) != len(node.values):
         raise CorruptStoreError(f"a mapping has {len(node.keys)} keys and {len(node.values)} values")
     return _distinct(node.keys, depth + 1)
@@ -152,7 +152,7 @@ def _key(node: Node, depth: int) -> Hashable:
 
 
 def opened(node: Node) -> Node:
-    """Return the node; for a Stateful, the node of what its ``state_dict()`` returned."""
+    """Return the node; for a Stateful, that of its ``state_dict()``."""
     while isinstance(node, StatefulNode):
         node = node.child
     return node
@@ -172,7 +172,7 @@ def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
 
 
 def below(node: Node) -> list[tuple[str, Node]]:
-    """Return name and node of each entry (see :func:`entries`), also of what a Stateful saved; empty for leaves."""
+    """Return name and node of each entry (see :func:`entries`), also inside a Stateful's state; empty for leaves."""
     return [(name, child) for _, name, child in entries(opened(node))]
 
 
@@ -186,7 +186,7 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def refuse_boxes(node: Node, advice: str = "read the group's folder, which has the folders of all ranks in it") -> None:
-    """Raise IncompleteCheckpointError where a tensor lies on several ranks: for who reads the part of one alone."""
+    """Raise IncompleteCheckpointError if a tensor lies on several ranks: for readers of one rank's part alone."""
     if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
         names = [path or "it" for path, leaf in leaves(node) if isinstance(leaf, ShardedNode)]
         raise IncompleteCheckpointError(
@@ -214,7 +214,7 @@ def has_parts(node: Node) -> bool:
     return any(isinstance(each, (ArrayNode, ShardedNode, StatefulNode)) for each in nodes.walk(node))
 
 
-# -- the part that ``load(keys=...)`` asks for
+# -- the part that ``load(keys=...)`` selects
 
 
 def select(skeleton: Node, keys: Sequence[str]) -> Node:
@@ -223,7 +223,7 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
     A key is first compared with paths as they are written: ``a.b`` is not ``a\.b``. A key that matches no path that way
     is compared with paths without their escapes.
 
-    A mapping keeps the entries under which something was selected. A list or tuple of which only some items were
+    A mapping keeps the entries with selected leaves below. A list or tuple of which only some items were
     selected becomes a dict from index to item, so that every item keeps its place.
 
     Raises:
@@ -259,7 +259,7 @@ class _Selection:
         self.named: dict[str, list[str]] = {}  # the paths that a pattern without escapes is the name of
 
     def cut(self, node: Node, path: str) -> Node | None:
-        """Return the selected part of what is below ``node``; None for nothing."""
+        """Return the selected part of the tree below ``node``; None for nothing."""
         if isinstance(node, StatefulNode):
             child = self.cut(node.child, path)
             return None if child is None else StatefulNode(child)
@@ -271,7 +271,7 @@ class _Selection:
             below = paths.child(path, name)
             if self._matches(below):
                 chosen.append((index, child))
-                if self.unused:  # a key that names something below a selected node does not select nothing
+                if self.unused:  # keys that name nodes below a selected one count as used, too
                     self.cut(child, below)
             elif (part := self.cut(child, below)) is not None:
                 chosen.append((index, part))

@@ -1,4 +1,4 @@
-"""What to do about values that cannot be saved."""
+"""Advice for values that cannot be saved."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (types.CoroutineType, "await it, and save what that gives"),
     (Iterator, "save what it comes from (the loader, the module), not an iterator over it, which reading uses up"),
 )
-"""What to save instead of a value of these types; the first that fits."""
+"""Advice for values of these types; the first that fits."""
 
 
 _COMPOSED: Final = (
@@ -89,7 +89,7 @@ def _advice(value: Any) -> str:
 
 
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
-    """Return the error that refuses a value and says what to do."""
+    """Return the error that refuses a value, with advice."""
     text = f"{path}: a {full_name(value)} cannot be saved; {_advice(value)}"
     if not isinstance(value, torch.utils.data.DataLoader):  # one that is pickled has no position
         text += " (an engine with allow_pickle=True pickles it)"

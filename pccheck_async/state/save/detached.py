@@ -1,6 +1,6 @@
-"""Dicts that a live object's ``state_dict()`` made, in place of the object: they hold what it held at that moment.
+"""Dicts that a live object's ``state_dict()`` made, in place of the object: they hold its state at that moment.
 
-Tensors in them are the object's own; all else is a copy, of which the object never hears. Of optimizers, schedulers and
+Tensors in them are the object's own; all else is a copy, which never reaches the object. Of optimizers, schedulers and
 scalers such a dict is known by the values that it shares with the live object: one that was loaded, or made by hand, is
 a dict like any other. Those of RNGState and of loaders share nothing, and are known by their keys. A module's is filled
 in place, unless it has more than tensors in it (extra state).
@@ -24,11 +24,11 @@ _SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_
 _GENERATORS: Final = frozenset({"python", "numpy", "torch", "cuda"})
 _PYTHON: Final = frozenset({"version", "words", "gauss"})
 _POSITION: Final = frozenset({"epoch", "position", "size", "seed", "shuffle", "drop_last", "batch_size", "world_size"})
-"""Keys of what :class:`RNGState` and :class:`pccheck_async.ResumableLoader` return."""
+"""Keys of the states of :class:`RNGState` and :class:`pccheck_async.ResumableLoader`."""
 
 
 def state_dicts(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield where in a live state a dict stands in an object's place, in words, and what the object is."""
+    """Yield each place in a live state with a dict in place of an object, in words, and the kind of the object."""
     for path, value in containers_and_objects(state):
         owner = _owner(value) if isinstance(value, Mapping) else ""
         if owner:
@@ -45,7 +45,7 @@ def refuse_filling(state: Mapping[str, Any]) -> None:
 
 
 def _owner(value: Mapping[Any, Any]) -> str:
-    """What made a dict that is not filled wholly in place; empty where it may be anybody's."""
+    """The kind of object whose state a dict is, if it cannot be filled wholly in place; empty for other dicts."""
     if "param_groups" in value:
         return "optimizer" if _of_live(value) else ""
     if "_last_lr" in value:
@@ -65,7 +65,7 @@ def _owner(value: Mapping[Any, Any]) -> str:
 def refuse_unstepped(value: Mapping[Any, Any], path: str) -> None:
     """Raise UnsupportedStateError for the state of a live optimizer before its first step: moments would be missing.
 
-    SGD without momentum, which keeps none, is let through.
+    SGD without momentum, which keeps none, is accepted.
     """
     state = value.get("state")
     plain_sgd = all("dampening" in group and group.get("momentum") == 0 for group in _groups(value))
@@ -98,7 +98,7 @@ def _of_live(value: Mapping[Any, Any]) -> bool:
     groups = _groups(value)
     shown = [item for group in groups for item in group.values() if isinstance(item, _SETTINGS)]
     if not shown:
-        return bool(groups)  # nothing to tell it by (SGD with lr=1), and nothing in it that is worth a doubt
+        return bool(groups)  # no value identifies it (SGD with lr=1), and none in it is worth a doubt
     return _is_referenced(shown, lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder.get("params")))
 
 

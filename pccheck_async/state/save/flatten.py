@@ -30,7 +30,7 @@ from pccheck_async.state.save.owners import Named, Tally
 from pccheck_async.state.stateful import is_stateful
 
 _EXPLICIT = (FlatShard, PlannedBoxes)
-"""What says by itself which boxes this rank saves."""
+"""Types that determine by themselves which boxes this rank saves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,20 +39,20 @@ class FlatState:
 
     skeleton: Node  # ``ArrayNode.index`` is the number of a leaf
     leaves: Leaves
-    outline: Outline | None  # what the next :func:`flatten_unchecked` of this state reuses
-    objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
-    pickled: list[str]  # the paths of what only pickle can hold
+    outline: Outline | None  # reused by the next :func:`flatten_unchecked` of this state
+    objects: list[Any]  # the Stateful objects whose ``state_dict()`` was called
+    pickled: list[str]  # the paths of values that only pickle can hold
     has_sharded: bool  # whether there are tensors in it that lie on several ranks
     has_composed: bool  # whether there are tensors in it that are composed of others
 
 
 def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickle: bool = False) -> FlatState:
-    """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
+    """Flatten ``state`` on the calling thread, calling ``state_dict()`` of every Stateful in it.
 
     Plain values are copied; tensors and arrays are the live ones.
 
     Raises:
-        UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
+        UnsupportedStateError: A value cannot be saved as it is; names its path, with advice.
     """
     flat = flatten_unchecked(state, tally=tally, allow_pickle=allow_pickle)
     flat.leaves.check()
@@ -65,7 +65,7 @@ def flatten_unchecked(
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
     The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
-    Of tensors that lie on several ranks those boxes become leaves that ``tally`` says; without it they are refused.
+    Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
     Values of other types are pickled with ``allow_pickle``, and else refused.
     """
     check_outermost(state)
@@ -86,7 +86,7 @@ def flatten_unchecked(
 def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]:
     """Return the node of a tensor that is composed of others, and these, which are the arrays from 0 on in the node.
 
-    Raises UnsupportedStateError where they do not describe it.
+    Raises UnsupportedStateError if they do not describe it.
     """
     kind = type(value)
     with naming_owner("__tensor_flatten__", path, value):
@@ -126,7 +126,7 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
 
 def check_outermost(state: object) -> None:
     """Raise UnsupportedStateError for anything but a mapping whose keys are strings."""
-    if not isinstance(state, (dict, Mapping)):  # the former is what takes no time
+    if not isinstance(state, (dict, Mapping)):  # dict first: it takes no time
         raise UnsupportedStateError(
             f"the state is a {type(state).__qualname__}; give a mapping from names to objects and values"
         )
@@ -137,7 +137,7 @@ def check_outermost(state: object) -> None:
 
 @contextmanager
 def naming_owner(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
-    """Add a note to exceptions of a Stateful's own code that says whose it is."""
+    """Add the call and the object's path as a note to exceptions of a Stateful's own code."""
     try:
         yield
     except Exception as error:
@@ -146,7 +146,7 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 
 
 class _Flattener:
-    """One walk over a state. An outline ``last`` may be of another value: it is used only where the value fits it."""
+    """One walk over a state. An outline ``last`` may be of another value: it is used only if the value fits it."""
 
     def __init__(self, tally: Tally | None, *, allow_pickle: bool = False) -> None:
         self._tally = tally
@@ -157,7 +157,7 @@ class _Flattener:
         self._open: set[int] = set()  # identities of the containers between the root and here
         self._in_metadata = False
         self.has_sharded = self.has_composed = False
-        self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
+        self._asked = 0  # Statefuls between the root and here: their states are as new as can be
 
     def node(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
@@ -385,7 +385,7 @@ def _key(key: Any, path: str, depth: int) -> Node:
     if kind is frozenset:
         return skeleton.FrozenSetNode(_set(key, path, depth + 1))
     if kind in values.ATOMS or (isinstance(key, (np.generic, np.dtype)) and not isinstance(key, np.void)):
-        if not key == key:  # noqa: PLR0124 - NaN, of whatever type
+        if not key == key:  # noqa: PLR0124 - NaN, of any type
             raise UnsupportedStateError(f"{path}: NaN as a key or in a set cannot be saved: it never equals itself")
         return values.atom(key, path)
     raise UnsupportedStateError(

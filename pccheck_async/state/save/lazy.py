@@ -29,7 +29,7 @@ _requires_grad: Final = attrgetter("requires_grad")
 def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return the parameters that ``optimizers`` change, and the tensors they keep for them (moments, step counts).
 
-    Frozen parameters are none of them: somebody else may change those (the key encoder of MoCo follows by hand).
+    Frozen parameters are none of them: other code may change those (the key encoder of MoCo follows by hand).
     """
     tensors: list[torch.Tensor] = []
     for optimizer in optimizers:
@@ -121,6 +121,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_run(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are one run, in whatever order."""
+    """Whether the elements of a tensor are one run, in any order."""
     shape, stride = tensor.shape, tensor.stride()
     return is_dense(shape, stride, 1) and span(shape, stride)[1] + 1 == tensor.numel()

@@ -1,8 +1,8 @@
-"""Which rank saves what several ranks have alike: each box once per storage domain.
+"""The choice of the rank that saves a box that several ranks have alike: each box once per storage domain.
 
-No rank asks another one. All that have a box walk over the same tensors in the same order, and it falls to the one of
-them that has the fewest bytes to save by then. Whether they did is found before a checkpoint is committed: each rank
-adds numbers up, and over all ranks they make 0 where every box has one owner and no rank lacks a tensor.
+Ranks exchange no messages for it. All that have a box walk over the same tensors in the same order, and the one with
+the fewest bytes to save by then saves it. Whether they did is checked before a checkpoint is committed: each rank adds
+numbers up, and over all ranks they make 0 if every box has one owner and no rank lacks a tensor.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Owners:
         self._replicas: tuple[list[Any], _Replicas, frozenset[str]] = ([], lambda _: None, frozenset())
 
     def begin(self, state: Mapping[str, Any]) -> Tally:
-        """Return what decides about the tensors of one state, asked in the order in which it is walked."""
+        """Return the tally of one state, whose methods are called in the order in which the state is walked."""
         objects = [(path, part) for path, part in containers_and_objects(state) if isinstance(part, _REPLICATED)]
         key = [(path, weakref.ref(part), _ids(part)) for path, part in objects]
         known, replicas, trained = self._replicas
@@ -90,15 +90,15 @@ class Owners:
         return found
 
     def named(self, path: str) -> Holders | None:
-        """Return everyone for a plain tensor of which the user said that all have it alike."""
+        """Return ``everyone`` for a plain tensor that the user declared to be alike on all ranks; else None."""
         return self.everyone if any(matches(path) for matches in self._named) else None
 
     def trusts(self, path: str) -> bool:
-        """Whether the user said that a replica is not compared."""
+        """Whether the user excluded a replica from the comparison."""
         return any(matches(path) for matches in self._trusted)
 
     def _places(self, holders: Holders) -> Places:
-        """Return where a tensor is saved. Raises ValueError: nobody in the group has some of it."""
+        """Return the places of a tensor. Raises ValueError: some of it lies on no rank of the group."""
         in_group = [[*self._in_group(alike)] for alike in holders.by_boxes]
         if not all(in_group):
             raise ValueError("parts of this tensor lie on ranks that are not in the engine's group")
@@ -115,7 +115,7 @@ class Owners:
 
 
 class Places(NamedTuple):
-    """Where a tensor is saved, in ranks of the group."""
+    """The ranks of the group that can save a tensor."""
 
     beside: tuple[int, ...]
     """Those that have the same boxes, and share this rank's filesystem."""
@@ -132,7 +132,7 @@ class Tally:
 
     Attributes:
         everyone: All ranks of the group.
-        sums: By the outermost names in the state, numbers modulo 2**64: over all ranks each adds up to 0, but where a
+        sums: By the outermost names in the state, numbers modulo 2**64: over all ranks each adds up to 0, unless a
             tensor has no owner or several, or a rank lacks one that lies on it, too.
         replicas: Plain tensors that other ranks are believed to have alike, to be compared.
         differing: Hashes of the ranks that are not believed to have any alike.
@@ -146,30 +146,30 @@ class Tally:
         self._owners = owners
         self._holders_of = replicas
         self._trained = trained
-        self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by those who have the same boxes
-        # By the memory of the box, which is kept, or another one would come to lie there: what is tied goes together.
-        # Only among those who have the same boxes: others know nothing of what was decided before.
+        self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by the ranks that have the same boxes
+        # By the memory of the box, which is kept alive, or another one could get its address: tied boxes go together.
+        # Only among ranks that have the same boxes: others cannot follow the earlier decisions.
         self._decided: dict[tuple[tuple[int, ...], int, int], tuple[bool, torch.Tensor]] = {}
 
     def holders_of_replica(self, path: str) -> Holders | None:
-        """Return the ranks that have a plain tensor alike; None where it is this rank's own."""
+        """Return the ranks that have a plain tensor alike; None if it is this rank's own."""
         holders = self._holders_of(path) or self._owners.named(path)
         if self.differing and holders is not None and hash_of(holders.alike) in self.differing:
             return holders if self._owners.trusts(path) else None
         return holders
 
     def note_replica(self, path: str, tensor: torch.Tensor, holders: Holders) -> None:
-        """Note a plain tensor that other ranks are believed to have alike."""
+        """Record a plain tensor that other ranks are believed to have alike, for the comparison of samples."""
         if len(holders.alike) > 1 and not self._owners.trusts(path):
             self.replicas.append(Replica(path, tensor, holders, path in self._trained))
 
     def owns(self, tensor: Named, holders: Holders, local: torch.Tensor) -> bool:
         """Return whether it falls to this rank to save the boxes of a tensor that it holds, all in ``local``.
 
-        Raises UnsupportedStateError: nobody in the group has some of it.
+        Raises UnsupportedStateError: some of it lies on no rank of the group.
         """
         places = self._places(tensor, holders)
-        # n times the one that is meant, less one of each: 0 where all n are there. Each box of each domain by itself.
+        # n times the one that is meant, less one of each: 0 if all n are there. Each box of each domain by itself.
         self._add(tensor, holders.mesh, places.holders * places.is_first - 1)
         if len(places.beside) <= 1:
             return True
@@ -178,7 +178,7 @@ class Tally:
         return owns
 
     def note_range(self, tensor: Named, holders: Holders, start: int, count: int) -> None:
-        """Note the elements of a flattened tensor that this rank has: over all its ranks they have to be all of it.
+        """Count the elements of a flattened tensor that this rank has: over all its ranks they have to be all of it.
 
         Raises UnsupportedStateError: a rank that should have some of it is not in the group.
         """
@@ -224,7 +224,7 @@ _REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.optim.Optimizer)
 
 
 def _replicas_in(objects: Sequence[tuple[str, Any]]) -> tuple[_Replicas, frozenset[str]]:
-    """Return what tells of a parameter under DistributedDataParallel, or of its optimizer's state, who has it alike.
+    """Return the holders by path, for parameters under DistributedDataParallel and their optimizers' states.
 
     Beside it the paths of those parameters that have gradients. Buffers are each rank's own.
     """

@@ -1,10 +1,10 @@
-"""Whether replicas are alike: what ranks believe to have alike is saved by one of them, and restored by all.
+"""The comparison of replicas: tensors that ranks believe to have alike are saved by one rank, and restored by all.
 
 At every save each rank takes a sample of its replicas as they are captured, the same ranges on all that share them: a
 sixteenth of their bytes, another one at each save, and under each outermost name of the state the smallest of the
 parameters that are trained and of the others, such as moments. Local steps change every parameter, so that they show at
-once; what has drifted apart in some bytes shows within sixteen saves, and where a sixteenth is more than 64 MiB, within
-as many as these take to come round.
+once; a difference in some bytes shows within sixteen saves, and if a sixteenth is more than 64 MiB, within as many as
+these take to come round.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class _Piece(NamedTuple):
 
 
 class Sample:
-    """What a rank has of the ranges that are compared, as it was when this was made.
+    """A rank's bytes in the compared ranges, as they were when this was made.
 
     Bytes in host memory are read then. Those on devices are copied on the current streams, and read by :meth:`digest`.
 
     Args:
         replicas: Of one state.
-        number: Of the checkpoint; says which ranges.
+        number: Of the checkpoint; determines the ranges.
     """
 
     def __init__(self, replicas: Sequence[Replica], number: int) -> None:
@@ -99,7 +99,7 @@ class Sample:
 
 
 def _ranges(replicas: Sequence[Replica], number: int) -> tuple[int, list[tuple[Replica, int, int]]]:
-    """Return the number of a part of all bytes, and what is compared of which tensor: that part, and the smallest."""
+    """Return the number of a part of all bytes, and the ranges to compare: those in that part, and the smallest."""
     sizes = [one.tensor.nbytes for one in replicas]
     total = sum(sizes)
     size = max(1, min(-(-total // _PARTS), _MOST_BYTES))
@@ -123,8 +123,8 @@ def _between(
 def _smallest(replicas: Sequence[Replica], sizes: Sequence[int]) -> Iterator[tuple[Replica, int, int]]:
     """Yield the smallest tensor that is trained, and the smallest other one, under each outermost name.
 
-    Of large ones the beginning; and of those that have enough elements that other gradients show, where there are any:
-    a count of steps has one, a bias may have two.
+    Of large ones the beginning. Tensors with enough elements for different gradients to show are preferred: a count of
+    steps has one, a bias may have two.
     """
     kinds: dict[tuple[str, bool], list[tuple[int, Replica]]] = {}
     for nbytes, one in zip(sizes, replicas, strict=True):
@@ -137,7 +137,7 @@ def _smallest(replicas: Sequence[Replica], sizes: Sequence[int]) -> Iterator[tup
 
 
 def _piece(one: Replica, ranks: int, low: int, high: int) -> _Piece:
-    """Raises UnsupportedStateError where the tensor's memory is gone."""
+    """Return the piece from ``low`` to ``high`` bytes. Raises UnsupportedStateError if the tensor's memory is gone."""
     tensor = one.tensor
     view_of(0, ArrayLeaf(one.path, tensor, "tensor"))
     if tensor.is_cuda:

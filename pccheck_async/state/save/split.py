@@ -1,7 +1,7 @@
-"""Which sources of a state are captured when: before the call returns (eager), or while training goes on (lazy).
+"""When each source of a state is captured: before the call returns (eager), or while training goes on (lazy).
 
 Lazy are those in memory that only the step of an attached optimizer changes (:mod:`pccheck_async.state.save.lazy`), and
-large ones that nobody owns and that were the same in the last two checkpoints (:mod:`.state.cache.constants`). All
+large ones without an owner that were the same in the last two checkpoints (:mod:`.state.cache.constants`). All
 others are eager. Small eager ones are copied here, on the caller's thread; for the large ones the caller waits.
 """
 
@@ -35,7 +35,7 @@ _ALIGNMENT: Final = 16
 
 
 class LazyPart:
-    """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile."""
+    """The part of a state that is captured while training goes on, and the checks whether it changed meanwhile."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class LazyPart:
         # Sources that are not part of it and were not copied: the caller waits for their capture. None for none.
         self.eager = eager
         self.versions = versions  # of the lazy tensors, as they were at the call
-        # Called with what made the checkpoint fail, None where nothing did; it holds none of the state.
+        # Called with the error that made the checkpoint fail, None if it did not; holds none of the state.
         self.note_end = partial(by.note_end, constants)
         self._byte_check = byte_check
         self._constants = constants
         self._learn = by.constants.learn
 
     def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
-        """Raise TornCaptureError where the bytes of a captured chunk, or their checksum, show that a lazy leaf changed.
+        """Raise TornCaptureError if the bytes of a captured chunk, or their checksum, show a change of a lazy leaf.
 
         ``table`` has a row per part of the chunk: source, offset in the source, offset in the chunk, length.
         """
@@ -71,7 +71,7 @@ class LazyPart:
 
 
 class Splitter:
-    """Splits states, and remembers what makes the next split quick and right. May be used from several threads."""
+    """Splits states; earlier splits make the next one quick and right. May be used from several threads."""
 
     def __init__(self) -> None:
         self.constants = Constants()
@@ -92,11 +92,11 @@ class Splitter:
 
         Args:
             flat: The state.
-            layout: Where its bytes lie; it gets the copies in place of what was copied.
+            layout: Of its bytes; its sources that are copied here are replaced by the copies.
             optimizers: The attached ones: their steps wait for the capture.
-            check_bytes: Keep a copy of the lazy sources, to compare it with what is captured.
-            fenced: Devices may wait for the capture in place of the training thread. What lies on the host is copied
-                then, too: a step changes it at once (step counts), and no stream holds that up.
+            check_bytes: Keep a copy of the lazy sources, to compare it with the captured bytes.
+            fenced: Devices may wait for the capture in place of the training thread. Sources on the host are
+                copied then, too: a step changes them at once (step counts), and no stream delays that.
         """
         values, paths = flat.leaves.values, flat.leaves.paths
         owned = optimized(optimizers)
@@ -146,7 +146,7 @@ class Splitter:
 
 
 class _LazyTensors:
-    """The tensors of the lazy sources: remembered while the same sources are lazy and lie where they did."""
+    """The tensors of the lazy sources: reused while the same sources are lazy, at the same addresses."""
 
     def __init__(self, lazy: _Which, layout: Layout, values: Sequence[Any]) -> None:
         self._lazy = lazy
@@ -208,10 +208,10 @@ def _copied_on_device(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
     padding = parts[0].new_zeros(_ALIGNMENT)
     memory = torch.cat([piece for part in parts for piece in (part, padding[: -len(part) % _ALIGNMENT])])
     addresses = memory.data_ptr() + np.concatenate(([0], _ends(sources, index)[:-1]))
-    # The originals, too: torch knows which stream memory was made on, and not that this one may still read it.
+    # The originals, too: torch tracks the stream that memory was made on, not that this one may still read it.
     return sources.moved(index, addresses.astype(np.uint64), (memory.untyped_storage(), originals))
 
 
 def _ends(sources: Sources, index: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """Where each of these sources ends, padding included, if they lie one after the other."""
+    """The end of each of these sources, padding included, if they lie one after the other."""
     return np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)

@@ -32,7 +32,7 @@ _version: Final = attrgetter("_version")
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 _RECENT: Final = 8
-"""Captures among which a leaf must be torn twice: evaluations, say, tear every second or third."""
+"""Captures among which a leaf must be torn twice: evaluations, for example, tear every second or third."""
 _EAGER: Final = 100
 """Captures for which a leaf that was torn repeatedly is eager; then it is tried again."""
 _NAMED: Final = 3
@@ -44,7 +44,7 @@ class Versions:
 
     A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
     through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
-    says where the storages are and how large, if that is known already. Changes of a DTensor are counted there, and
+    has the addresses and sizes of the storages, if they are known already. Changes of a DTensor are counted there, and
     not by its local tensor, those of a composed tensor not by its parts: ``wrappers`` has those, by their numbers.
     """
 
@@ -91,7 +91,7 @@ class Versions:
 
 
 class ByteCheck:
-    """A copy of the ``wanted`` sources, compared with what is captured of them later; ``paths`` name their leaves.
+    """A copy of the ``wanted`` sources, compared with their later capture; ``paths`` name their leaves.
 
     It takes their size in host memory again.
     """
@@ -101,7 +101,7 @@ class ByteCheck:
         self._bytes = {int(number): _copy(sources, int(number)) for number in np.flatnonzero(wanted)}
 
     def compare(self, table: npt.NDArray[np.uint64], captured: memoryview) -> None:
-        """Raise TornCaptureError where ``captured``, a chunk with the parts of ``table``, differs; names the leaf."""
+        """Raise TornCaptureError if ``captured``, a chunk with the parts of ``table``, differs; names the leaf."""
         for number, source_offset, offset, length in table.tolist():
             then = self._bytes.get(number)
             if then is None:
@@ -132,8 +132,8 @@ class TornLeaves:
     """Leaves that changed in the middle of recent captures. May be used from several threads.
 
     A leaf that is torn once, by chance, stays lazy. Leaves that are torn in two captures in a row, and one that is torn
-    twice among eight, are captured eagerly: a loop whose code changes weights by hand (sharpness-aware minimisation)
-    would never get a checkpoint otherwise. That code may end, so after 100 captures overlap is tried again; a leaf that
+    twice among eight, are captured eagerly: a loop that changes weights by hand (sharpness-aware minimisation) would
+    never get a checkpoint otherwise. That code may end, so after 100 captures overlap is tried again; a leaf that
     is torn then is eager at once.
     """
 
@@ -144,7 +144,7 @@ class TornLeaves:
         self._recent: deque[frozenset[str]] = deque([frozenset()], maxlen=_RECENT)
 
     def note(self, torn: Collection[str], constants: Iterable[str]) -> None:
-        """Remember the paths of the leaves that changed in the middle of a capture: none where it ended well.
+        """Record the paths of the leaves that changed in the middle of a capture: none if it ended well.
 
         Those of ``constants`` were lazy only because they had not changed so far: once is enough for them.
         """
