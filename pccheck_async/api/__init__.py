@@ -1,6 +1,6 @@
-"""What users import: the asynchronous and the blocking engine, loading, and lazy reads.
+"""The public interface: the asynchronous and the blocking engine, loading, and lazy reads.
 
-It may import: tuning and what is below.
+It may import: tuning and the rooms below.
 """
 
 from pccheck_async.api.engine import CheckpointEngine

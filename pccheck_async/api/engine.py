@@ -25,11 +25,11 @@ T = TypeVar("T")
 def _counted_until_awaited(
     method: Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]:
-    """Count calls that nobody awaits, for a log line when the engine closes: Python's own warning is easily lost."""
+    """Count calls that are not awaited, for a log line when the engine closes: Python's own warning is easily lost."""
 
     @wraps(method)
     def called(self: CheckpointEngine, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
-        method(self, *arguments, **named).close()  # wrong arguments are refused here, and not where it is awaited
+        method(self, *arguments, **named).close()  # wrong arguments are refused here, and not at the await
         call = object()
         self._core.unawaited[call] = method.__name__
 
@@ -56,11 +56,11 @@ class CheckpointEngine(EngineBase):
         max_in_flight: Most checkpoints that are copied and written at a time (PCcheck's N); a further one waits.
         keep_last: How many of the newest committed checkpoints are kept. "all": nothing is dropped, until
             :meth:`remove` drops it; a commit record names 64 checkpoints, so that :meth:`checkpoint` raises
-            StoreFullError, before it captures anything, where these are there or on their way.
+            StoreFullError, before it captures anything, if these exist or are in flight.
         keep_every: Also keep the first checkpoint at or after each multiple of this many steps, as long as the commit
             record has room (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
         keep_best: Also keep the best by a number in their metadata, for example ``("loss", 3, "min")``. A step of
-            :meth:`step` that sets this number is saved, whatever ``interval`` says (not in a group).
+            :meth:`step` that sets this number is saved, due by ``interval`` or not (not in a group).
         spaced: Also keep the first checkpoint of each slice of time, for so long: ``[(timedelta(minutes=10),
             timedelta(hours=1)), (timedelta(hours=1), timedelta(days=1))]`` keeps one per 10 minutes of the last hour,
             and one per hour of the last day (or in seconds). Slices begin at multiples of their length since the epoch;
@@ -69,58 +69,58 @@ class CheckpointEngine(EngineBase):
             checkpoint that was taken since that step began (also by hand, of that step or a later one) holds it. After
             a signal of :meth:`on_preemption` this also happens with an error. The state is captured as it is at that
             moment, as one consistent snapshot; random numbers drawn since then are part of it. The step is not saved,
-            and the log says why, where the state may no longer be that step's: an optimizer in the state made another
+            and the log says why, if the state may no longer be that step's: an optimizer in the state made another
             step, parameters changed or moved as far as torch counts it (best weights loaded, ``half()``), code reached
             them through ``.data`` or ``set_()`` (other weights for an evaluation; seen only with an optimizer
-            attached, or where they are in other memory then), :meth:`restore` was called, or the step left a window
+            attached, or if they are in other memory then), :meth:`restore` was called, or the step left a window
             of gradient accumulation open. A step that raised, :meth:`close` and the end of the
             interpreter save nothing.
         chunk_bytes: Unit of copying and writing, in bytes.
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed; a larger one is
             captured at the speed of the storage.
         writers: Writes running at a time (PCcheck's p).
-        medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory where a filesystem has that
+        medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory if the filesystem has it
             (DAX), emulated on tmpfs, else of the page cache; "auto": mapped on persistent memory. Each reads and
             continues the stores of the others.
-        device: How tensors on CUDA devices are captured. "auto": first copied on their device where it has memory to
-            spare and that is faster than waiting for the host (CheckFreq's rule). "snapshot": wherever the device has
+        device: How tensors on CUDA devices are captured. "auto": first copied on their device if it has memory to
+            spare and that is faster than waiting for the host (CheckFreq's rule). "snapshot": whenever the device has
             the memory. "stream": never.
         io: "threads" (of the C extension), "python", or "auto"; or a medium, such as those of
             :mod:`pccheck_async.testing`.
-        interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or when a
-            policy of :mod:`pccheck_async.training.policy` says so. None: as often as 3 % of training time allow.
+        interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or by a
+            policy of :mod:`pccheck_async.training.policy`. None: as often as 3 % of training time allow.
         max_stall: Most seconds that a step of an attached optimizer waits on the host for a capture; after that the
             checkpoint is abandoned. The time that GPUs wait for copies queued on them does not count.
         check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
             costs the time and the memory of that copy.
-        allow_pickle: Save values of types that an engine does not know (a loss scaler without ``state_dict``, a
+        allow_pickle: Save values of types that need pickle (a loss scaler without ``state_dict``, a
             namespace, an enum, a function) as ``torch.save`` pickles them, each as a whole, and :meth:`restore` them.
-            Unpickling runs code: give this only where you trust whoever wrote the store. The log says so at the first
+            Unpickling runs code: give this only if you trust the writer of the store. A warning is logged at the first
             such save and at each such restore. Without it such values raise UnsupportedStateError, when they are saved
             and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
         overwrite: Save any step without a :meth:`restore` first: a run begins anew over another, or its state is newer
-            than what the store holds. By default such a step has to be larger than the newest that the store holds.
+            than those of the store. By default such a step has to be larger than the newest that the store holds.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
-        on_error: "raise" a failure that nobody awaited at the next call, or "warn" of it.
+        on_error: "raise" a failure that was not awaited at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
         exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.
         group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
             Every rank opens an engine on the same ``path``, which is then a group's folder, and calls all methods
             alike. A checkpoint is complete on all ranks, or it is not there. Errors of one rank are
-            :class:`GroupError` on the others. None: one process. DTensors are saved as they lie on the ranks, what
-            several have alike only once on each filesystem, and restored into any other layout and number of ranks.
+            :class:`GroupError` on the others. None: one process. DTensors are saved as they lie on the ranks, boxes
+            of several ranks only once on each filesystem, and restored into any other layout and number of ranks.
         replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
             ``["model.*"]``: saved once on each filesystem, too. Parameters of ``DistributedDataParallel`` and the state
             of their optimizers are known to be. All other plain values are each rank's own.
         trusted_replicas: Globs over the paths of such tensors that are not compared. Of the others each save compares a
-            sample; where ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
+            sample; if ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
     async def open(self) -> Self:
-        """Lock (or create) the store and recover; what ``async with`` does on entering.
+        """Lock (or create) the store and recover; called by ``async with`` on entering.
 
         Durability: opening an existing store writes nothing.
 
@@ -135,18 +135,18 @@ class CheckpointEngine(EngineBase):
     async def close(self, deadline: float | None = None) -> None:
         """Wait until every checkpoint ended, then close the store; idempotent. Saves nothing more (see ``save_last``).
 
-        Several tasks or threads may call it: each returns when the engine is closed. If the deadline left something
-        behind, that is raised in all of them; a failure that nobody awaited is raised in one. The log names calls of
-        the engine's coroutine methods that nobody awaited.
+        Several tasks or threads may call it: each returns when the engine is closed. If the deadline left checkpoints
+        behind, that is raised in all of them; a failure that was not awaited is raised in one. The log names calls of
+        the engine's coroutine methods that were not awaited.
 
         Args:
-            deadline: Seconds after which to give up. What is still being written then is left behind, and named.
+            deadline: Seconds after which to give up. Checkpoints still being written then are left behind, and named.
 
-        Cancellation: aborts what is in flight, waits for its operations, and closes. If another task called it
+        Cancellation: aborts the checkpoints in flight, waits for their operations, closes. If another task called it
         first: only stops the waiting.
 
         Raises:
-            CheckpointError: the failure of a checkpoint that nobody awaited, or what the deadline left behind.
+            CheckpointError: a checkpoint that was not awaited failed, or the deadline left some behind.
         """
         await self._end(partial(self._core.close, deadline=deadline), go=True)
 
@@ -168,7 +168,7 @@ class CheckpointEngine(EngineBase):
             await self._end(partial(self._training.leave, well=error is None), go=error is None)
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
-        """Return the context of one training step, which checkpoints after it when the policy (``interval``) says so.
+        """Return the context of one training step, which checkpoints after it when one is due (``interval``).
 
         Inside a window of gradient accumulation the checkpoint is postponed to the window's end
         (:mod:`pccheck_async.training.accumulation`), by 64 contexts or ten minutes at most. With attached optimizers
@@ -181,7 +181,7 @@ class CheckpointEngine(EngineBase):
             metadata: As for :meth:`checkpoint`; the body may add to ``metadata`` of the :class:`TrainingStep` it gets.
 
         Raises:
-            CheckpointError: an earlier checkpoint failed and nobody awaited it; and what :meth:`checkpoint` raises.
+            CheckpointError: an earlier checkpoint failed and was not awaited; and all errors of :meth:`checkpoint`.
             ValueError: as for :meth:`checkpoint`, on entering, whether or not this step would be saved.
         """
         return AsyncStepContext(self._training, TrainingStep(state, step, metadata), self.checkpoint)
@@ -200,16 +200,16 @@ class CheckpointEngine(EngineBase):
         """Capture ``state``; return when it is safe to mutate, while the bytes are still being written.
 
         ``state_dict()`` of every :class:`pccheck_async.Stateful` and all plain values are read on the caller's thread
-        before the first await. The state must not change until this returns. Of tensors on CUDA devices, the checkpoint
-        contains what the current streams have queued; join other streams first (``wait_stream``). Signal handlers must
-        not call this, because they may have interrupted the engine itself (see :meth:`on_preemption`).
+        before the first await. The state must not change until this returns. Tensors on CUDA devices are
+        captured after the work queued on the current streams; join other streams first (``wait_stream``). Signal
+        handlers must not call this, because they may have interrupted the engine itself (see :meth:`on_preemption`).
 
         Args:
             state: Names to Stateful objects (modules, optimizers, ...), tensors, arrays and plain values, nested at
                 will.
             step: The user's number; by default the engine's counter.
             metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
-            name: What to call it, such as "epoch=3": :func:`pccheck_async.load`, :meth:`restore`, :meth:`remove` and
+            name: Of the checkpoint, such as "epoch=3": :func:`pccheck_async.load`, :meth:`restore`, :meth:`remove` and
                 the command line find it by that. It counts into the 512 bytes of ``metadata``. Names of the checkpoints
                 in a store, and of those in flight, differ. In a group all ranks give the same.
             replace: The record that commits it drops the checkpoint that has its ``name``, pinned or not: after a crash
@@ -230,10 +230,10 @@ class CheckpointEngine(EngineBase):
 
         Raises:
             UnsupportedStateError: a value cannot be saved, or an optimizer's ``state_dict()`` from before its first
-                step stands in place of the optimizer; names the path. Or the call came from where tensors have no
-                values: FakeTensorMode, a function of torch.compile or a transform of torch.func.
+                step stands in place of the optimizer; names the path. Or it was called inside code whose tensors have
+                no values: FakeTensorMode, a function of torch.compile or a transform of torch.func.
             ClosedError: the engine is not open, or belongs to a parent process.
-            CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
+            CheckpointError: this checkpoint failed during its capture, or an earlier one failed and was not awaited.
             ValueError: there is a checkpoint of this ``name`` already, or in flight. Or a run begins anew over another:
                 the newest checkpoint that the store was opened with has this ``step`` or a larger one, and this engine
                 has neither restored nor saved any (``overwrite``); nothing was captured.
@@ -266,7 +266,7 @@ class CheckpointEngine(EngineBase):
     ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
-        Tensors are filled where they are, Stateful objects get ``load_state_dict``, and a plain value is replaced by
+        Tensors are filled in place, Stateful objects get ``load_state_dict``, and a plain value is replaced by
         the one that was saved. If the newest checkpoint is damaged, the next older one is restored, with a warning. The
         next commit drops a checkpoint that was found damaged.
 
@@ -277,40 +277,40 @@ class CheckpointEngine(EngineBase):
             state: Shaped like the state that was saved.
             step: Restore this step instead (the newest checkpoint of it); damage then raises.
             name: Restore the checkpoint with this name instead.
-            strict: False restores the leaves that both have. What only the state has stays as it is, what only the
-                checkpoint has is not read, and the result names both (``missing``, ``unexpected``). Modules load their
-                own state with the stored part put in its place; other objects get what they saved. These still raise:
+            strict: False restores the leaves that both have. Leaves of the state alone stay as they are, those of
+                the checkpoint alone are not read; the result names both (``missing``, ``unexpected``). Modules load
+                their own state with the stored part in place; other objects get their saved state. These still raise:
                 another shape, dtype or type; an optimizer of other parameters (leave such an object out of ``state``);
                 a module or an entry of ``state`` of which the checkpoint has nothing below its name; a model that
                 only one of them has in a wrapper.
             dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
-                dtype, cast as ``copy_`` does, and so does what an optimizer keeps for parameters of it. (Not where a
+                dtype, cast by ``copy_``, and so do the tensors that an optimizer keeps for such parameters. (Not if a
                 tensor lies on several ranks in another way than it was saved.) None: another dtype raises.
-            private: Of a group whose checkpoint is of another number of ranks: what to do with plain tensors of which
-                ranks had different ones under one name. By default they are refused. "modulo": rank r restores those of
-                rank r modulo the old number. Globs over paths: the same, for these alone.
+            private: Of a group whose checkpoint is of another number of ranks: how to restore plain tensors that
+                differed by rank under one name. By default they are refused. "modulo": rank r restores those of
+                rank r modulo the old number. Globs over paths: "modulo" for these alone.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
-                where a damaged checkpoint is passed over). It must be quick.
+                if a damaged checkpoint is passed over). It must be quick.
 
         Returns:
-            What was restored; None where the store is empty.
+            The restored checkpoint; None if the store is empty.
 
         Cancellation: returns once every read ended; ``state`` may then hold a mixture.
 
         Raises:
             StateMismatchError: leaves differ, or it is of another number of ranks, which had different tensors under
-                one name (see ``private``); nothing was changed (a note tells of a damaged one tried before). Modules
+                one name (see ``private``); nothing was changed (a note names a damaged one tried before). Modules
                 with hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own, decide themselves
-                what fits below them: what they raise comes after other things were changed.
+                which leaves fit below them: their errors come after other things were changed.
             UnsupportedStateError: ``state`` is no mapping from names, or has the ``state_dict()`` of an object in the
                 object's place, so that the object would get nothing; names the path. Or as for :meth:`checkpoint`.
             DamagedError: no checkpoint is whole; ``state`` may hold a mixture.
             CorruptStoreError: this version, or this torch, does not understand it; nothing is dropped.
-            Exception: what a ``load_state_dict`` raised, with a note that names the object.
+            Exception: the error of a ``load_state_dict``, with a note that names the object.
             NoCheckpointError: there is none of ``step``, or with this ``name``.
-            StoreError: all that there are, or all that are asked for, are rejected (:meth:`reject`).
+            StoreError: all, or all of this step or name, are rejected (:meth:`reject`).
             ReadError: the device failed, and there is nothing older to fall back to.
-            CheckpointError: an earlier checkpoint failed and nobody awaited it; nothing was read.
+            CheckpointError: an earlier checkpoint failed and was not awaited; nothing was read.
         """
         which = which_one(step, name)
         return await run(
@@ -319,7 +319,7 @@ class CheckpointEngine(EngineBase):
 
     @_counted_until_awaited
     async def pin(self, step: int) -> CheckpointInfo:
-        """Keep the newest checkpoint of ``step`` until :meth:`unpin`, whatever ``keep_last`` and the other rules say.
+        """Keep the newest checkpoint of ``step`` until :meth:`unpin`, even if ``keep_last`` or a rule would drop it.
 
         Durability: when this returns the pin survives power loss; engines that open the store later respect it.
 
@@ -343,16 +343,16 @@ class CheckpointEngine(EngineBase):
     ) -> list[CheckpointInfo]:
         """Remove the checkpoint called ``name``, or every one of ``step``, pinned or not, in one commit.
 
-        Those of them that are in flight are waited for first. Where none would be left, all that are in flight are
+        Those of them that are in flight are waited for first. If none would be left, all that are in flight are
         waited for: save the next one, then remove the last one. In a group all ranks call this alike.
 
         Args:
             step: A step, or give
             name: a name.
-            force: Remove them also where no checkpoint is left then.
+            force: Remove them even if no checkpoint is left then.
 
         Returns:
-            What was removed, newest first.
+            The removed checkpoints, newest first.
 
         Durability: when this returns they are gone also after a power failure. A crash before that leaves all of them,
         or none. (In a group, one that a crash left on some ranks alone is not complete any more, and not restored.)
@@ -371,11 +371,11 @@ class CheckpointEngine(EngineBase):
         """Reject every checkpoint from ``step`` on, as after a run diverged: :meth:`restore` passes them over.
 
         Rejected are all checkpoints of ``step`` and larger steps, and those that were saved after the newest one of
-        ``step``. What is in flight of them is dropped (``superseded``). Rejected ones count for no rule of what is
-        kept: the next commit drops those that are not pinned. This cannot be taken back; :func:`pccheck_async.load`
-        with ``step=`` still reads one that is there. What is saved after this call is not rejected: call
-        :meth:`restore` first. The step of :meth:`step` that this is called in, and the last one before, are not saved.
-        In a group all ranks call this alike.
+        ``step``. Those of them in flight are dropped (``superseded``). Rejected ones count for no rule
+        (``keep_last`` and its like): the next commit drops those that are not pinned. This cannot be taken back;
+        :func:`pccheck_async.load` with ``step=`` still reads one that is there. Checkpoints saved after this call are
+        not rejected: call :meth:`restore` first. The step of :meth:`step` that this is called in, and the last one
+        before, are not saved. In a group all ranks call this alike.
 
         Returns:
             The committed ones that were rejected, newest first.
@@ -398,7 +398,7 @@ class CheckpointEngine(EngineBase):
         Cancellation: only stops the waiting.
 
         Raises:
-            CheckpointError: the failure of one that nobody awaited.
+            CheckpointError: one that was not awaited failed.
         """
         await run(self._core, self._core.drain)
 
@@ -418,14 +418,14 @@ class CheckpointEngine(EngineBase):
         are as fast as the best, and ``host_memory``, within disk, memory and cores (PCcheck, section 3.4). This
         engine's ``keep_last`` counts, and its ``host_memory`` is the budget. Sample checkpoints are saved into a
         folder inside the store's, about as many as the disk takes in ``budget_seconds``; the store's checkpoints are
-        not touched. Do not train meanwhile: whatever else the machine does is measured, too.
+        not touched. Do not train meanwhile: other work of the machine is measured, too.
 
         Args:
-            state: What will be saved; only its size matters.
+            state: The state to be saved; only its size matters.
             nbytes: That size in bytes. Without either it is that of the newest checkpoint.
-            step_seconds: Time of a training step; then the result says how often to checkpoint.
+            step_seconds: Time of a training step; then the result has an interval for checkpoints.
             budget_seconds: About how long to measure; a slow device needs more.
-            progress: Called from another thread with the part done (0 to 1) and what is being measured.
+            progress: Called from another thread with the part done (0 to 1) and a text on the current measurement.
 
         Returns:
             ``CheckpointEngine(path, **tuning.settings)`` takes the settings; ``tuning.write(path)`` keeps them.
@@ -433,8 +433,8 @@ class CheckpointEngine(EngineBase):
         Cancellation: returns once every operation ended and the sample's folder is gone.
 
         Raises:
-            InfeasibleError: nothing fits; names what is missing.
-            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
+            InfeasibleError: nothing fits; names the missing resource.
+            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint gives the size.
             StoreLockedError: another tuning runs in this folder.
             ValueError: ``io`` is a single medium, or an argument is out of range.
             WriteError: the storage failed.

@@ -1,4 +1,4 @@
-"""What the two facades of the engine share: settings, and everything that is the same in async code and elsewhere."""
+"""The shared part of the engine's two facades: settings, and everything that is equal in async and blocking code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["EngineBase"]
 
 
 class EngineBase:
-    """What :class:`pccheck_async.CheckpointEngine` and :class:`pccheck_async.SyncCheckpointEngine` share."""
+    """The shared part of :class:`pccheck_async.CheckpointEngine` and :class:`pccheck_async.SyncCheckpointEngine`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class EngineBase:
         )
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Let every step of ``optimizers`` wait until captures of what it changes ended.
+        """Make every step of ``optimizers`` wait until captures of the tensors that it changes ended.
 
         From then on ``engine.step`` captures their parameters, and the tensors that they keep for each parameter, while
         the next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
@@ -123,23 +123,23 @@ class EngineBase:
         (Accelerate, Lightning, Fabric) the optimizer inside is attached.
 
         Raises:
-            TypeError: one has no hooks around its step; says what to do.
+            TypeError: one has no hooks around its step.
         """
         self._training.attach(*optimizers)
 
     def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
-        """Save once more when a signal asks the process to go, and let it go within ``deadline`` seconds.
+        """Save once more on a signal that ends the process, and exit within ``deadline`` seconds.
 
         After such a signal the next context of :meth:`step` that ends well, outside a window of gradient accumulation,
-        takes a checkpoint, whatever the policy and ``on_busy`` say, and waits until it is durable. Then the signal
-        handlers from before are put back and the process goes: a Python handler from before is called
-        (``KeyboardInterrupt`` for a SIGINT; one that returns decides what becomes of the process), otherwise
+        takes a checkpoint, regardless of the policy and ``on_busy``, and waits until it is durable. Then the signal
+        handlers from before are put back and the process exits: a Python handler from before is called
+        (``KeyboardInterrupt`` for a SIGINT; after one that returns, the process goes on), otherwise
         ``SystemExit(128 + signum)`` is raised, so that ``finally`` blocks run. If no step ends in time, or if the
-        signal comes again after more than a second, the process goes at once in the same way, from wherever it is, and
+        signal comes again after more than a second, the process exits at once in the same way, from any code, and
         nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. Of several engines, all
         those that run steps save.
 
-        Closing the engine waits until the deadline at most, lets a preempted process go, and puts handlers back.
+        Closing the engine waits until the deadline at most, ends a preempted process, and puts handlers back.
         Forked children have the handlers from before. Signals that would end them they ignore, SIGTERM and SIGINT
         aside: the death of a data loader's worker is an error in the trainer.
 
@@ -160,14 +160,14 @@ class EngineBase:
         return self._training.preemption.asked
 
     def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
-        """Return the bytes of storage that ``max_in_flight`` and each rule for what is kept take.
+        """Return the bytes of storage that ``max_in_flight`` and each rule of retention take.
 
         Args:
-            state: What will be saved; only the size of its tensors matters.
+            state: The state to be saved; only the size of its tensors matters.
             nbytes: That size in bytes. Without either it is that of the newest checkpoint.
 
         Raises:
-            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
+            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint gives the size.
         """
         self._core.check_alive()
         nbytes, folder = checkpoint_bytes(self._core, state, nbytes), Path(self.path)
@@ -193,7 +193,7 @@ class EngineBase:
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The newest durable checkpoint that is not rejected: what :meth:`restore` takes while it is whole."""
+        """The newest durable checkpoint that is not rejected: :meth:`restore` takes it while it is whole."""
         return self._core.latest
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -224,7 +224,7 @@ class EngineBase:
         budget_seconds: float,
         progress: Progress | None,
     ) -> Callable[[], Coroutine[Any, Any, Tuning]]:
-        """Return what measures for an engine like this one, once its checkpoints have ended."""
+        """Return the function that measures for an engine like this one; call it after its checkpoints ended."""
         self._core.check_alive()
         return partial(
             tune,
@@ -244,7 +244,7 @@ class EngineBase:
 
 
 def _unknown(engine: str, name: str) -> TypeError:
-    """Return the error for an argument that there is not; Python's own would name the class that nobody called."""
+    """Return the error for an unknown argument; Python's own would name a class that the user did not call."""
     near = get_close_matches(
         name, [*(field.name for field in fields(EngineConfig)), "interval", "io", "save_last"], cutoff=0.5
     )

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: names, shapes and plain values at once, tensors when they are asked for."""
+"""A checkpoint opened for reading: names, shapes and plain values at once, tensors on demand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_checkpoint(
 ) -> OpenCheckpoint:
     """Open a checkpoint for reading tensor by tensor. Works beside a writer, which leaves it alone until it is closed.
 
-    Blocks for what it reads; in a coroutine use :func:`pccheck_async.load`, or ``asyncio.to_thread``.
+    Blocks while it reads; in a coroutine use :func:`pccheck_async.load`, or ``asyncio.to_thread``.
 
     Args:
         path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is opened,
@@ -67,11 +67,11 @@ def open_checkpoint(
         step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
             (with a warning). A damaged tensor is found only when it is read.
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: whose part. By default that of rank 0; tensors are compared then, and a warning names those
-            that are not the same on other ranks.
-        device: Where tensors go.
-        allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
-            checkpoint names: give it only where you trust whoever wrote it. Without it reading such a value is refused.
+        rank: Of a group: the rank whose part is opened. By default 0; tensors are compared then, and a warning names
+            those that are not the same on other ranks.
+        device: The device for tensors.
+        allow_pickle: Unpickle values that were pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only if you trust its writer. Without it reading such a value is refused.
         host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -80,13 +80,13 @@ def open_checkpoint(
         once neither it nor any state or tensor taken from it is referenced.
 
     Raises:
-        NoCheckpointError: there is none, or not the one asked for, or it has no such ``rank``.
+        NoCheckpointError: there is none, or not the requested one, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
         DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
+        ValueError: ``rank`` for a folder that is no group's, or both ``step`` and ``name``.
     """
     connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank)
     connection.allow_pickle = allow_pickle
@@ -112,7 +112,7 @@ class Connection:
         io: IO,
         rank: int | None = None,
     ) -> None:
-        torch.empty(0, device=device)  # raises where there is no such device
+        torch.empty(0, device=device)  # raises if there is no such device
         self.path = os.fspath(path)
         self.device = device
         self._has_named_rank = rank is not None
@@ -122,7 +122,7 @@ class Connection:
         try:
             self._loop.call(self._open(which, rank, host_memory, io))
         except BaseException:
-            self.close()  # where the caller was interrupted and does not get it
+            self.close()  # the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
@@ -141,7 +141,7 @@ class Connection:
             await opened.close()
             raise
         self.opened = opened
-        # A lock that nobody can let go of any more would hold up the writer for as long as this process lives.
+        # A lock that nobody can release any more would block the writer for as long as this process lives.
         self._forgotten = weakref.finalize(self, _let_go, self._loop, opened, self.path, self._pid)
         self._forgotten.atexit = False
         self._closed = False
@@ -159,28 +159,28 @@ class Connection:
             raise
         try:
             return self._loop.call(work)
-        except (OSError, ClosedError):  # of whatever it was doing when it had to end
+        except (OSError, ClosedError):  # of the operation that close() interrupted
             self.check_open()
             raise
 
     def differing(self, among: Callable[[str], bool] = lambda _: True, *, is_needed: bool = True) -> list[str]:
-        """Return paths under which other ranks have different tensors; none where the caller named a rank.
+        """Return paths under which other ranks have different tensors; none if the caller named a rank.
 
-        Raises what :meth:`CheckpointReader.differing` does.
+        Raises the errors of :meth:`CheckpointReader.differing`.
         """
         if self._has_named_rank or not self.checkpoint.of_group:
             return []
         return self.call(self.checkpoint.differing(among, is_needed=is_needed))
 
     def check_open(self) -> None:
-        """Raise ClosedError where this was closed, or belongs to the parent of this process."""
+        """Raise ClosedError if this was closed, or belongs to the parent of this process."""
         if self._closed:
             raise ClosedError(f"the checkpoint of {self.path} was closed; open it again")
         if os.getpid() != self._pid:
             raise ClosedError("this checkpoint was opened by the parent process; open it here")
 
     def close(self) -> None:
-        """Let the slot go and end the threads. Idempotent."""
+        """Release the slot and end the threads. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -202,22 +202,22 @@ class Connection:
             check_classes(node)
             allocation = Allocation(self.manifest, sorted(arrays(node)))
             self.call(self.checkpoint.fill(Targets(allocation.targets())))
-            # On the caller's thread: what was pickled runs code.
+            # On the caller's thread: pickled values run code.
             return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled, composed=compose)
 
     def read(self, entry: TensorEntry) -> Array:
-        """Read what ``entry`` views."""
+        """Read the array of ``entry``, on any thread but the loop's."""
         return self.call(self.fetch(entry))
 
     async def fetch(self, entry: TensorEntry) -> Array:
-        """Do the same, on the loop that reads."""
+        """Read the array of ``entry``, on the loop that reads."""
         allocation = Allocation(structs.replace(self.manifest, tensors=(entry,)), (0,))
         await self.checkpoint.fill(Targets(allocation.targets()))
         return allocation.array(0, self.device)
 
 
 def _let_go(loop: EngineLoop, opened: OpenMedium, path: str, pid: int) -> None:
-    """Close what nobody did, whichever thread the garbage collector runs on: without waiting."""
+    """Close a forgotten connection; on any thread (the garbage collector's), so without waiting."""
     if os.getpid() != pid:
         return  # there the descriptors are closed, and nothing runs
     with suppress(ClosedError):
@@ -231,7 +231,7 @@ class StoredTensor:
     ``stored[3]`` and ``stored[10:20]`` read only the chunks that hold these items of the first dimension (in
     checkpoints with tensors that lie on several ranks only the MiBs), and ``stored[10:20, :5]`` the same before the
     other indices are applied; :meth:`read` reads all of it. It is a new tensor each time, never shared with other
-    leaves (:meth:`StoredState.load` keeps what is tied together).
+    leaves (:meth:`StoredState.load` keeps tied ones together).
 
     Attributes:
         path: Name of the leaf in the state it was taken from.
@@ -267,7 +267,7 @@ class StoredTensor:
         return self._connection.read(self.entry)
 
     def __getitem__(self, index: Any) -> Any:
-        """Read some of it. Raises IndexError, TypeError, and what :meth:`read` raises."""
+        """Read some of it. Raises IndexError, TypeError, and the errors of :meth:`read`."""
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if not isinstance(first, (slice, int, np.integer)) or isinstance(first, bool):
             raise TypeError(f"a stored tensor takes a number or a slice first, not {first!r}; use read()[...] instead")
@@ -289,7 +289,7 @@ class StoredTensor:
         array = self._connection.read(rows(self.entry, start, count, step))
         if isinstance(array, np.ndarray):
             return array.copy()
-        # What lies between the items was read with them, and would stay in memory.
+        # Bytes between the items were read with them, and would stay in memory.
         bits = array.view(dtypes.carrier(array.dtype))  # torch cannot copy every dtype
         return array if array.untyped_storage().nbytes() < 2 * array.nbytes else bits.clone().view(array.dtype)
 
@@ -325,7 +325,7 @@ class StoredState(Mapping[str, Any]):
     Iterating gives the paths in the order of the state, and reads nothing; ``state[path]`` reads a tensor and returns a
     plain value at once. The path of a container or an object (``state["model"]``) gives that part of the state as a
     mapping of its own, and reads nothing either. Paths may be written without their escapes, as for
-    ``load(keys=...)``, where that is clear.
+    ``load(keys=...)``, if that is unambiguous.
     """
 
     def __init__(self, connection: Connection, node: Node, path: str = "") -> None:
@@ -351,7 +351,7 @@ class StoredState(Mapping[str, Any]):
 
     @cached_property
     def _unescaped(self) -> dict[str, str | None]:
-        """Paths as people type them; None for what several are typed like."""
+        """Paths by their forms without escapes; None for a form of several."""
         found: dict[str, str | None] = {}
         for path in self._nodes:
             plain = paths.plain(path)
@@ -359,7 +359,7 @@ class StoredState(Mapping[str, Any]):
         return found
 
     def node(self, path: str) -> Node:
-        """Return what the manifest says of a leaf or a part. Raises KeyError."""
+        """Return the manifest's node of a leaf or a part. Raises KeyError."""
         exact = path if path in self._nodes else self._unescaped.get(path)
         if exact is None:
             raise KeyError(explained(self._unknown(path)))
@@ -404,7 +404,7 @@ class StoredState(Mapping[str, Any]):
         return {path: self.tensor(path) for path, node in self._leaves.items() if isinstance(node, ArrayNode)}
 
     def load(self) -> Any:
-        """Read all of this part and return what was saved, as :func:`pccheck_async.load` does: tied tensors stay tied.
+        """Read all of this part and return it, like :func:`pccheck_async.load`: tied tensors stay tied.
 
         Raises:
             ClosedError: the checkpoint was closed.
@@ -435,7 +435,7 @@ class StoredState(Mapping[str, Any]):
 
 
 class OpenCheckpoint(StoredState):
-    """What :func:`open_checkpoint` returns: a whole state, and the lock on it. May be used by several threads.
+    """The result of :func:`open_checkpoint`: a whole state, and the lock on it. May be used by several threads.
 
     Attributes:
         info: Which checkpoint it is.
@@ -451,7 +451,7 @@ class OpenCheckpoint(StoredState):
         return self._connection.opened.medium.statistics().read.nbytes
 
     def close(self) -> None:
-        """Let the writer have the slot again; nothing is read any more. Idempotent."""
+        """Release the slot to the writer; nothing can be read any more. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Self:

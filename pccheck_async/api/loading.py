@@ -44,17 +44,17 @@ async def load(
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: whose part. By default that of rank 0; what is loaded is compared then, and a warning names
-            tensors that are not the same on other ranks.
-        keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
-            (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
+        rank: Of a group: the rank whose part is loaded. By default 0; loaded tensors are compared then, and a
+            warning names those that are not the same on other ranks.
+        keys: Paths of leaves, or of their containers, as in ``pccheck show`` and errors, or globs
+            (``"model.*"``); only matches are read. A path may be written without the escapes of dots inside keys
             (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
-        device: Where the tensors go: a device, or a dict or a function as ``torch.load(map_location=)`` takes them. A
-            checkpoint does not say where tensors were, so all count as tensors of the "cpu": a dict is asked for that
-            key, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or None for
-            the same.
-        allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
-            checkpoint names: give it only where you trust whoever wrote it. Without it such a checkpoint is refused.
+        device: The place for tensors: a device, or a dict or a function as for ``torch.load(map_location=)``. A
+            checkpoint does not record the devices of tensors, so all count as tensors of the "cpu": of a dict that
+            key is used, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or
+            None for the same.
+        allow_pickle: Unpickle values that were pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only if you trust its writer. Without it such a checkpoint is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
@@ -66,22 +66,22 @@ async def load(
     Cancellation: ends once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or not the one asked for, or it has no such ``rank``.
+        NoCheckpointError: there is none, or not the requested one, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
             one rank, and a tensor lies on several.
         DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
-        UnsupportedStateError: something in it is pickled, and ``allow_pickle`` is not given, or that fails.
+        UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
+        ValueError: ``rank`` for a folder that is no group's, or both ``step`` and ``name``.
     """
     async with EngineLoop("pccheck-read") as loop:
         restoration = await loop.run(
             _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
         )
-    state: dict[str, Any] = restoration.finish()  # here: what was pickled runs code
+    state: dict[str, Any] = restoration.finish()  # here: pickled values run code
     return state
 
 
@@ -103,12 +103,12 @@ def load_sync(
         restoration = loop.call(
             _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
         )
-    state: dict[str, Any] = restoration.finish()  # here: what was pickled runs code
+    state: dict[str, Any] = restoration.finish()  # here: pickled values run code
     return state
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
-    """Return the committed checkpoints, newest first; ``[]`` where there is no (complete) store.
+    """Return the committed checkpoints, newest first; ``[]`` if there is no (complete) store.
 
     Of a group's folder, those that are complete: all ranks have their parts. Their bytes are those of all ranks.
     Reads only commit records, on this thread, writes nothing, and works while a writer runs.

@@ -1,4 +1,4 @@
-"""What moves bytes of one store without an engine: the backend, the medium, the threads and the staging buffers."""
+"""Access to one store without an engine: the backend, the medium, the threads and the staging buffers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["chunk_pool", "open_folder", "open_reader", "staging_for"]
 
 
 async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
-    """Start what moves bytes of one folder; use it as a context manager, or close it.
+    """Open the medium of one folder, with its threads; use it as a context manager, or close it.
 
-    Raises ValueError where ``host_memory`` holds no chunk at all.
+    Raises ValueError if ``host_memory`` holds no chunk at all.
     """
     # No buffers are made here: how much memory there is decides nothing.
     decided = decide(EngineConfig(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
@@ -40,12 +40,12 @@ async def open_reader(
         io: As for :class:`pccheck_async.CheckpointEngine`.
         host_memory: Most staging memory in bytes.
         which: The checkpoint that is to be read, by default the newest.
-        rank: Whose part of a group's checkpoint is to be read, by default that of rank 0.
+        rank: The rank whose part of a group's checkpoint is to be read; by default 0.
 
     Raises:
         NoCheckpointError: there is no store, or no complete checkpoint that the rank has a part of.
         CorruptStoreError: a record, or ``store.json``, is damaged.
-        ValueError: ``rank`` for what is no group's folder.
+        ValueError: ``rank`` for a folder that is no group's.
     """
     if not (isinstance(io, str) and is_group_folder(path)):
         if rank is not None:
@@ -77,12 +77,12 @@ async def open_reader(
 
 
 def staging_for(reader: StoreReader, host_memory: int | Auto) -> Staging:
-    """Return buffers for the chunks of a store. Raises ValueError where ``host_memory`` holds no chunk."""
+    """Return buffers for the chunks of a store. Raises ValueError if ``host_memory`` holds no chunk."""
     return Staging(chunk_pool(reader.identity.block_bytes, host_memory))
 
 
 def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:
-    """Return buffers for chunks. Raises ValueError where ``host_memory`` holds no chunk."""
+    """Return buffers for chunks. Raises ValueError if ``host_memory`` holds no chunk."""
     cores, memory = share_of_machine()
     decided = decide(EngineConfig(host_memory=host_memory), block_bytes=block_bytes, cores=cores, memory=memory)
     return BufferPool(decided.host_memory, decided.chunk_bytes)

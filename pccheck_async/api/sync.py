@@ -102,7 +102,7 @@ class SyncCheckpointEngine(EngineBase):
         return block_on(self._core, self._core.pin, step, True)
 
     def unpin(self, step: int) -> CheckpointInfo:
-        """End :meth:`pin`: the next commit drops it where no rule keeps it."""
+        """End :meth:`pin`: the next commit drops it if no rule keeps it."""
         return block_on(self._core, self._core.pin, step, False)
 
     def remove(self, *, step: int | None = None, name: str | None = None, force: bool = False) -> list[CheckpointInfo]:
@@ -114,7 +114,7 @@ class SyncCheckpointEngine(EngineBase):
         return block_on(self._core, self._core.reject, step)
 
     def drain(self) -> None:
-        """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
+        """Block until every checkpoint admitted so far ended; raises the failure of one that was not awaited."""
         block_on(self._core, self._core.drain)
 
     def tune(
