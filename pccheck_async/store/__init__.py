@@ -1,8 +1,8 @@
-"""What is durable: which checkpoints exist, where the next one goes, and the commit (:meth:`.Store.commit`).
+"""The durable state: which checkpoints exist, the slot of the next one, and the commit (:meth:`.Store.commit`).
 
-It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this
-package decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store
-that nobody has open. :class:`Store` writes, :class:`StoreReader` reads, also beside a writer in another process.
+It may import medium and the rooms below; no engine, loop or trainer. While an engine runs, only this package decides
+which checkpoints a commit record names, and flushes through the store's medium; ``upkeep.recover`` rewrites a store
+that is not open. :class:`Store` writes, :class:`StoreReader` reads, also beside a writer in another process.
 
 Invariants, as comments name them:
 

@@ -77,16 +77,16 @@ class _Full(NamedTuple):
 class CheckpointReader:
     """Reads one checkpoint, on one loop; one medium, its threads and one pool serve all parts.
 
-    A part is locked when something of it is needed: the own one by :meth:`hold`, all by :meth:`manifests`.
+    A part is locked when it is first needed: the own one by :meth:`hold`, all by :meth:`manifests`.
 
     Args:
         parts: By the ranks that saved them.
-        own_rank: Whose part is restored, or read for values that each rank has of its own.
-        elsewhere: The ranks whose parts are on filesystems that are not seen here.
+        own_rank: The rank whose part is restored, or read for values that each rank has of its own.
+        elsewhere: The ranks whose parts are on filesystems that cannot be reached here.
         of_group: Whether ranks saved it, and all their parts are there: then tensors are read in full.
 
     Attributes:
-        manifest: What can be read by :meth:`fill` and :meth:`pieces`: the own part's, from :meth:`hold` on; from
+        manifest: Of all data that :meth:`fill` and :meth:`pieces` can read: the own part's, from :meth:`hold` on; from
             :meth:`merge` on all tensors in full.
     """
 
@@ -116,7 +116,7 @@ class CheckpointReader:
 
     @property
     def entry(self) -> Entry:
-        """What the record says of the own part; from :meth:`hold` on."""
+        """The record's entry of the own part; from :meth:`hold` on."""
         return self.own.entry
 
     @property
@@ -190,13 +190,13 @@ class CheckpointReader:
             await part.fill(targets, part.backend.mark_queued_work(targets.devices))
 
     def finish(self) -> None:
-        """Copy what could not be filled in place. On the caller's thread."""
+        """Copy into the tensors that could not be filled in place. Called on the caller's thread."""
         self._plan.finish()
 
     # -- in full
 
     async def merge(self) -> None:
-        """Lock all parts, and let :attr:`manifest` have all tensors in full. Raises DamagedError, ReadError."""
+        """Lock all parts, and put all tensors in full into :attr:`manifest`. Raises DamagedError, ReadError."""
         if not self.of_group:
             await self.hold()
             return
@@ -205,7 +205,7 @@ class CheckpointReader:
 
     @property
     def _end(self) -> int:
-        """Where tensors in full begin."""
+        """The offset in bytes at which tensors in full begin."""
         return self._tensors[0].start if self._tensors else self.manifest.payload_nbytes
 
     async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
@@ -284,7 +284,7 @@ def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
             return node
         one = _Full(end, known[id(node)], node)
         boxes = [manifest.tensors[box.index] for box in node.boxes]
-        # Tied, where all boxes are; those without elements are alike whatever they are boxes of.
+        # Tied if all boxes are; boxes without elements are alike for any tensor.
         same = id(node) if all(box.storage is None for box in boxes) else tuple(boxes)
         storage = placed.setdefault((node.shape, same), len(storages)) if one.nbytes else None
         if storage == len(storages):

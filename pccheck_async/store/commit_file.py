@@ -55,19 +55,19 @@ __all__ += ["stored_identity", "unread_record"]
 
 
 async def stored_identity(medium: Medium, folder: str = "") -> Identity | None:
-    """Return the validated ``store.json``, None where there is none. Raises CorruptStoreError, ReadError.
+    """Return the validated ``store.json``, None if there is none. Raises CorruptStoreError, ReadError.
 
-    ``folder`` is what the names of the store's files begin with: "rank-00003/" on the medium of a group's folder.
+    ``folder`` is the prefix of the names of the store's files: "rank-00003/" on the medium of a group's folder.
     """
     data = await medium.read_small(folder + IDENTITY_NAME)
     return None if data is None else decode_identity(data)
 
 
 async def read_identity(medium: Medium, folder: str = "") -> Identity | None:
-    """Return what ``store.json`` says, None where there is no (complete) store. Raises CorruptStoreError, ReadError.
+    """Return the content of ``store.json``, None if there is no (complete) store. Raises CorruptStoreError, ReadError.
 
-    Where the device cannot read it, the records tell what it said. Bytes that are there, and that are not understood,
-    may be those of another format: they are an error.
+    If the device cannot read it, it is rebuilt from the records. Readable bytes that are not understood may be of
+    another format: they are an error.
     """
     try:
         return await stored_identity(medium, folder)
@@ -82,7 +82,7 @@ async def read_identity(medium: Medium, folder: str = "") -> Identity | None:
 
 
 async def read_commit(medium: Medium, folder: str = "") -> tuple[memoryview, dict[int, ReadError]] | None:
-    """Return what :func:`read_around` does of the commit file; None where there is none."""
+    """Return the bytes of the commit file and its unreadable blocks, as :func:`read_around`; None if there is none."""
     try:
         file = await medium.open(folder + COMMIT_NAME, writable=False)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ async def read_commit(medium: Medium, folder: str = "") -> tuple[memoryview, dic
 def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: bytes) -> ReadError | None:
     """Return why the newest record is unknown: one of the two has no valid copy, and neither copy could be read.
 
-    A copy that is read and not valid tells that its record, which is durable only in both, never was.
+    A copy that is read and not valid proves that its record, which is durable only in both, never was.
     """
     for generation in (0, 1):
         why = []
@@ -112,8 +112,8 @@ def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: b
 async def _read_records(medium: Medium, commit: File, identity: Identity) -> memoryview:
     """Return the bytes of the commit file; a copy that cannot be read is not valid.
 
-    Raises ReadError where neither copy of a record can be read: it may be the newest, and what the other one names may
-    be written over.
+    Raises ReadError if neither copy of a record can be read: it may be the newest, and slots that the other one names
+    may be written over.
     """
     view = aligned_buffer(COMMIT_NBYTES)
     got, lost = await read_around(medium, commit, 0, view, identity.block_bytes)
@@ -127,10 +127,11 @@ async def _read_records(medium: Medium, commit: File, identity: Identity) -> mem
 
 
 async def read_record(medium: Medium, commit: File, identity: Identity) -> Record:
-    """Return the newest valid record, and with it what the one before it names.
+    """Return the newest valid record, which also has the entries of the one before it.
 
-    Raises CorruptStoreError where neither record has a valid copy. A store is created with a first, empty record, and a
-    crash while one record is written never touches the other: so it was damaged. Raises ReadError as said above.
+    Raises CorruptStoreError if neither record has a valid copy. A store is created with a first, empty record, and a
+    crash while one record is written never touches the other: so it was damaged. Raises ReadError if neither copy of
+    a record can be read.
     """
     view = await _read_records(medium, commit, identity)
     record = newest_record(view, identity.id_bytes)
@@ -155,25 +156,25 @@ _ADVICE = "see what is left with `pccheck recover`, or use an empty folder"
 
 @dataclass(slots=True, eq=False)
 class CommitFile:
-    """Where the records of a store go, locked as long as it is open. Made by :func:`open_commit`."""
+    """The file of a store's records, locked as long as it is open. Made by :func:`open_commit`."""
 
     file: File
     identity: Identity
     is_new: bool
-    """Whether this process made it, and flushed what is in it."""
+    """Whether this process made it, and flushed its contents."""
     _buffer: memoryview = field(default_factory=partial(aligned_buffer, REGION_NBYTES))
 
     def part(self, record: Record) -> Part:
-        """Return what is written for a record; good until the next call."""
+        """Return the writes of a record; valid until the next call."""
         view = _encoded(record, self.identity, self._buffer)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
         # generation's parity, so the record before it stays whole, whichever of these writes happen.
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
     async def repairs(self, medium: Medium, record: Record) -> Part:
-        """Return what has to be written before any crash falls back to ``record``.
+        """Return the writes after which any crash falls back to ``record``.
 
-        Zeros over the remains of a torn record, and over what cannot be read, where the next record goes. And one copy
+        Zeros over the remains of a torn record, and over unreadable bytes, in the next record's place. And one copy
         of ``record``: after a failed flush the page cache shows a record that the disk does not have, and a filesystem
         may find nothing to flush in a file that only a dead process wrote. The copy that is not written stays as it is;
         so the one that is written is the one that is not this record, or cannot be read, if there is one.
@@ -204,14 +205,14 @@ def _encoded(record: Record, identity: Identity, buffer: memoryview) -> memoryvi
 async def open_commit(
     medium: Medium, path: str | os.PathLike[str], lock_timeout: float, version: int = FORMAT_VERSION
 ) -> CommitFile:
-    """Lock the store, and create it, of that format, where there is none. ``path`` is for messages.
+    """Lock the store, and create it, of that format, if there is none. ``path`` is for messages.
 
     Durability: opening an existing store writes nothing.
 
     Raises:
         StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
         StoreError: the folder is a group's, or the store has the other format.
-        CorruptStoreError: the folder holds something else.
+        CorruptStoreError: the folder holds other data, or a damaged store.
         WriteError: the folder cannot be written.
     """
     facts = await medium.prepare(create=True)
@@ -234,7 +235,7 @@ async def open_commit(
 
 
 def _forgotten_group(version: int) -> str:
-    """Return what to do if the other writer is a rank of the same job."""
+    """Return advice for the case that the other writer is a rank of the same job; empty if it cannot be one."""
     world = os.environ.get("WORLD_SIZE", "")
     if version == GROUP_VERSION or not world.isdigit() or int(world) < 2:
         return ""
@@ -245,7 +246,7 @@ def _forgotten_group(version: int) -> str:
 
 
 def _refuse_own(path: str | os.PathLike[str]) -> None:
-    """Raise StoreLockedError where an engine of this process has the store open: it does not die, and may never end."""
+    """Raise StoreLockedError if the holder is an engine of this process: waiting cannot help."""
     if made_at := made_here(path):
         raise StoreLockedError(
             f"an engine of this process has {os.fspath(path)} open, made at {made_at}: close it first (where no name "
@@ -256,9 +257,9 @@ def _refuse_own(path: str | os.PathLike[str]) -> None:
 async def lock_commit(
     medium: Medium, opening: Callable[[], Awaitable[File]], timeout: float, refused: Callable[[], None] = lambda: None
 ) -> File | None:
-    """Open the file and lock it against other writers; None where one held it for ``timeout`` seconds.
+    """Open the file and lock it against other writers; None if one held it for ``timeout`` seconds.
 
-    ``refused`` is called each time that somebody else holds it, and may end the waiting with an error.
+    ``refused`` is called each time that another opening holds it, and may end the waiting with an error.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -287,12 +288,12 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
         with suppress(FileNotFoundError):
             return await medium.open(COMMIT_NAME, writable=True)
         names = await medium.names()
-        # Of other media only they know what and where they are.
+        # Other media need not be folders.
         if GROUP_NAME in names or (isinstance(medium, Files) and is_group_folder(path)):
             raise StoreError(
                 f"{os.fspath(path)} holds a group's checkpoints: open it with group=, or use another folder"
             )
-        # A new commit file would overwrite what is left of a store that lost its own.
+        # A new commit file would overwrite the remains of a store that lost its own.
         parts = [name for name in names if name == IDENTITY_NAME or slot_number(name) is not None]
         if parts and COMMIT_NAME not in await medium.names():  # once more: another writer may be making the store
             raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {max(parts)}: {_ADVICE}")

@@ -1,6 +1,6 @@
 """Names under which the parts of one checkpoint hold different tensors: experts, stages, buffers of each rank.
 
-Such a name does not say which tensor is meant. Parts of equal layout are compared by the checksums of their chunks; of
+Such a name is ambiguous. Parts of equal layout are compared by the checksums of their chunks; of
 others the bytes are read, until more differ than a message names.
 """
 
@@ -35,7 +35,7 @@ class _Tensor(NamedTuple):
 
     mesh: int
     kind: tuple[Any, ...]
-    """Dtype and shape, and of numpy arrays the dimensions that are reversed: where these differ, tensors do."""
+    """Dtype and shape, and of numpy arrays the dimensions that are reversed: if these differ, tensors do."""
     itemsize: int
     part: int
     """The lowest part that has some of it,"""
@@ -66,14 +66,14 @@ async def differing(
 ) -> list[str]:
     """Return paths under which parts hold different tensors or arrays; when 20 are known, no further bytes are read.
 
-    Paths below the state of a :class:`pccheck_async.RNGState` are left out: they differ on all ranks, and nobody wants
-    another rank's.
+    Paths below the state of a :class:`pccheck_async.RNGState` are left out: they differ on all ranks, and another
+    rank's are of no use.
 
     Args:
         parts: By the ranks that saved them.
         among: Whether a path is of interest.
-        share: Number and count of those who compare the same parts, each its share of the pairs.
-        incomplete: Further parts cannot be read here. What would have to be compared with them counts as different.
+        share: Number and count of the ranks that compare the same parts, each its share of the pairs.
+        incomplete: Further parts cannot be read here. Tensors to be compared with them count as different.
 
     Raises DamagedError, ReadError.
     """
@@ -188,7 +188,7 @@ class _Comparison:
 
 
 def _in_bytes(named: Mapping[str, Sequence[StoredBox]]) -> dict[str, list[StoredBox]]:
-    """Return boxes of bytes, whatever the dtype, in place of boxes of elements: with one more dimension."""
+    """Return boxes of bytes in place of boxes of elements of any dtype: with one more dimension."""
     return {path: [*map(_box_in_bytes, boxes)] for path, boxes in named.items()}
 
 

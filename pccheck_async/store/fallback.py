@@ -18,10 +18,10 @@ __all__ = ["DroppedMeanwhileError", "Fallback", "UnreadableError", "choose", "on
 def choose(
     entries: Sequence[Entry], which: Which, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
 ) -> Entry | None:
-    """Return the checkpoint to read: the newest of those that are asked for, without the ``unreadable`` ones.
+    """Return the checkpoint to read: the newest that matches ``which``, without the ``unreadable`` ones.
 
-    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by step or name. Those
-    that are rejected are read by step or name alone, where no other one has it.
+    Those that were ``superseded`` are read only if all newer ones are unreadable, and never by step or name.
+    Rejected ones are read only by step or name, if no other one has it.
     """
     if superseded and which is None:
         entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
@@ -31,7 +31,7 @@ def choose(
 
 
 def only_rejected(entries: Collection[Entry], which: Which, where: str | os.PathLike[str]) -> StoreError | None:
-    """Return what to raise where all checkpoints that are asked for are rejected; None where that is not so."""
+    """Return the error for the case that all checkpoints that match ``which`` are rejected; else None."""
     wanted = [entry for entry in entries if entry.matches(which)]
     if not wanted or not all(entry.rejected for entry in wanted):
         return None
@@ -47,7 +47,7 @@ class DroppedMeanwhileError(NoCheckpointError):
 
 
 class UnreadableError(Exception):
-    """What reading the store raised. Objects of the user may raise such errors, too, which say nothing of the store."""
+    """An error of reading the store, unlike one of the same class that an object of the user raised."""
 
     def __init__(self, error: DamagedError | ReadError) -> None:
         super().__init__(error)
@@ -56,7 +56,7 @@ class UnreadableError(Exception):
 
 @contextmanager
 def unreadable_errors() -> Iterator[None]:
-    """Tell errors that say something of a checkpoint from all others: they become UnreadableError."""
+    """Convert DamagedError and ReadError to UnreadableError: around code that reads the checkpoint alone."""
     try:
         yield
     except (DamagedError, ReadError) as error:
@@ -72,13 +72,13 @@ class Fallback:
             with fallback.trying(*found, find):
                 return read(...)
 
-    Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
-    is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a step or a name was asked
-    for, damage raises, and nothing else is read.
+    Superseded checkpoints come last, and only if all of one is whole; but before them, checkpoints that a device failed
+    to read are tried once more: a failure that passes must not cost a checkpoint that is kept. If a step or a name was
+    given, damage raises, and nothing else is read.
 
     Attributes:
         unreadable: Counters of those that were tried in vain.
-        failure: The newest one of them, and its error; a superseded one only where there is no other.
+        failure: The newest one of them, and its error; a superseded one only if there is no other.
     """
 
     def __init__(self, which: Which) -> None:
@@ -89,10 +89,10 @@ class Fallback:
 
     @contextmanager
     def trying(self, entry: Entry, superseded: bool, older: Callable[[], tuple[Entry, bool] | None]) -> Iterator[None]:
-        """Read ``entry`` in this context, which ends quietly where the next one has to be tried, and warns of that.
+        """Read ``entry`` in this context, which swallows the error if the next one has to be tried, and warns of that.
 
-        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded. Raises
-        what :func:`unreadable_errors` found where nothing is left to try, or where it says nothing of the checkpoint.
+        ``older`` returns the next checkpoint that is not ``unreadable``, and whether that was superseded. Raises the
+        error inside :class:`UnreadableError` if nothing is left to try, or if the process ran out of a resource.
         """
         try:
             yield
@@ -122,7 +122,7 @@ class Fallback:
 
 
 def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
-    """Warn that a checkpoint is passed over for an older one. In the log it is below what is shown by default."""
+    """Warn that a checkpoint is passed over for an older one. Logged as INFO: the warning is shown already."""
     text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
     write(logging.INFO, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -1,6 +1,6 @@
 """Reading one part of a checkpoint: its manifest, and its chunks, every checksum verified on the way.
 
-Memory is bounded by the pool of staging buffers; bytes reach their tensors only after a checksum of them held. Where a
+Memory is bounded by the pool of staging buffers; bytes reach their tensors only after a checksum of them held. If a
 manifest has checksums of the MiBs of each chunk, only those MiBs are read that hold wanted bytes, else whole chunks.
 """
 
@@ -40,10 +40,10 @@ __all__ = ["OpenSlot", "PartReader", "Source", "Staging", "read_manifest"]
 
 
 class Source:
-    """Where one part of a checkpoint lies, and the lock that keeps it from being overwritten. Used on one loop.
+    """The place of one part of a checkpoint, and the lock that keeps it from being overwritten. Used on one loop.
 
     Attributes:
-        entry: What its record says of it; from :meth:`acquire` on.
+        entry: Of its record; from :meth:`acquire` on.
         medium: Reads it.
         block_bytes: Unit of its offsets; from :meth:`acquire` on.
     """
@@ -118,7 +118,7 @@ restart pays for at the wrong moment: on ours a cold restore took half as long a
 async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: int) -> Manifest:
     """Read and validate the manifest that a commit record names.
 
-    Raises DamagedError, ReadError; CorruptStoreError where it is what was written and this version does not understand.
+    Raises DamagedError, ReadError; CorruptStoreError if its checksum holds and this version does not understand it.
     """
     end = entry.manifest_offset + entry.manifest_nbytes
     if entry.manifest_offset % block_bytes or end > file.nbytes:
@@ -188,7 +188,7 @@ class PartReader:
     """Reads one process's part of a checkpoint: all of it, if one process saved it. Coroutines run on one loop.
 
     Args:
-        source: Where it lies.
+        source: Its place and lock.
         backend: Copies verified bytes to their places.
         staging: Buffers to read into.
         keeps: Whether some chunks stay in memory between calls of :meth:`fill` and :meth:`pieces`, for reading tensor
@@ -212,7 +212,7 @@ class PartReader:
 
     @property
     def entry(self) -> Entry:
-        """What the record says of it; from :meth:`hold` on."""
+        """The record's entry of it; from :meth:`hold` on."""
         return self.source.entry
 
     @property
@@ -245,13 +245,13 @@ class PartReader:
     ) -> None:
         """Fill ``targets`` from the chunks that hold them, or from MiBs of these that can be verified alone.
 
-        Targets on a device are filled behind the marked work (``marks``: what :meth:`CopyBackend.mark_queued_work`
-        returned), and are whole when this returns, for any stream. ``advance`` is called with the bytes of the payload
-        that were read, or need not be.
+        Targets on a device are filled behind the marked work (``marks``, from :meth:`CopyBackend.mark_queued_work`),
+        and are whole when this returns, for any stream. ``advance`` is called with the bytes of the payload that were
+        read, or need not be.
 
         Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
-        Raises DamagedError where a checksum does not hold, ReadError; other bytes may have been copied already.
+        Raises DamagedError if a checksum does not hold, ReadError; other bytes may have been copied already.
         """
         if not self._keeps or not isinstance(targets, Targets):
             await self._stream(targets, marks, advance)
@@ -275,7 +275,7 @@ class PartReader:
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
 
-        The next chunk is read meanwhile; what several ranges want of a chunk, in one go. Close the iterator where it is
+        The next chunk is read meanwhile; the bytes of several ranges in a chunk, in one go. Close the iterator if it is
         not used up. Raises DamagedError, ReadError.
         """
         chunks = self.manifest.chunks
@@ -317,7 +317,7 @@ class PartReader:
         view, unit = kept.lease.view[: self.manifest.chunks[index].nbytes], _unit(self.manifest, index)
         async with Tasks() as group:
             for units in unit_runs(rows, unit):
-                # What is there may be in use: it is not read again.
+                # Bytes that are there may be in use: they are not read again.
                 partly = not kept.there.isdisjoint(units)
                 for missing in [range(n, n + 1) for n in units if n not in kept.there] if partly else [units]:
                     group.create_task(self._read(index, missing, view[missing.start * unit :], kept.there))

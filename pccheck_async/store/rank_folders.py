@@ -1,4 +1,4 @@
-"""The folders of ranks in that of their group, by their names: what tells that a folder is a group's."""
+"""The folders of ranks in that of their group, by their names, and the test for a group's folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_group_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _is_store_of_rank(folder: Path) -> bool:
-    """Whether a folder is called like that of a rank because it is one: anybody may call a store so."""
+    """Whether a folder with the name of a rank's is one: users may give a store such a name, too."""
     try:
         return decode_identity(Folder(folder).read_small(IDENTITY_NAME)).format == GROUP_VERSION
     except (OSError, CorruptStoreError):

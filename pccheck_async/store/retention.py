@@ -1,4 +1,4 @@
-"""Which checkpoints a record keeps (invariant I6), what the next one names, and the space that takes."""
+"""The checkpoints that a record keeps (invariant I6), the contents of the next record, and the space that they take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Best:
     mode: Literal["min", "max"]
 
     def number(self, entry: Entry) -> float | None:
-        """Return the number of that name in the metadata of a checkpoint, None where there is none."""
+        """Return the number of that name in the metadata of a checkpoint, None if there is none."""
         value = entry.metadata.get(self.metric)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
@@ -43,7 +43,7 @@ class Best:
 
 
 class Kept(NamedTuple):
-    """What becomes of the committed checkpoints."""
+    """The committed checkpoints that stay, and those that only the size of the record drops."""
 
     entries: list[Entry]
     """Those kept, newest first."""
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Rules for what is kept; a checkpoint stays where any of them says so, and as long as it is pinned.
+    """Rules of retention; a checkpoint stays if any of them keeps it, and as long as it is pinned.
 
     Attributes:
         keep_last: So many of the newest by counter.
@@ -63,7 +63,7 @@ class Retention:
         keep_best: The best by a number in their metadata; of equal ones the newest.
         spaced: Pairs of seconds (every, for how long): the first one of each slice of so many seconds since the epoch,
             until it is so much older than the newest, by the times of their captures.
-        most: Checkpoints that are kept in all: what a record has room for, without what else it names.
+        most: Checkpoints that are kept in all: the room of a record, less its other entries.
 
     Raises:
         ValueError: a rule is out of range, or a record cannot name as many checkpoints.
@@ -94,10 +94,10 @@ class Retention:
         return self.keep_last + best + sum(_slices(*each) for each in self.spaced)
 
     def check_place(self, kept: int) -> None:
-        """Raise StoreFullError where nothing may be saved beside ``kept`` checkpoints, which no rule would drop."""
+        """Raise StoreFullError if nothing may be saved beside ``kept`` checkpoints, which no rule would drop."""
 
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
-        """Return what the next record names; ``new`` is not among it where it is superseded.
+        """Return the entries of the next record; ``new`` is not among them if it is superseded.
 
         With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
         Of checkpoints with one name the newest replaces the others, also pinned ones. Rejected ones count for no rule,
@@ -123,9 +123,9 @@ class Retention:
 
     @staticmethod
     def remove(entries: Sequence[Entry], which: Which, *, force: bool) -> list[Entry]:
-        """Return ``entries`` without those asked for.
+        """Return ``entries`` without those that match ``which``.
 
-        Raises NoCheckpointError where there are none, StoreError where none that is not rejected would be left, unless
+        Raises NoCheckpointError if there are none, StoreError if none that is not rejected would be left, unless
         ``force``.
         """
         left = [entry for entry in entries if not entry.matches(which)]
@@ -137,16 +137,16 @@ class Retention:
 
     @staticmethod
     def check_left(left: Collection[Entry], entries: Iterable[Entry]) -> None:
-        """Raise StoreError where removing all of ``entries`` but those ``left`` leaves none to restore."""
+        """Raise StoreError if removing all of ``entries`` but those ``left`` leaves none to restore."""
         if not left or (all(e.rejected for e in left) and not all(e.rejected for e in entries)):
             what = "none but rejected checkpoints" if left else "no checkpoint"
             raise StoreError(f"{what} would be left; nothing was removed (--force, force=True: remove them)")
 
     @staticmethod
     def reject(entries: Sequence[Entry], step: int, in_flight: Mapping[int, int], until: int) -> set[int]:
-        """Return the counters of what :meth:`pccheck_async.CheckpointEngine.reject` rejects, of these and in flight.
+        """Return the counters of the checkpoints, of these and in flight, to reject from ``step`` on.
 
-        Rejected are all steps from ``step`` on, and what was admitted after the newest checkpoint of ``step``: after a
+        Rejected are all steps from ``step`` on, and those admitted after the newest checkpoint of ``step``: after a
         rollback also smaller steps.
 
         Args:
@@ -155,7 +155,7 @@ class Retention:
             in_flight: Steps of the checkpoints in flight, by counter.
             until: The counter of the last checkpoint that was admitted before the call: newer ones are not rejected.
 
-        Raises NoCheckpointError where there are none, StoreError where no committed one would be left.
+        Raises NoCheckpointError if there are none, StoreError if no committed one would be left.
         """
         steps = dict(in_flight) | {entry.counter: entry.step for entry in entries if not entry.rejected}
         steps = {counter: each for counter, each in steps.items() if counter <= until}
@@ -172,7 +172,7 @@ class Retention:
     def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
         """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
 
-        Raises NoCheckpointError, and StoreFullError as :meth:`check_room` does.
+        Raises NoCheckpointError, and StoreFullError as :meth:`check_room`.
         """
         found = [at for at, entry in enumerate(entries) if entry.step == step]
         if not found:
@@ -184,7 +184,7 @@ class Retention:
         return changed
 
     def check_room(self, entries: Iterable[Entry]) -> None:
-        """Raise StoreFullError where a record has no room for the pinned of these and for those that the rules keep."""
+        """Raise StoreFullError if a record has no room for the pinned of these and for those that the rules keep."""
         pinned = sum(entry.pinned for entry in entries)
         if pinned + self.reserved > self.most:
             raise StoreFullError(
@@ -219,7 +219,7 @@ class Retention:
 
 
 class KeepAll(Retention):
-    """Drops nothing: for callers that remove checkpoints themselves, or do not know the rules of a store."""
+    """Drops nothing: for callers that remove checkpoints themselves, or have no access to the rules of a store."""
 
     @property
     def reserved(self) -> int:
@@ -236,7 +236,7 @@ class KeepAll(Retention):
         return Kept(_candidates(committed, new, damaged), [])
 
     def check_place(self, kept: int) -> None:
-        """Raise StoreFullError where a record names no more than are ``kept`` already."""
+        """Raise StoreFullError if a record names no more than are ``kept`` already."""
         if kept >= self.most:
             raise StoreFullError(
                 errno.ENOSPC,
@@ -253,7 +253,7 @@ class SpaceNeeded:
         slot_bytes: Of the tensors of one checkpoint; its manifest comes on top, some 100 bytes for each of them.
         slots: How many each rule needs, at the most; they are reserved with the first checkpoint.
         keep_every: Every multiple of so many steps takes one more, as long as the run goes on; None for none.
-        available_bytes: What the filesystem has free, and what the slots of the store take already.
+        available_bytes: Free on the filesystem, and those in the slots of the store already.
     """
 
     slot_bytes: int
@@ -277,7 +277,7 @@ class SpaceNeeded:
 
 @dataclass(slots=True, eq=False)
 class Committed:
-    """What the newest record of a store names, and what the next one will."""
+    """The newest record of a store, and all that decides about the next one."""
 
     record: Record
     retention: Retention
@@ -285,7 +285,7 @@ class Committed:
     """Superseded ones that were fallen back to. Only the older of the two records on storage names them, so the next
     record must leave it whole (:meth:`record_naming`)."""
     damaged: set[int] = field(default_factory=set)
-    """Counters of those whose bytes are not what was written: the next record leaves them out."""
+    """Counters of those whose checksums do not hold: the next record leaves them out."""
     rejected: set[int] = field(default_factory=set)
     """Counters of checkpoints that were rejected in flight: no record names them."""
     _without_metric: bool = False
@@ -308,10 +308,10 @@ class Committed:
         return max((entry.counter for entry in self.record.entries), default=-1)
 
     def record_naming(self, entries: Iterable[Entry]) -> Record:
-        """Return the record that comes next where it names ``entries``. Changes nothing.
+        """Return the next record, if it names ``entries``. Changes nothing.
 
         Its generation decides which of the two records on storage it overwrites: by default the older one. Only that
-        one names what was adopted. Then the next record must overwrite the newer one (generation + 2, same parity) and
+        one names the adopted ones. Then the next record must overwrite the newer one (generation + 2, same parity) and
         leave the older one whole.
         """
         named, before = tuple(entries), self.record
@@ -320,7 +320,7 @@ class Committed:
         return Record(before.generation + 1, named, before.entries)
 
     def publish(self, record: Record) -> None:
-        """Note that ``record`` is durable."""
+        """Make ``record`` the newest one. Called when it is durable."""
         self.record = record
         self.adopted = ()
         if self.damaged:
@@ -335,9 +335,9 @@ class Committed:
             write(logging.WARNING, "dropping", text, dropped)
 
     def decide(self, new: Entry) -> Record | None:
-        """Return the record that commits ``new``; None where it was superseded (I6) or rejected meanwhile.
+        """Return the record that commits ``new``; None if it was superseded (I6) or rejected meanwhile.
 
-        Changes nothing. Raises StoreFullError where all are kept, and a record has no room for one more.
+        Changes nothing. Raises StoreFullError if all are kept, and a record has no room for one more.
         """
         if new.counter in self.rejected:
             return None
@@ -387,7 +387,7 @@ def make_spaced(spaced: object) -> tuple[tuple[float, float], ...]:
                 "spaced: slices are longer than 0 and not longer than what is kept, and both are finite; not so in "
                 f"{each}"
             )
-        if seconds / every > MOST_ENTRIES:  # also where their number is infinite, as a float
+        if seconds / every > MOST_ENTRIES:  # also if their number is infinite, as a float
             text = f"spaced: {seconds / every:g} slices in {each}; a commit record names {MOST_ENTRIES} checkpoints"
             raise ValueError(text)
     return tuple((every, seconds) for every, seconds in pairs)
@@ -412,7 +412,7 @@ def _slices(every: float, seconds: float) -> int:
 def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> Iterable[int]:
     """Return the counters of the first checkpoint of each slice; ``entries`` are newest first.
 
-    Slices lie on one grid, whatever was saved: what is the first of its slice stays it. One that claims to be newer
+    Slices lie on one fixed grid: the first checkpoint of its slice stays the first. One that claims to be newer
     than the newest, as after a clock was set back, is not too old; but these are no more slices than those of a clock
     that goes on, or a record would have no room for them.
     """
@@ -423,7 +423,7 @@ def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> 
 
 
 def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]) -> list[Entry]:
-    """Return what may be kept, newest first."""
+    """Return the checkpoints that may be kept, newest first."""
     there = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
     newest: dict[str, Entry] = {}
     return [one for one in there if not one.metadata or one.name is None or newest.setdefault(one.name, one) is one]

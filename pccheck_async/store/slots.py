@@ -27,7 +27,7 @@ __all__ = ["Decision", "SlotLease", "SlotTable", "Slots", "open_slots"]
 
 
 class Decision(NamedTuple):
-    """Where a checkpoint goes."""
+    """The slot for a checkpoint."""
 
     slot: int | None
     """None: every slot is in use, and no more may be made."""
@@ -75,7 +75,7 @@ class SlotTable:
 
     @property
     def most(self) -> int:
-        """Slots that may exist while nobody else reads: checkpoints in flight plus checkpoints kept."""
+        """Slots that may exist while there are no other readers: checkpoints in flight plus checkpoints kept."""
         return self._in_flight + max(self._kept, len(self._committed))
 
     @property
@@ -109,7 +109,7 @@ class SlotTable:
         return Decision(self._fresh()[0], create=True) if self.count < self.most + extra else Decision(None)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Return what is smaller for a slot to give up first: what was superseded may be needed once more."""
+        """Sort key: slots to reuse first sort first; superseded checkpoints last, as they may be needed again."""
         return slot in self._before, self.sizes[slot], slot
 
     def missing(self) -> list[int]:
@@ -124,14 +124,14 @@ class SlotTable:
         return list(islice(chain(beyond, gaps), number))
 
     def created(self, slot: int, nbytes: int) -> None:
-        """Note a new slot of ``nbytes``; it is free."""
+        """Add a new slot of ``nbytes``; it is free."""
         if slot in self.sizes:
             raise ValueError(f"slot {slot} exists")
         self.sizes[slot] = nbytes
         self._next = max(self._next, slot + 1)
 
     def removed(self, slot: int) -> None:
-        """Note that a free slot's file is gone."""
+        """Remove a free slot. Called when its file is gone."""
         self._check_free(slot)
         del self.sizes[slot]
 
@@ -149,7 +149,7 @@ class SlotTable:
         self.leased.remove(slot)
 
     def note_committed(self, slots: Iterable[int]) -> None:
-        """Note the slots that the record which just became durable names; all others it freed.
+        """Set the slots that the newest record names; all others become free. Called when that record is durable.
 
         Of the free ones, those that the record before it names are written last.
         """
@@ -157,7 +157,7 @@ class SlotTable:
         self.leased -= self._committed
 
     def start_reading(self, slot: int) -> None:
-        """Keep a slot from being reused until :meth:`stop_reading`, whatever is committed meanwhile."""
+        """Keep a slot from being reused until :meth:`stop_reading`, through any commits meanwhile."""
         if slot not in self.sizes or slot in self.leased:
             raise ValueError(f"slot {slot} is being written, or gone")
         self._read[slot] += 1
@@ -189,7 +189,7 @@ class SlotLease:
 async def open_slots(
     medium: Medium, record: Record, sync_names: Callable[[], Awaitable[None]], *, in_flight: int, kept: int
 ) -> Slots:
-    """Open the slots that a folder has; a slot that cannot be opened is left alone: what it holds is lost.
+    """Open the slots that a folder has; a slot that cannot be opened is left alone: its checkpoint is lost.
 
     ``record`` is the newest one, ``sync_names`` makes names durable; the rest is for :class:`SlotTable`.
     """
@@ -260,7 +260,7 @@ class Slots:
     def start_reading(self, slot: int) -> File:
         """Keep a slot from being reused until :meth:`SlotTable.stop_reading`.
 
-        Raises DamagedError where it is missing or no file, ReadError where its file could not be opened.
+        Raises DamagedError if it is missing or no file, ReadError if its file could not be opened.
         """
         error = self._unusable.get(slot)
         if isinstance(error, OSError):
@@ -273,7 +273,7 @@ class Slots:
         return self._files[slot]
 
     async def start_reading_free(self, slot: int) -> File:
-        """Keep a slot that no record names from being reused. Raises DamagedError also where it is being written."""
+        """Keep a slot that no record names from being reused. Raises DamagedError also if it is being written."""
         if slot in self.table.leased:
             raise DamagedError(f"{slot_name(slot)} is being written over")
         file = self.start_reading(slot)
@@ -314,7 +314,7 @@ class Slots:
         self._reserved = True
 
     async def _lock_free(self, slot: int) -> bool:
-        """Lock a free slot; False where a reader holds it: of another process, or of this one by now."""
+        """Lock a free slot; False if a reader holds it: of another process, or of this one by now."""
         if not await self._medium.lock(self._files[slot]):
             return False
         if not self.table.is_free(slot):

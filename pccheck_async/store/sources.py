@@ -32,10 +32,10 @@ class OwnSlot(Source):
         self.entry, self.medium, self.block_bytes = entry, store.medium, store.block_bytes
 
     async def acquire(self) -> File:
-        """Return the slot's file. Runs on the engine's loop, as :meth:`release` does.
+        """Return the slot's file. Called on the engine's loop, like :meth:`release`.
 
-        Raises DroppedMeanwhileError where newer checkpoints replaced it; DamagedError, ReadError as
-        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free` do.
+        Raises DroppedMeanwhileError if newer checkpoints replaced it; DamagedError, ReadError as
+        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free`.
         """
         entry, committed, slots = self.entry, self._store.committed, self._store.slots
         if entry in committed.record.entries or entry in committed.adopted:

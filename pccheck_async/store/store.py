@@ -1,4 +1,4 @@
-"""One store opened for writing: the commit by which a checkpoint becomes durable, and what reads from it meanwhile.
+"""One store opened for writing: the commit by which a checkpoint becomes durable, and changes of records.
 
 :meth:`Store.commit` is all of the commit (PCcheck, section 3.2; invariants I1 to I3, I6, I11). The methods that it
 calls are its steps, and :meth:`Store.take_over` comes before the first of them: the crash tests replace one after the
@@ -36,7 +36,7 @@ keeps other commits waiting until all of it is written: about a millisecond for 
 
 
 class Latch:
-    """The first error after which it is unknown what is durable. It is never reset: reopen the store.
+    """The first error that left durability unknown. It is never reset: reopen the store.
 
     Attributes:
         failure: That error, None while there was none.
@@ -52,17 +52,17 @@ class Latch:
             write(logging.ERROR, "store_failed", "the store takes no more commits: %s", error, error=str(error))
 
     def check(self) -> None:
-        """Raise StoreFailedError where the store takes no more commits."""
+        """Raise StoreFailedError if the store takes no more commits."""
         if self.failure is not None:
             raise _failed(self.failure) from self.failure
 
     def raise_as_failed(self, error: BaseException) -> None:
-        """Raise ``error`` as that of a store which takes no more commits; return where it does."""
+        """Raise StoreFailedError from ``error`` if the store takes no more commits; else return."""
         if self.failure is not None and isinstance(error, Exception):
             raise _failed(error) from error
 
     async def flush(self, flush: Callable[[], Awaitable[None]]) -> None:
-        """Flush; where that fails no more commits are taken. Raises StoreFailedError.
+        """Flush; if that fails, take no more commits. Raises StoreFailedError.
 
         Cancellation: raised when the flush ended: its error must latch though the caller no longer waits.
         """
@@ -88,7 +88,7 @@ def _failed(error: BaseException) -> StoreFailedError:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What the store holds and did."""
+    """The store's contents and past work."""
 
     slots: int
     """Slot files."""
@@ -112,7 +112,7 @@ async def open_store(
     lock_timeout: float,
     kind: type[Store] | None = None,
 ) -> Store:
-    """Lock the store, create it where there is none, and recover: the newest valid record decides.
+    """Lock the store, create it if there is none, and recover: the newest valid record decides.
 
     ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``kind`` makes the store.
 
@@ -120,7 +120,7 @@ async def open_store(
 
     Raises:
         StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
-        CorruptStoreError: the folder holds something else, or no valid record.
+        CorruptStoreError: the folder holds other data, or no valid record.
         StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
     """
     make = kind or Store
@@ -128,7 +128,7 @@ async def open_store(
     record = await read_record(medium, file.file, file.identity)
     repairs = None if file.is_new else await file.repairs(medium, record)
     committed = Committed(record, retention)
-    if make.version == FORMAT_VERSION:  # else a group decides what is dropped
+    if make.version == FORMAT_VERSION:  # else a group decides which are dropped
         committed.check_rules()
     latch = Latch()
     sync_names = partial(latch.flush, medium.sync_names)
@@ -146,7 +146,7 @@ class Store:
     slots: Slots
     latch: Latch
     repairs: Part | None = None
-    """What :meth:`take_over` writes (:meth:`CommitFile.repairs`)."""
+    """Written by :meth:`take_over` (:meth:`CommitFile.repairs`)."""
     took_over: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by one commit at a time, from its decision to the freeing of the slots that it replaced."""
@@ -185,7 +185,7 @@ class Store:
         """Wait until a checkpoint may be written. Nothing to do for one process; ``GroupStore`` overrides it."""
 
     async def reserve(self, nbytes: int) -> SlotLease:
-        """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
+        """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one if needed.
 
         The first checkpoint reserves the space of all slots, so that a full disk shows now and not in an hour.
 
@@ -209,21 +209,21 @@ class Store:
         check: Callable[[], None] | None = None,
         sample: Sample | None = None,
     ) -> bool:
-        """Commit a checkpoint; False where it is superseded (I6).
+        """Commit a checkpoint; False if it is superseded (I6).
 
         Args:
-            lease: Its slot, to which nothing writes any more; given back, or the record's. Where the store takes no
+            lease: Its slot, to which nothing writes any more; given back, or the record's. If the store takes no
                 more commits it may stay taken, since a restart may find a record that names it.
-            entry: What the record says of it.
-            rest: What of it is not written yet.
-            written: Told that all of it is durable in its slot.
-            check: Called then, and before the record is written: what it raises ends the checkpoint, and nothing is
-                committed. Without it a small checkpoint is written in one chain with its record where no other commit
+            entry: For the record.
+            rest: Its pieces that are not written yet.
+            written: Called when all of it is durable in its slot.
+            check: Called then, and before the record is written: its error ends the checkpoint, and nothing is
+                committed. Without it a small checkpoint is written in one chain with its record if no other commit
                 is under way.
-            sample: Of what other ranks are believed to have alike; ``GroupStore`` compares it.
+            sample: Of the tensors that other ranks are believed to have alike; ``GroupStore`` compares it.
 
-        Durability: on True the checkpoint survives power loss. At each step below stands what a crash there leaves, or
-            what it would leave without the step.
+        Durability: on True the checkpoint survives power loss. The comment at each step below describes a crash there,
+            or a crash without the step.
 
         Cancellation: once the record is being written it ends as if it had not been cancelled.
 
@@ -270,7 +270,7 @@ class Store:
         return record is not None
 
     async def leave(self, seconds: float | None) -> None:
-        """Hear that no more checkpoints come; takes so many seconds at the most.
+        """Called when no more checkpoints come; takes so many seconds at the most.
 
         Nothing to do for one process; ``GroupStore`` overrides it.
         """
@@ -278,8 +278,8 @@ class Store:
     async def release(self, lease: SlotLease, manifest_offset: int | None = None) -> None:
         """Free the slot of a checkpoint that will not be committed, once nothing writes to it any more.
 
-        What lies at ``manifest_offset`` is overwritten, where its manifest may be by now: else recovering a store that
-        lost its records would mistake a torn capture for a checkpoint.
+        The block at ``manifest_offset``, which may hold its manifest by now, is overwritten: else recovering a store
+        that lost its records would mistake a torn capture for a checkpoint.
 
         Cancellation: raised when the slot is free.
         """
@@ -287,7 +287,7 @@ class Store:
         async def give_back() -> None:
             try:
                 if manifest_offset is not None:
-                    # Flushed, as the manifest may have been; where the device fails here too, no more can be done.
+                    # Flushed, as the manifest may have been; if the device fails here too, no more can be done.
                     zeros = aligned_buffer(self.file.identity.block_bytes)
                     with suppress(OSError):
                         await self.medium.make_durable([(lease.file, [(manifest_offset, zeros)])], self.latch.set)
@@ -302,8 +302,8 @@ class Store:
     async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> tuple[Entry, ...]:
         """Change the entries of committed checkpoints, or drop some, in one record; return those that it names.
 
-        ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises what
-        it raises, and StoreFailedError: a flush or the record failed, now or before.
+        ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises its
+        errors, and StoreFailedError: a flush or the record failed, now or before.
 
         Durability: when this returns the change survives power loss.
         """
@@ -318,9 +318,9 @@ class Store:
             if not self.took_over:  # else skip the lock: its holder may be waiting for readers
                 async with self.slots.lock:
                     self.latch.check()
-                    # Without this: the record overwrites the last durable one, and a crash may leave neither. Where
-                    # nothing is to change: a crash loses the record that says so, which may be in the device's cache
-                    # only, as its writer died before the flush.
+                    # Without this: the record overwrites the last durable one, and a crash may leave neither. If
+                    # nothing is to change: a crash loses the record, which may be in the device's cache only, as its
+                    # writer died before the flush.
                     if not self.took_over:  # by a reservation meanwhile
                         await self.take_over()
             if entries != self.committed.record.entries:
@@ -328,13 +328,13 @@ class Store:
             return entries
 
     async def drop_damaged(self) -> None:
-        """Free the slots of checkpoints found damaged: write a record without them, and with what was adopted."""
+        """Free the slots of checkpoints found damaged: write a record without them, and with the adopted ones."""
         await self.amend(lambda entries: entries)
 
     async def pin(self, step: int, pinned: bool) -> Entry:
-        """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
+        """Exempt the newest checkpoint of ``step`` from the rules, or subject all of that step to them.
 
-        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
+        Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.pin`.
         """
         named = await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
         return next(entry for entry in named if entry.step == step)
@@ -344,23 +344,23 @@ class Store:
 
         Those in flight are named by no record. The arguments are those of :meth:`Retention.reject`.
 
-        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.reject` does.
+        Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.reject`.
         """
         chosen: set[int] = set()
 
         def change(entries: tuple[Entry, ...]) -> list[Entry]:
             chosen.update(self.committed.retention.reject(entries, step, in_flight, until))
-            # Under the lock of commits: what is in flight now is decided on after this. What this process never
-            # commits needs no record that says so.
+            # Under the lock of commits: checkpoints in flight now are decided on after this. Those that this process
+            # never commits need no record of it.
             self.committed.rejected |= chosen
             return [entry.as_rejected() if entry.counter in chosen else entry for entry in entries]
 
         return [entry for entry in await self.amend(change) if entry.counter in chosen]
 
     async def remove(self, which: Which, *, force: bool) -> list[Entry]:
-        """Drop what is asked for, pinned or not, in one record; return what was dropped, newest first.
+        """Drop all that match ``which``, pinned or not, in one record; return the dropped ones, newest first.
 
-        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.remove` does.
+        Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.remove`.
         """
         before: list[Entry] = []
 
@@ -373,14 +373,14 @@ class Store:
         return [entry for entry in before if entry.counter not in left]
 
     def note_damaged(self, entry: Entry) -> None:
-        """Note that the bytes of a checkpoint are not what was written: the next record leaves it out."""
+        """Called when checksums of a checkpoint do not hold: the next record leaves it out."""
         self.committed.damaged.add(entry.counter)
 
     async def adopt(self, entry: Entry) -> None:
         """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.
 
         Its slot is then not free, and the record that still names it is not overwritten, until a record that names its
-        successor is durable. Does nothing where a newer checkpoint was committed meanwhile.
+        successor is durable. Does nothing if a newer checkpoint was committed meanwhile.
         """
         async with self.lock:
             known = self.committed.entries
@@ -389,14 +389,14 @@ class Store:
                 kept = (*self.committed.record.entries, *self.committed.adopted)
                 self.slots.table.note_committed([one.slot for one in kept])
 
-    # -- the steps of a commit, and what comes before the first
+    # -- the steps of a commit, and the take-over before the first
 
     async def take_over(self) -> None:
         """Make sure that any later crash falls back to the record found at opening, before anything is written (I12).
 
         Once, and under the lock of the slots. Raises StoreFailedError: no commits.
         """
-        # Flush what a dead predecessor wrote and did not flush. Without this: a record that is only in the device's
+        # Flush the unflushed writes of a dead predecessor. Without this: a record that is only in the device's
         # cache names the slots this writer keeps; if the power fails after new data went into the slots it freed, the
         # older record comes back and names overwritten slots.
         await self.latch.flush(partial(self.medium.make_durable, [(self.file.file, ())]))
@@ -404,8 +404,8 @@ class Store:
         if self.repairs is not None:
             # Erase the remains of a torn record. Without this: its first sectors and the last sectors of this writer's
             # record, torn by a crash in turn, may together be the predecessor's whole record, of the same generation,
-            # which names overwritten slots. And write one copy of the record once more, where that flush may have found
-            # nothing to do: a page cache shows what no disk has after a predecessor's flush failed, and to some
+            # which names overwritten slots. And write one copy of the record once more, as that flush may have found
+            # nothing to do: a page cache shows bytes that no disk has after a predecessor's flush failed, and to some
             # filesystems a file is clean that this process did not write. Without this: a crash brings the older record
             # back here, too.
             await self.latch.flush(partial(self.medium.make_durable, [self.repairs]))
@@ -413,7 +413,7 @@ class Store:
         self.took_over = True
 
     async def make_data_durable(self, lease: SlotLease, rest: Sequence[Piece]) -> None:
-        """Write what of a checkpoint is not written yet and flush its slot. Raises what :meth:`commit` does."""
+        """Write the rest of a checkpoint and flush its slot. Raises the errors of :meth:`commit`."""
         try:
             await self.medium.make_durable([(lease.file, rest)], self.latch.set)
         except OSError as error:
@@ -421,11 +421,11 @@ class Store:
             raise
 
     async def write_record(self, record: Record, data: Sequence[Part] = ()) -> None:
-        """Write a record over the older one of the two and make it durable; before it ``data``, where that is not yet.
+        """Write a record over the older one of the two and make it durable; before it ``data``, if that is not yet.
 
         Cancellation: comes too late: a record that may or may not be durable would latch the store.
 
-        Raises what :meth:`commit` does; WriteError and StoreFullError only where a write of ``data`` failed.
+        Raises the errors of :meth:`commit`; WriteError and StoreFullError only if a write of ``data`` failed.
         """
         try:
             await self.medium.make_durable([*data, self.file.part(record)], self.latch.set, final=True)
@@ -436,7 +436,7 @@ class Store:
             raise
 
     def publish(self, record: Record) -> None:
-        """Note that ``record`` is durable: it is the newest one, and slots that it does not name are free (I3)."""
+        """Make ``record`` the newest one, and free the slots that it does not name (I3). Called when it is durable."""
         self.committed.publish(record)
         self.commits += 1
         self.slots.table.note_committed([entry.slot for entry in record.entries])

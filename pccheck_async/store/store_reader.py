@@ -39,17 +39,16 @@ LOCK_SECONDS = 30.0
 
 
 def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
-    """Return what to raise where there is no store."""
-    if isinstance(opened.medium, Files):  # of other media only they know what and where they are
+    """Return the error for a path without a store."""
+    if isinstance(opened.medium, Files):  # other media need not be folders
         return no_store_in(path, what)
     return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 
 
 def no_store_in(path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
-    """Return what to raise where a folder holds no store.
+    """Return the error for a folder without a store.
 
-    NoCheckpointError where the path is wrong or nothing was saved there, CorruptStoreError where a store lost its
-    identity.
+    NoCheckpointError if the path is wrong or nothing was saved there, CorruptStoreError if a store lost its identity.
     """
     if not os.path.lexists(path):
         return NoCheckpointError(f"{os.fspath(path)} does not exist, so it holds {what}; check the path")
@@ -80,13 +79,13 @@ class StoreReader:
     commit: File
     """The file of the records."""
     folder: str = ""
-    """What the names of its files begin with: "rank-00003/" on the medium of a group's folder."""
+    """The prefix of the names of its files: "rank-00003/" on the medium of a group's folder."""
 
     @classmethod
     async def open(cls, opened: OpenMedium, folder: str = "") -> StoreReader | None:
-        """Open the store of ``opened``; None where there is no (complete) one. Raises CorruptStoreError.
+        """Open the store of ``opened``; None if there is no (complete) one. Raises CorruptStoreError.
 
-        A medium that has a ``folder`` for each of several stores is prepared by whoever opens it.
+        A medium that has a ``folder`` for each of several stores is prepared by the code that opens it.
         """
         identity = await read_identity(opened.medium, folder)
         if identity is None:
@@ -101,7 +100,7 @@ class StoreReader:
         return cls(opened, identity, commit, folder)
 
     async def record(self) -> Record:
-        """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
+        """Return the newest record as it is now. Raises CorruptStoreError if there is none."""
         return await read_record(self.opened.medium, self.commit, self.identity)
 
     async def lock(
@@ -109,7 +108,7 @@ class StoreReader:
     ) -> tuple[Entry, File | DamagedError | ReadError] | None:
         """Lock the picked checkpoint's slot against reuse, and return its file, or why there is none to be read.
 
-        None where nothing is picked. One that was superseded (:attr:`Record.superseded`) may be written over by then.
+        None if nothing is picked. One that was superseded (:attr:`Record.superseded`) may be written over by then.
 
         A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
         only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
@@ -157,13 +156,13 @@ class StoreReader:
         *,
         keep: bool = False,
     ) -> T:
-        """Lock the newest checkpoint and use it; the next older one where it is damaged, also a superseded one.
+        """Lock the newest checkpoint and use it; the next older one if it is damaged, also a superseded one.
 
-        Where a step or a name is asked for, that one is used, and damage raises. ``keep`` leaves the checkpoint open
-        and locked where ``use`` returned; ``path`` is for messages.
+        With a step or a name that one is used, and damage raises. ``keep`` leaves the checkpoint open and locked if
+        ``use`` returned; ``path`` is for messages.
 
         Raises:
-            NoCheckpointError: there is none, or not the one that is asked for.
+            NoCheckpointError: there is none, or not the requested one.
             DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to.
             CorruptStoreError: this version does not understand it.
         """
@@ -173,7 +172,7 @@ class StoreReader:
         def pick(found: Record) -> Entry | None:
             nonlocal record
             record = found
-            # Where all are rejected, the one that was superseded last was removed on purpose.
+            # If all are rejected, the one that was superseded last was removed on purpose.
             superseded = () if all(entry.rejected for entry in found.entries) else found.superseded
             return choose(found.entries, which, fallback.unreadable, superseded)
 
@@ -186,7 +185,7 @@ class StoreReader:
             superseded, used = entry in record.superseded, False
             with fallback.trying(entry, superseded, older):
                 if not isinstance(file, File):
-                    pick(await self.record())  # what older() chooses from
+                    pick(await self.record())  # for older()
                     raise UnreadableError(file) from file
                 reader = self.checkpoint(entry, file, staging)
                 try:
@@ -216,12 +215,12 @@ class StoreReader:
         return PartReader(slot, CopyBackend(self.opened.operations), staging, keeps=True)
 
     def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
-        """Return what to raise where there is no checkpoint, or not the one that is asked for."""
+        """Return the error if there is no checkpoint, or not the requested one."""
         return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{describe_which(which)}")
 
 
 def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:
-    """Read the identity and the newest record of a store on this thread; None where there is no (complete) store.
+    """Read the identity and the newest record of a store on this thread; None if there is no (complete) store.
 
     Raises CorruptStoreError, ReadError.
     """
