@@ -1,8 +1,8 @@
 """Several ranks, one checkpoint that all of them have or none.
 
 The protocol (:mod:`.member` and :mod:`.coordinator`, with :mod:`.view`, :mod:`.schedule` and :mod:`.restore`) is pure:
-messages in, actions out. Whoever runs it, an engine, a simulator or the explorer of the tests, runs the same code.
-It may import: tuning and what is below.
+messages in, actions out. An engine, a simulator and the explorer of the tests run the same code. It may import:
+tuning and the rooms below.
 """
 
 from pccheck_async.group.control import Address, Meeting, reach

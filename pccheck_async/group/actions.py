@@ -1,4 +1,4 @@
-"""The actions that a member asks for.
+"""The actions that a member returns.
 
 The driver carries them out in order and reports results by calling the methods of the member named here.
 """
@@ -48,7 +48,7 @@ class Scan(Action, frozen=True):
 
 
 class Ready(Action, frozen=True):
-    """The group is open: ``member.view`` says what there is."""
+    """The group is open: ``member.view`` has its checkpoints."""
 
 
 class Unopened(Action, frozen=True):
@@ -108,7 +108,7 @@ class RemoveOrphans(Action, frozen=True):
 
 
 class Resolve(Action, frozen=True):
-    """A checkpoint has ended, for those who wait for it."""
+    """A checkpoint has ended, for its waiting callers."""
 
     counter: int
     outcome: Literal["durable", "superseded", "failed", "differs"]
@@ -118,7 +118,7 @@ class Resolve(Action, frozen=True):
 
 
 class ResolveChange(Action, frozen=True):
-    """A call that changes what is kept has ended; with an error where ``why`` says one.
+    """A call that changes the kept checkpoints has ended; with an error if ``why`` has one.
 
     Without one, the change is durable on this rank.
     """

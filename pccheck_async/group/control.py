@@ -7,12 +7,12 @@ Ranks put messages into an inbox, rank 0 puts decisions into a log, and everyone
     out/<rank>/<n>     decision n, for this rank, which deletes it; "@": it is large, and lies in ``large/<n>``
 
 The store is the group's own, never that of the default process group, and no collective is called: a trainer's thread
-may be inside one. A client of a ``TCPStore`` does one operation at a time, so those who wait have one each. Who
-waits for a key of its own can end the waiting by setting it: a thread that is still inside the store when the
+may be inside one. A client of a ``TCPStore`` does one operation at a time, so each waiting thread has one. A thread
+that waits for a key of its own is woken by setting it: one that is still inside the store when the
 interpreter exits would abort the process.
 
-A rank that died, or was stopped, is not found out here: whoever waits for it waits, until the launcher ends the job. A
-lost connection to rank 0 is told. What makes no sense breaks the group on all ranks: a message that cannot be decoded,
+A rank that died, or was stopped, is not detected here: waits for it go on until the launcher ends the job. A lost
+connection to rank 0 is reported. An inconsistency breaks the group on all ranks: a message that cannot be decoded,
 or that the coordinator fails at, a message that is missing in the inbox, a decision that rank 0 did not publish. The
 waiting calls fail, and nothing is dropped.
 """
@@ -45,7 +45,7 @@ Address: TypeAlias = tuple[tuple[str, ...], int]
 _FOREVER: Final = timedelta(days=1000)
 _CONNECT_SECONDS: Final = 20.0
 _SMALL_BYTES: Final = 4096
-"""A decision up to this size is sent to each rank, a larger one once: what is found at opening grows with the ranks."""
+"""A decision up to this size is sent to each rank, a larger one once: the findings at opening grow with the ranks."""
 _LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeErrors
 _GAP_SECONDS = 60.0
 """After which a message that others were posted behind counts as missing: its rank died before it had written it."""
@@ -61,24 +61,24 @@ class Meeting:
     def abandon(self) -> None:
         """Keep the store for ever, in a forked child: its destructor joins a thread that does not exist there.
 
-        What the child finds in that thread's place may be a thread of its own: it would abort, or never end.
+        In that thread's place may be a thread of the child's own: it would abort, or never end.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
     @property
     def address(self) -> Address:
-        """Where others find it."""
+        """The host names and the port for the other ranks."""
         names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), "localhost"]
         return tuple(dict.fromkeys(filter(None, names))), self._store.port
 
 
 class Server(Meeting):
-    """Rank 0's side: serves the store, and publishes what the coordinator decides.
+    """Rank 0's side: serves the store, and publishes the coordinator's decisions.
 
     Args:
         coordinator: Called by one thread at a time.
         world: Ranks in the group.
-        seconds: Within which all of them have to say hello.
+        seconds: Time for all of them to say hello.
     """
 
     def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
@@ -101,7 +101,7 @@ class Server(Meeting):
         self._timer.start()
 
     def _refuse_late(self, seconds: float) -> None:
-        """Refuse the opening where ranks are missing; a rank that never comes must not hang the others."""
+        """Refuse the opening if ranks are missing; a rank that never comes must not hang the others."""
         with self._lock, suppress(*_LOST):
             if missing := self._coordinator.missing:
                 ranks = ", ".join(map(str, missing))
@@ -120,17 +120,17 @@ class Server(Meeting):
         self._coordinator.schedule.step = step
 
     def decide(self, ask: Callable[[Coordinator], Sequence[AnyDecision]]) -> None:
-        """Publish what the coordinator answers to a question of rank 0 itself. May be called from any thread."""
+        """Publish the coordinator's decisions on a request of rank 0 itself. May be called from any thread."""
         with self._lock:
             self._publish(ask(self._coordinator))
 
     def awaited(self) -> dict[str, list[int]]:
-        """Return whom the others wait for, by what for."""
+        """Return the ranks that each open checkpoint or restore waits for."""
         with self._lock:
             return self._coordinator.awaited()
 
     def close(self, seconds: float) -> list[int]:
-        """Wait so many seconds until every rank said goodbye, and stop; return the ranks that did not."""
+        """Wait so many seconds until every rank has left, and stop; return the ranks that did not."""
         self._timer.cancel()
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -161,7 +161,7 @@ class Server(Meeting):
                 self._received += 1
 
     def _watch(self) -> None:
-        """Put an empty message where one is missing and later ones are there: rank 0 would wait for it for ever.
+        """Put an empty message in place of a missing one if later ones are there: rank 0 would wait for it for ever.
 
         Not by a timeout of the waiting: torch writes lines to stderr for each.
         """
@@ -192,7 +192,7 @@ class Client:
         address: Of the server.
         rank: This one.
         learn: Called with every decision, on a thread of its own.
-        lost: Called once where the store is gone, or a decision cannot be read, with what happened; no decision comes
+        lost: Called once with the reason if the store is gone, or a decision cannot be read; no decision comes
             after that.
 
     Raises:
@@ -221,7 +221,7 @@ class Client:
             thread.start()
 
     def another(self) -> TCPStore:
-        """Return one more client of the store, for whoever waits for something else."""
+        """Return one more client of the store, for another waiting thread."""
         return reach(self._address, only=self._inbox.host)
 
     def post(self, message: AnyMessage) -> None:
@@ -229,7 +229,7 @@ class Client:
         self._outgoing.put(message)
 
     def close(self) -> None:
-        """Post what was to be posted, and end both threads."""
+        """Post the queued messages, and end both threads."""
         self._outgoing.put(None)
         self._threads[0].join()
         self._closing = True  # first: a thread that passes the number that is read next sees it
@@ -277,7 +277,7 @@ def reach(address: Address, only: str | None = None) -> TCPStore:
     names, port = address
     errors = []
     for name in names if only is None else (only,):
-        # torch retries for as long as its timeout: not where the name leads nowhere, or to another machine.
+        # torch retries for as long as its timeout: not if the name leads nowhere, or to another machine.
         with suppress(OSError), socket.create_connection((name, port), timeout=_CONNECT_SECONDS):
             try:
                 store = TCPStore(

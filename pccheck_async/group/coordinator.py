@@ -1,4 +1,4 @@
-"""What rank 0 decides from what all ranks tell it: one ordered log. How it is driven: :mod:`.member`."""
+"""Rank 0's decisions on the messages of all ranks: one ordered log. How it is driven: :mod:`.member`."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ _MOST_NAMED = 20
 
 @dataclass(slots=True, eq=False)
 class _Ballot:
-    """What rank 0 knows of a checkpoint that is not decided."""
+    """Rank 0's state of a checkpoint that is not decided."""
 
     step: int
     rank: int
-    """The first that told its step."""
+    """The first that sent its step."""
     metadata: Metadata | None = None
     """None until rank 0 admitted it."""
     entry: Entry | None = None
@@ -88,12 +88,12 @@ class _Ballot:
 
 
 class Coordinator:
-    """What rank 0 decides, from the messages of its inbox in their order.
+    """Makes rank 0's decisions, from the messages of its inbox in their order.
 
     Args:
         world: Ranks in the group.
-        retention: What is kept.
-        nonce: A random number of 64 bits: tells this run from others with its number.
+        retention: The rules.
+        nonce: A random number of 64 bits: distinguishes this run from others with its number.
     """
 
     def __init__(self, world: int, retention: Retention, nonce: int) -> None:
@@ -118,7 +118,7 @@ class Coordinator:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that did not say hello: whoever opens a group waits for these."""
+        """The ranks that did not say hello: opening the group waits for these."""
         return [rank for rank in range(self.world) if rank not in self._hellos]
 
     @property
@@ -127,7 +127,7 @@ class Coordinator:
         return [rank for rank in range(self.world) if rank not in self._left]
 
     def awaited(self) -> dict[str, list[int]]:
-        """Return whom the others wait for, by what for; nobody aborts it, however long it takes."""
+        """Return the ranks that each open checkpoint or restore waits for; no timeout ends the waiting."""
         answered: dict[str, Collection[int]] = {
             f"the checkpoint of step {one.step}": one.digests if self._is_complete(one) else one.prepared
             for one in self._ballots.values()
@@ -137,14 +137,14 @@ class Coordinator:
         return {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}
 
     def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
-        """Take the next message of the inbox in; return what is decided, to be published in this order.
+        """Take the next message of the inbox in; return the decisions, to be published in this order.
 
         Raises ValueError: there is no such rank. Any error: see :meth:`give_up`.
         """
         if not 0 <= message.rank < self.world:
             raise ValueError(f"there is no rank {message.rank} among {self.world}")
         match message:
-            # What is committed stays readable, ranks go when they are asked to, and rank 0 goes after the last one.
+            # Committed checkpoints stay readable, preempted ranks leave, and rank 0 leaves after the last one.
             case Ok() | Failed() | Admitted() | Joined() | ChangeRequest() if self.broken is not None:
                 return []
             case Ok():
@@ -234,7 +234,7 @@ class Coordinator:
         view = self._view
         assert view is not None
         self.run = Run(view.number, self.nonce, members_digest(self._stores.items()))
-        # What was pinned or unpinned since the opening counts; what was unpinned goes with the next commit.
+        # Pins since the opening count; checkpoints that were unpinned go with the next commit.
         now = self.committed
         there = [replace(one, entry=now[one.entry.counter][1]) for one in view.complete if one.entry.counter in now]
         kept = {one.entry.counter for one in kept_at_start(view.complete, there, self.retention, self.restore.damaged)}
@@ -268,7 +268,7 @@ class Coordinator:
             why = f"the ranks call it differently: {', '.join(sorted(map(repr, ballot.names)))}"
             return [self._abort(counter, why, -1)]
         if self._is_mixed(ballot):
-            # All know the same from here on, whatever each of them knew: else the next one may be mixed, too.
+            # All have the same set from here on: else the next one may be mixed, too.
             known = tuple(sorted({ranks for some in ballot.differing for ranks in some}))
             return [Compare(counter, known), self._abort(counter, _MIXED, -1, differs=True)]
         if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
@@ -278,7 +278,7 @@ class Coordinator:
         return self._commit(counter, ballot)
 
     def _is_mixed(self, ballot: _Ballot) -> bool:
-        """Whether some ranks saved as their own what others left to one of them: they captured it in between."""
+        """Whether some ranks saved replicas that others left to one: ``differing`` changed between their captures."""
         return len(ballot.differing) > 1
 
     def _differing(self, ballot: _Ballot) -> tuple[int, ...]:
@@ -290,7 +290,7 @@ class Coordinator:
         return tuple(sorted({ranks for (ranks, _), values in digests.items() if len(values) > 1}))
 
     def _receive_digests(self, message: Digests) -> list[AnyDecision]:
-        """Name what differs once all ranks said what they have."""
+        """Abort with the names of differing replicas, once the digests of all ranks are in."""
         ballot = self._ballots.get(message.counter)
         if ballot is None:
             return []
@@ -323,7 +323,7 @@ class Coordinator:
         return [self.broken]
 
     def give_up(self, why: str) -> list[AnyDecision]:
-        """Break the group after a message that could not be taken in, whatever it was: somebody may wait for it."""
+        """Break the group after any message that could not be taken in: a rank may wait for its decision."""
         if self.broken is None:
             self.broken = Broken(why, -1)
         return [self.broken, self.restore.end(why)]
@@ -339,7 +339,7 @@ class Coordinator:
         return Abort(counter, why, rank, differs)
 
     def _abort_what_lacks_ranks(self) -> list[AnyDecision]:
-        """Abort what a rank that left takes no part in."""
+        """Abort the checkpoints that a rank that left takes no part in."""
         decisions: list[AnyDecision] = []
         for rank, goodbye in self._left.items():
             why = f"rank {rank} left before" + (f": {goodbye.why}" if goodbye.why else "")
@@ -348,7 +348,7 @@ class Coordinator:
         return decisions
 
     def _commit(self, counter: int, ballot: _Ballot) -> list[AnyDecision]:
-        """Commit what all ranks prepared: retention over the agreed list, with rank 0's metadata."""
+        """Commit a checkpoint that all ranks prepared: retention over the agreed list, with rank 0's metadata."""
         assert self.run is not None
         assert ballot.entry is not None
         committed = [entry for _, entry in self._newest_first()]
@@ -372,7 +372,7 @@ class Coordinator:
         return [Commit(counter, self._keep_list(), superseded)]
 
     def _superseded(self, counter: int, kept: Sequence[Entry]) -> tuple[int, ...]:
-        """Return the older ones in flight that retention would not keep beside what is committed now.
+        """Return the older ones in flight that retention would not keep beside the committed ones.
 
         Rank 0 admitted all of them before the one that commits, so that their steps and metadata are known.
         """
@@ -380,9 +380,7 @@ class Coordinator:
         return tuple(at for at, one in sorted(older) if not self._would_keep(kept, at, one))
 
     def _would_keep(self, kept: Sequence[Entry], counter: int, ballot: _Ballot) -> bool:
-        if (
-            self.retention.spaced
-        ):  # its time is not known: where no rule keeps it, it goes with the commit after its own
+        if self.retention.spaced:  # its time is not known: if no rule keeps it, it goes with the commit after its own
             return True
         entry = Entry(counter, ballot.step, 0.0, 0, 0, 0, 0, 0, False, ballot.metadata or {})
         return entry in self.retention.retain(kept, entry, self.restore.damaged).entries
@@ -422,10 +420,10 @@ class Coordinator:
         return [Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded)]
 
     def _rejected(self, wanted: Wanted) -> set[int]:
-        """Return the counters of what is rejected: complete, in flight, or complete maybe where it is not seen.
+        """Return the counters of rejected checkpoints: complete, in flight, or maybe complete in stores out of sight.
 
-        Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises what
-        :meth:`Retention.reject` does; StoreError where no rank could mark it.
+        Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises the
+        errors of :meth:`Retention.reject`; StoreError if no rank could mark one.
         """
         assert isinstance(wanted.which, int)
         view = self._view
@@ -456,7 +454,7 @@ class Coordinator:
 
 
 def _difference(name: str, hellos: Sequence[Hello]) -> str | None:
-    """Return what ranks disagree on, None where they do not."""
+    """Return a sentence on the values of a field that ranks disagree on, None if they agree."""
     by_value: dict[object, list[int]] = {}
     for hello in hellos:
         by_value.setdefault(getattr(hello, name), []).append(hello.rank)

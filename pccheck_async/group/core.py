@@ -60,7 +60,7 @@ __all__ = ["GroupCore"]
 
 
 class _OtherWorld(NamedTuple):
-    """What to do with what each rank of another world had for itself."""
+    """How to restore values that each rank of another world had for itself."""
 
     group: Group
     private: Private
@@ -68,10 +68,10 @@ class _OtherWorld(NamedTuple):
     async def check(
         self, caller: Caller, checkpoint: CheckpointReader, state: Mapping[str, Any], unexpected: Sequence[str]
     ) -> None:
-        """Raise StateMismatchError where the parts have different tensors under one name, and UnreadableError.
+        """Raise StateMismatchError if the parts have different tensors under one name, and UnreadableError.
 
-        Nothing says then which of them a rank of this world is to restore. Buffers that DistributedDataParallel makes
-        alike at the next forward may differ, and what the state lacks (``unexpected``) is not restored.
+        It is undefined then which of them a rank of this world restores. Buffers that DistributedDataParallel makes
+        alike at the next forward may differ, and paths that the state lacks (``unexpected``) are not restored.
         """
         if self.private == "modulo":
             return
@@ -130,9 +130,9 @@ class GroupCore(EngineCore):
         return store.run
 
     async def open(self, caller: Caller) -> None:
-        """Lock (or create) this rank's store, meet the others, and agree on what there is.
+        """Lock (or create) this rank's store, meet the others, and agree on the checkpoints.
 
-        Collective where the group is a process group: an address is broadcast on the calling thread.
+        Collective if the group is a process group: an address is broadcast on the calling thread.
         """
         if self.group.rank == 0 and self.state == "new":
             self._server = serve(self.group.world_size, self.config, self.group.timeout)
@@ -145,7 +145,7 @@ class GroupCore(EngineCore):
             raise
 
     def _tell_unopened(self, error: BaseException) -> None:
-        """Let the others know at once: they wait for this rank, which could not open its store."""
+        """Report the failure at once: the others wait for this rank, which could not open its store."""
         with suppress(GroupError):
             client = Client(self.address, self.group.rank, lambda _: None, lambda _: None)
             client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
@@ -179,7 +179,7 @@ class GroupCore(EngineCore):
         self.run.note_end(pending.counter, error)
 
     def end_schedule(self) -> None:
-        """Note that this rank makes no more steps: no step is agreed on that it would not reach."""
+        """Called when this rank makes no more steps: no step is agreed on that it would not reach."""
         store = self._assembly.store if self._assembly is not None else None
         if isinstance(store, GroupStore) and store.run is not None:
             store.run.end_schedule()
@@ -195,7 +195,7 @@ class GroupCore(EngineCore):
         overlap: bool = False,
         last: bool = False,
     ) -> tuple[PendingCheckpoint, float]:
-        """Do what :meth:`EngineCore.start_checkpoint` does; a call that raises counts, and fails on all ranks."""
+        """Start a checkpoint, see :meth:`EngineCore.start_checkpoint`; a call that raises fails it on all ranks."""
         counter = self.in_flight.counter
         try:
             return super().start_checkpoint(
@@ -227,7 +227,7 @@ class GroupCore(EngineCore):
     def wait_prepared(self, pending: PendingCheckpoint) -> None:
         """Block until this rank's durable record names its part of a checkpoint, which the group then decides about.
 
-        Raises what makes it fail before that.
+        Raises its error if it fails before that.
         """
         if not self.loop.call(self.run.prepared(pending.counter)):
             pending.result()
@@ -311,10 +311,10 @@ class GroupCore(EngineCore):
     async def _fill(
         self, caller: Caller, reading: Reading, state: Mapping[str, Any]
     ) -> tuple[str | None, Collection[int]]:
-        """Fill the live arrays; return what was damaged or None, and hashes of ranks that saved different replicas.
+        """Fill the live arrays; return the damage or None, and hashes of ranks that saved different replicas.
 
         These are not believed to have them alike again: else the first checkpoint of every run would be aborted. Ranks
-        that see other parts, or share replicas with other ranks, find others: the first checkpoint tells all of them.
+        that see other parts, or share replicas with other ranks, find others: the first checkpoint unites all of them.
         """
         assert self.captures.owners is not None
         checkpoint = reading.checkpoint
@@ -352,7 +352,7 @@ async def _match(
     dtype: torch.dtype | None,
     allow_pickle: bool,
 ) -> tuple[Literal["ok", "mismatch", "damaged"], str, Exception | None]:
-    """Return how this rank's part compares with its state, why, and the error that says so."""
+    """Return how this rank's part compares with its state, why, and the error for it."""
     if reading is None:
         return "damaged", "its part is not in its store", None
     checkpoint = reading.checkpoint

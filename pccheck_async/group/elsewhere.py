@@ -43,7 +43,7 @@ def remove_fetched(folder: Path) -> None:
 async def send_part(store: Any, prefix: str, source: Source) -> None:
     """Send a part to the rank that receives under ``prefix``; an error is sent, too.
 
-    ``store`` is a client of the group's store that nobody else uses meanwhile.
+    ``store`` is a client of the group's store for this call alone.
     """
     number = 0
 
@@ -75,7 +75,7 @@ class ReceivedPart(Source):
     """A part on another host, received into a file here.
 
     Args:
-        store: A client of the group's store that nobody else uses meanwhile.
+        store: A client of the group's store for this part alone.
         prefix: Of the keys under which it is sent.
         opened: The medium of the group's folder, which is prepared.
         root: That folder.
@@ -90,7 +90,7 @@ class ReceivedPart(Source):
         self._path = root / self._name
 
     async def acquire(self) -> File:
-        """Receive all of it. Raises DamagedError with what the sender says, ReadError where the connection is lost."""
+        """Receive all of it. Raises DamagedError with the sender's error, ReadError if the connection is lost."""
         try:
             await asyncio.to_thread(self._receive)
         except _STORE_ERRORS as error:

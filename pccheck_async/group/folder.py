@@ -1,8 +1,8 @@
-"""A group's folder: which filesystem it is on, and what its ranks' stores say.
+"""A group's folder: the filesystem that it is on, and the records of its ranks' stores.
 
 ::
 
-    FOLDER/group.json     the id of this filesystem, the same for all ranks that see this file
+    FOLDER/group.json     the id of this filesystem, equal for all ranks that see this file
     FOLDER/rank-00003/    the store of rank 3
 """
 
@@ -80,7 +80,7 @@ def _make_domain(folder: Path) -> None:
                 _write_new(path, data)
     finally:
         new.unlink(missing_ok=True)
-    sync(folder)  # crash: the id that other ranks were told is gone, and another one is there
+    sync(folder)  # crash: the id that other ranks have is gone, and another one is there
 
 
 def _write_new(path: Path, data: bytes) -> None:
@@ -117,9 +117,9 @@ def stored_domain(folder: Path, wait: bool = False) -> str | None:
 
 
 def seen_stores(folder: Path) -> Iterator[SeenStore]:
-    """Yield what the newest record of every rank's store in a folder says; a store that was never whole is none.
+    """Yield the newest record of every rank's store in a folder; a store that was never whole is none.
 
-    Raises CorruptStoreError where a store has no valid record, ReadError.
+    Raises CorruptStoreError if a store has no valid record, ReadError.
     """
     for rank, path in rank_folders(folder).items():
         try:
@@ -133,7 +133,7 @@ def seen_stores(folder: Path) -> Iterator[SeenStore]:
 
 
 def seen_store(rank: int, identity: Identity, record: Record) -> SeenStore:
-    """Return what the newest record of a rank's store says."""
+    """Return a rank's store as described by its newest record."""
     applied = record.parts.applied if record.parts is not None else None
     return SeenStore(0, rank, identity.id_bytes, applied, parts_of(record))
 

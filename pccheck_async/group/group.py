@@ -18,7 +18,7 @@ _decoder: msgspec.msgpack.Decoder[Address] = msgspec.msgpack.Decoder(Address)
 
 
 class Group:
-    """Ranks that save together, where torch.distributed is not initialised.
+    """Ranks that save together, for programs without torch.distributed.
 
     Args:
         rank: This one.
@@ -49,7 +49,7 @@ class Group:
 
     @classmethod
     def of(cls, group: object) -> Group:
-        """Return the group of what a user gave: itself, or that of a process group.
+        """Return the group of a user's argument: itself, or that of a process group.
 
         Raises TypeError, ValueError: this process is not in it.
         """
@@ -68,7 +68,7 @@ class Group:
         return made
 
     def world_ranks(self) -> list[int]:
-        """Return what the ranks of this group are called in the world of torch.distributed, in their order."""
+        """Return the numbers of this group's ranks in the world of torch.distributed, in their order."""
         if self._process_group is None:
             return [*range(self.world_size)]
         return dist.get_process_group_ranks(self._process_group)

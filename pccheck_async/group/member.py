@@ -1,23 +1,23 @@
-"""The group commit: what one rank does, and what rank 0 decides. Messages in, actions out: no I/O, no clock, no thread.
+"""The group commit: one rank's part, and rank 0's decisions. Messages in, actions out: no I/O, no clock, no thread.
 
 How it is driven. Every rank has a :class:`Member`; rank 0 has a :class:`Coordinator`, too. An adapter calls a method
 for each thing that happened, and carries out the actions that it returns, in order. ``Post`` puts a message into rank
-0's inbox; rank 0's adapter hands each message of the inbox to :meth:`Coordinator.receive` and appends what that returns
-to the log, in order; every adapter hands each decision of the log to :meth:`Member.learn`, rank 0's own, too. Calls of
+0's inbox; rank 0's adapter hands each message of the inbox to :meth:`Coordinator.receive` and appends the result to
+the log, in order; every adapter hands each decision of the log to :meth:`Member.learn`, rank 0's own, too. Calls of
 one object never overlap; nothing else is assumed: messages of different ranks may arrive in any order, and decisions
-as late as they like. A rank says hello once it holds the lock of its own store. ::
+at any time later. A rank says hello once it holds the lock of its own store. ::
 
     opening    hello            -> Post(Hello); the lowest rank of each domain: Scan, found; then Ready or Unopened
     admission  request          -> (first: TakeOver, took_over) ... Admit; at most max_in_flight at a time
     writing    written, failed  -> WriteRecord, record_durable -> Post(Ok) ... Resolve ... WriteRecord, Free
-    ending     drain, leave     -> the last record applies what was decided; ``idle`` says when all is done
+    ending     drain, leave     -> the last record applies all decisions; ``idle`` is true when all is done
 
 ``commit()`` of a store is split at its record: data durable before ``written``, the record by ``WriteRecord``, slots
 free by ``Free``. Applying a decision waits for the next prepare, which takes it along in its own record, unless an
-admission waits for a slot or a permit, a change of what is kept waits, or the engine drains.
+admission waits for a slot or a permit, a change of the kept checkpoints waits, or the engine drains.
 
-What holds (section numbers are those of the steps): a prepare names all that is kept (3), an ok follows the flush (4),
-all oks decide (5), a handle is resolved by whoever learns the decision (6), and a part goes only by an applied decision
+Invariants (section numbers are those of the steps): a prepare names all kept ones (3), an ok follows the flush (4), all
+oks decide (5), each rank that reads the decision resolves its handle (6), and a part goes only by an applied decision
 that keeps a newer complete checkpoint or that aborts it (7). The rules that this rests on are functions of their own:
 the tests replace one after the other by a wrong one.
 """
@@ -120,7 +120,7 @@ class _Job:
     phase: _Phase = _Phase.WAITING
     entry: Entry | None = None
     decided: int | None = None
-    """How many decisions were learnt with the one about it,"""
+    """The number of decisions read up to the one about it,"""
     differs: bool = False
     """and whether that was that replicas of it differ."""
 
@@ -136,7 +136,7 @@ class _Writing:
 
 
 class Member:
-    """What one rank does.
+    """One rank's side of the protocol.
 
     Args:
         rank: This one.
@@ -163,7 +163,7 @@ class Member:
         self.learned = 0
         """Decisions taken in."""
         self.parts: dict[Key, Part] = {part.key: part for part in own.parts} if own is not None else {}
-        """What the newest durable record names."""
+        """The parts that the newest durable record names."""
         self.run: Run | None = None
         """From decision 0 on."""
         self.keep: dict[Key, bool] = {}
@@ -173,7 +173,7 @@ class Member:
         """Those that restores pass over, and maybe some that are gone."""
         self.settled = Settled()
         self.differing: frozenset[int] = frozenset()
-        """Hashes of ranks whose replicas differ: whoever captures a state from now on saves its own."""
+        """Hashes of ranks whose replicas differ: in captures from now on each saves its own."""
         self._joining = False
         self._orphans: tuple[SeenStore, ...] = ()
         self._jobs: dict[int, _Job] = {}
@@ -193,10 +193,10 @@ class Member:
         return [Post(Hello(self.rank, VERSION, self.world, domain, host, settings))]
 
     def found(self, stores: Sequence[SeenStore]) -> list[Action]:
-        """Tell the stores in this domain, this rank's own among them; their ``domain`` is filled in here."""
+        """Report the stores in this domain, this rank's own among them; their ``domain`` is filled in here."""
         home = self.homes[self.rank]
         seen = tuple(replace(store, domain=home) for store in stores)
-        # Nobody writes to the folder of a rank that does not run here: this one answers for them.
+        # No rank writes to the folder of a rank that does not run here: this one answers for them.
         self._orphans = tuple(one for one in seen if one.rank >= self.world or self.homes[one.rank] != home)
         return [Post(Found(self.rank, seen))]
 
@@ -225,7 +225,7 @@ class Member:
         sums: Mapping[str, int] | None = None,
         differing: Collection[int] = (),
     ) -> list[Action]:
-        """Request a checkpoint: :attr:`counter` is then its number, whatever becomes of it.
+        """Request a checkpoint: :attr:`counter` is then its number, even if it fails.
 
         ``sums`` and ``differing`` are those of :class:`Ok`.
         """
@@ -250,7 +250,7 @@ class Member:
         replicas: Mapping[int, tuple[int, int]] | None = None,
         digests: Mapping[str, int] | None = None,
     ) -> list[Action]:
-        """Note that all of a checkpoint is durable in its slot. The last two are those of Ok and :class:`Digests`."""
+        """Called when all of a checkpoint is durable in its slot. The last two are those of Ok and :class:`Digests`."""
         job = self._jobs.get(counter)
         if job is not None and job.phase is _Phase.WRITING:  # else it was cancelled meanwhile, and `released` comes
             job.phase, job.entry = _Phase.WRITTEN, entry
@@ -258,7 +258,7 @@ class Member:
         return self._advance()
 
     def failed(self, counter: int, why: str) -> list[Action]:
-        """Note that a checkpoint failed or was cancelled before it was written, and that its slot was given back."""
+        """Called when a checkpoint failed or was cancelled before it was written, and its slot was given back."""
         job = self._jobs.get(counter)
         if job is None:
             return []
@@ -268,16 +268,16 @@ class Member:
         return [Post(Failed(self.rank, counter, why, self._latched is not None)), *self._advance()]
 
     def released(self, counter: int) -> list[Action]:
-        """Note that the slot of a cancelled checkpoint was given back."""
+        """Called when the slot of a cancelled checkpoint was given back."""
         self._jobs.pop(counter, None)
         return self._advance()
 
     def took_over(self, store_id: bytes) -> list[Action]:
-        """Note that this rank's store is its own, and that it is safe to write over what it holds (I12)."""
+        """Called when this rank's store is its own, and its free slots are safe to write over (I12)."""
         return [Post(Joined(self.rank, store_id))]
 
     def record_durable(self) -> list[Action]:
-        """Note that the record was flushed: it can be told, and what it does not name is free."""
+        """Called when the record was flushed: reports prepared parts, and frees parts that it does not name."""
         assert self._writing is not None
         written, before = self._writing, self.parts
         self._writing, self.parts = None, written.parts
@@ -296,12 +296,12 @@ class Member:
         return actions + self._advance()
 
     def record_failed(self, why: str) -> list[Action]:
-        """Note that a flush, the record or the take-over failed: which record a restart will find is unknown (I11)."""
+        """Called when a flush, the record or the take-over failed: a restart may find either record (I11)."""
         self._latched, self._writing = why, None
         return [Post(Failed(self.rank, self.counter, why, latched=True))]
 
     def lost(self, why: str, rank: int = 0) -> list[Action]:
-        """Note that rank 0 or its log is gone: all that wait fail, and nothing is dropped."""
+        """Called when rank 0 or its log is gone: all that wait fail, and nothing is dropped."""
         actions = self._stop(Broken(why, rank))
         if self.restore.active:
             self.restore.active = False
@@ -309,18 +309,18 @@ class Member:
         return actions
 
     def preempted(self) -> list[Action]:
-        """Report that this rank was asked to go: the schedule will say after which step all do."""
+        """Report that this rank was preempted: the schedule will have the step after which all stop."""
         return [Post(Preempted(self.rank))]
 
     def drain(self) -> list[Action]:
-        """Apply what is decided as soon as it is, until :attr:`idle`."""
+        """Apply each decision at once, until :attr:`idle`."""
         self._draining = True
         return self._advance()
 
     def leave(self, why: str | None = None) -> list[Action]:
         """Take part in no later checkpoint; with an error none that still waits begins. Rank 0 leaves last.
 
-        What is being written goes on, or is cancelled and reported as ``failed`` before this.
+        Checkpoints being written go on, or are cancelled and reported as ``failed`` before this.
         """
         if self._left:
             return []
@@ -345,11 +345,11 @@ class Member:
         return self._change(Wanted("reject", step, until))
 
     def was_rejected(self, step: int, until: int) -> list[Action]:
-        """Ask whether the records of all ranks say so: called once this rank's does."""
+        """Request a change that ends once the records of all ranks have the marks: called once this rank's has."""
         return self._change(Wanted("was rejected", step, until))
 
     def _change(self, wanted: Wanted) -> list[Action]:
-        """Ask for a change of what is kept. Calls are numbered from 0 on."""
+        """Request a change of the kept checkpoints. Calls are numbered from 0 on."""
         index = self._changes_asked
         self._changes_asked += 1
         if self.stopped is not None:
@@ -365,7 +365,7 @@ class Member:
         return [TakeOver(self._orphans)]
 
     def _vote(self, counter: int, job: _Job) -> list[Action]:
-        """Tell rank 0 that a part is prepared. After the flush: else power may fail behind the decision (G2)."""
+        """Report to rank 0 that a part is prepared. After the flush: else power may fail behind the decision (G2)."""
         if job.decided is not None:
             return []
         assert self.run is not None
@@ -374,7 +374,7 @@ class Member:
         return [Post(Ok(self.rank, self.run, counter, job.step, entry, *claims))]
 
     def _advance(self) -> list[Action]:
-        """Admit what may be, and write the record that is due."""
+        """Admit checkpoints that have room, and write the record that is due."""
         if self.run is None or self.stopped is not None or self._latched is not None:
             return []
         actions: list[Action] = []
@@ -397,12 +397,12 @@ class Member:
         return in_flight < self.max_in_flight and len(named) + leased < self._capacity()
 
     def _capacity(self) -> int:
-        """Slots at most (G10). What decision 0 keeps of dead runs has its own, or a crash loop would leave none."""
+        """Slots at most (G10). Those of dead runs on the keep-list have their own, or a crash loop would leave none."""
         return self.max_in_flight + max(self.reserved, len(self.keep) + len(self.unproven))
 
     def _record_due(self, run: Run) -> WriteRecord | None:
         prepares = tuple(counter for counter, job in self._jobs.items() if job.phase is _Phase.WRITTEN)
-        # Again under the record's lock: only what is still undecided is prepared.
+        # Again under the record's lock: only still undecided ones are prepared.
         parts = apply_decisions(self.parts, run, self.keep, self.unproven, self.settled)
         for key in self.rejected & parts.keys():
             parts[key] = replace(parts[key], entry=parts[key].entry.as_rejected())
@@ -426,7 +426,7 @@ class Member:
     def _apply_is_due(self) -> bool:
         """Whether an apply does not wait for the next prepare.
 
-        What differs is not to be found by a restart: until then all records name it.
+        A restart must not find a checkpoint whose replicas differ: until the apply all records name it.
         """
         return self._draining or any(job.phase is _Phase.WAITING or job.differs for job in self._jobs.values())
 
@@ -490,7 +490,7 @@ class Member:
         return [*actions, *self._note_change(decision.index), *self._advance()]
 
     def _note_change(self, index: int) -> list[Action]:
-        """Let a change's caller wait for the record that says so: until then a crash may undo it."""
+        """Make a change's caller wait for the record that has it: until then a crash may undo it."""
         self._changes += (index,)
         return []
 
@@ -530,9 +530,9 @@ class Member:
 def apply_decisions(
     parts: Mapping[Key, Part], run: Run, keep: Mapping[Key, bool], unproven: Collection[Key], settled: Settled
 ) -> dict[Key, Part]:
-    """Return what a record names once all decisions so far are applied.
+    """Return the parts that a record names once all decisions so far are applied.
 
-    What this run has not decided stays, and so does what may turn out complete. All else that is not on the keep-list
+    Parts that this run has not decided stay, and so do unproven ones. All else that is not on the keep-list
     goes: aborted, superseded, kept formerly, or of dead runs.
     """
     named: dict[Key, Part] = {}

@@ -1,4 +1,4 @@
-"""What ranks tell rank 0 (messages, by way of its inbox), and what rank 0 tells all of them (decisions, in one order).
+"""The messages of ranks to rank 0, by way of its inbox, and the decisions of rank 0 for all of them, in one order.
 
 Both travel as MessagePack arrays that begin with their type's name. Numbers of decisions are their places in the log.
 """
@@ -58,7 +58,7 @@ class Hello(Message, frozen=True):
     """The id of its filesystem: those with equal ids see each other's folders."""
     host: str
     settings: str
-    """Whatever has to be equal on all ranks, encoded."""
+    """The settings that must be equal on all ranks, encoded."""
 
 
 class Roster(Decision, frozen=True):
@@ -76,7 +76,7 @@ class Found(Message, frozen=True):
 
 
 class Opened(Decision, frozen=True):
-    """What all found together."""
+    """The findings of all ranks together."""
 
     view: View
 
@@ -105,7 +105,7 @@ class Start(Decision, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """Rank 0 admitted a checkpoint: what retention has to know of it, and its metadata count for all."""
+    """Rank 0 admitted a checkpoint: its step, for retention, and its metadata, which count for all."""
 
     counter: int
     step: int
@@ -121,10 +121,10 @@ class Ok(Message, frozen=True):
     entry: Entry | None
     """Rank 0's."""
     sums: Mapping[str, int] = {}
-    """By outermost names in the state, numbers that make 0 over all ranks, modulo 2**64, but where a tensor that
+    """By outermost names in the state, numbers that make 0 over all ranks, modulo 2**64, unless a tensor that
     several ranks have is saved by none or by several of them, or one of them lacks it."""
     name: str | None = None
-    """What this rank calls it."""
+    """Its name on this rank."""
     replicas: Mapping[int, tuple[int, int]] = {}
     """By hashes of ranks that are believed to have tensors alike: which part of these is compared, and its digest."""
     differing: tuple[int, ...] = ()
@@ -150,7 +150,7 @@ class Commit(Decision, frozen=True):
 
 
 class Compare(Decision, frozen=True):
-    """Digests of a prepared checkpoint differ: say which, and from the next one on save your own."""
+    """Digests of a prepared checkpoint differ: ranks send theirs by path, and from the next one on save their own."""
 
     counter: int
     differing: tuple[int, ...]
@@ -158,7 +158,7 @@ class Compare(Decision, frozen=True):
 
 
 class Digests(Message, frozen=True):
-    """An answer to that."""
+    """An answer to :class:`Compare`: digests of this rank's replicas, by path."""
 
     counter: int
     by_path: Mapping[str, int]
@@ -172,7 +172,7 @@ class Abort(Decision, frozen=True):
     rank: int
     """The one whose part failed; -1: none did."""
     differs: bool = False
-    """Replicas of it differ; the next one holds what each rank has."""
+    """Replicas of it differ; the next one holds each rank's own."""
 
 
 Refusal: TypeAlias = Literal["missing", "refused", "lost"]
@@ -180,23 +180,23 @@ Refusal: TypeAlias = Literal["missing", "refused", "lost"]
 
 
 class Wanted(NamedTuple):
-    """A change of what is kept."""
+    """A change of the kept checkpoints."""
 
     change: Literal["pin", "unpin", "remove", "remove even the last", "reject", "was rejected"]
-    """``was rejected`` changes nothing: its answer says that every rank's record has the marks of the one before."""
+    """``was rejected`` changes nothing; it is answered once every rank's record has the marks of the one before."""
     which: int | str
     until: int = -1
-    """The last checkpoint that is rejected, where something is."""
+    """The counter of the last checkpoint that a rejection covers; -1 for other changes."""
 
     def __str__(self) -> str:
         return f"{self.change} {self.which!r}" + (f" up to checkpoint {self.until}" if self.until >= 0 else "")
 
 
 class ChangeRequest(Message, frozen=True):
-    """All ranks ask the same, each for itself."""
+    """A request for a change, which all ranks send alike."""
 
     index: int
-    """So many were asked before."""
+    """The number of earlier requests."""
     wanted: Wanted
 
 
@@ -235,19 +235,19 @@ class Broken(Decision, frozen=True):
 
 
 class Next(Decision, frozen=True):
-    """The next step at which all ranks do the same."""
+    """The next step at which all ranks act alike."""
 
     step: int
     save: bool = True
-    """They save; else they only know by then what comes after."""
+    """They save; else it only marks how far the schedule is known."""
 
 
 class Preempted(Message, frozen=True):
-    """A rank was asked to go."""
+    """A rank was preempted."""
 
 
 class Propose(Decision, frozen=True):
-    """A last step before all go."""
+    """A last step before all ranks exit."""
 
     number: int
     step: int
@@ -277,7 +277,7 @@ class Withdraw(Decision, frozen=True):
 
 
 class RestoreRequest(Message, frozen=True):
-    """All ranks ask the same, each for itself."""
+    """A request for a restore, which all ranks send alike."""
 
     index: int
     which: Which
@@ -292,7 +292,7 @@ class Candidate(Decision, frozen=True):
 
 
 class Matched(Message, frozen=True):
-    """What came of that."""
+    """The outcome of a rank's match of the candidate."""
 
     index: int
     attempt: int
@@ -308,7 +308,7 @@ class Verify(Decision, frozen=True):
 
 
 class Verified(Message, frozen=True):
-    """What came of that."""
+    """The outcome of a rank's reading of the candidate."""
 
     index: int
     attempt: int
@@ -332,7 +332,7 @@ class NotRestored(Decision, frozen=True):
     index: int
     reason: Reason
     why: Mapping[int, str]
-    """By rank; empty where it is the same for all."""
+    """By rank; empty if the reason is the same for all."""
 
 
 AnyMessage = (
@@ -365,10 +365,10 @@ def _escaped(value: Any) -> Any:
 
 
 def decode_message(data: bytes) -> AnyMessage:
-    """Decode what came into the inbox. Raises msgspec.DecodeError."""
+    """Decode a message of the inbox. Raises msgspec.DecodeError."""
     return _message_decoder.decode(data)
 
 
 def decode_decision(data: bytes) -> AnyDecision:
-    """Decode what rank 0 published. Raises msgspec.DecodeError."""
+    """Decode a decision that rank 0 published. Raises msgspec.DecodeError."""
     return _decision_decoder.decode(data)

@@ -1,4 +1,4 @@
-"""What the commit records of a group say: one rank's part of a checkpoint, and the last decision a record applied."""
+"""The contents of a group's commit records: one rank's part of a checkpoint, and the last decision a record applied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     world: int
     committed: bool
     """The record applied the decision that committed it; else it is only prepared. That decides nothing:
-    a checkpoint is complete when all ranks' records name it, whoever was told."""
+    a checkpoint is complete when all ranks' records name it, no matter which ranks read the decision."""
     entry: Entry
 
     @property
@@ -44,7 +44,7 @@ class SeenStore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 def members_digest(stores: Iterable[tuple[int, bytes]]) -> int:
-    """Return what tells the stores (rank, store id) of a run from others. A sum: candidates for it are cheap to try."""
+    """Return a digest of the stores (rank, store id) of a run. A sum: candidates for it are cheap to try."""
     return sum(member_hash(rank, store_id) for rank, store_id in stores) % MOST_HASH
 
 
@@ -66,7 +66,7 @@ class Settled:
         return counter < self.floor or counter in self.above
 
     def add(self, counter: int) -> None:
-        """Note that a counter was decided."""
+        """Add a counter that was decided."""
         self.above.add(counter)
         while self.floor in self.above:
             self.above.remove(self.floor)

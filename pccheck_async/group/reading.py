@@ -1,7 +1,7 @@
 """Reading a group's folder without an engine, also beside a running group. Nothing here writes.
 
-What is listed as complete has all its parts in this folder. What ranks on other hosts have in folders of their own is
-not seen: there, a folder of one rank can be read for itself.
+Checkpoints listed as complete have all their parts in this folder. Parts of ranks on other hosts in folders of their
+own are not seen: there, a folder of one rank can be read for itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["GroupListing", "GroupReader", "list_group"]
 
 @dataclass(frozen=True, slots=True)
 class GroupListing:
-    """What the records of all ranks in a folder say, at one moment.
+    """The records of all ranks in a folder, at one moment.
 
     Attributes:
         folder: The group's.
@@ -56,13 +56,13 @@ class GroupListing:
         return {rank: part for rank, store in self.stores.items() for part in store.parts if part.key == key}
 
     def info(self, one: Complete) -> CheckpointInfo:
-        """Return what users see of a complete checkpoint: the bytes of all ranks; the rest is rank 0's."""
+        """Return the info of a complete checkpoint for users: the bytes of all ranks; the rest is rank 0's."""
         return replace(one.entry.info, nbytes=sum(part.entry.nbytes for part in self.parts(one.key).values()))
 
     def choose(self, which: Which) -> Complete:
-        """Return the newest complete checkpoint that is not rejected, or the one asked for.
+        """Return the newest complete checkpoint that is not rejected, or the requested one.
 
-        Raises what :meth:`nothing` returns; StoreError where all are rejected.
+        Raises the error of :meth:`nothing`; StoreError if all are rejected.
         """
         found = choose([one.entry for one in self.complete], which)
         if found is None:
@@ -80,7 +80,7 @@ class GroupListing:
         return self.folder / rank_name(rank)
 
     def nothing(self, which: Which) -> NoCheckpointError:
-        """Return what to raise where there is no complete checkpoint, or not the one asked for."""
+        """Return the error if there is no complete checkpoint, or not the requested one."""
         lacking = [one for one in self.incomplete if which in (None, one.step)]
         if not lacking:
             return NoCheckpointError(f"{self.folder} holds no checkpoint{describe_which(which)}")
@@ -95,7 +95,7 @@ def list_group(path: str | os.PathLike[str]) -> GroupListing:
     """Read the records of all ranks in a group's folder, on this thread.
 
     Records are read one after the other while ranks may write them. One that is read early may lack what later ones
-    name, so nothing is incomplete before all were read again. And what was complete may have been dropped from one that
+    name, so nothing is incomplete before all were read again. And a complete one may have been dropped from one that
     is read late; that one names a newer checkpoint as committed, and all are read again until this is complete, too.
 
     Raises:
@@ -138,7 +138,7 @@ class GroupReader(StoreReader):
     """As it was when a record was read last."""
 
     async def record(self) -> Record:
-        """Return the newest record as it is now, without what is not complete."""
+        """Return the newest record as it is now, without incomplete checkpoints."""
         self.listing = await self.opened.operations.call(list_group, self.listing.folder)
         complete = {one.key: one.entry for one in self.listing.complete}
         parts = self.listing.stores[self.rank].parts if self.rank in self.listing.stores else ()
@@ -160,5 +160,5 @@ class GroupReader(StoreReader):
         return next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
 
     def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
-        """Return what to raise where no checkpoint is complete, or not the one asked for."""
+        """Return the error if no checkpoint is complete, or not the requested one."""
         return self.listing.nothing(which)

@@ -20,14 +20,14 @@ __all__ = ["reject_in_group"]
 
 
 async def reject_in_group(path: str | os.PathLike[str], step: int, lock_timeout: float) -> tuple[CheckpointInfo, ...]:
-    """Mark all parts in a folder of what :meth:`Retention.reject` says; return the complete ones, newest first.
+    """Mark all parts in a folder that :meth:`Retention.reject` chooses; return the complete checkpoints, newest first.
 
     One marked part rejects a checkpoint: a crash in the middle leaves each of them rejected on all ranks, or on none.
 
     Durability: when this returns all records that have marks survive power loss.
 
-    Raises what :meth:`Retention.reject` does; IncompleteCheckpointError where all lack parts that are in other folders;
-    StoreLockedError where a rank runs; StoreFailedError.
+    Raises the errors of :meth:`Retention.reject`; IncompleteCheckpointError if all lack parts, which are in other
+    folders; StoreLockedError if a rank runs; StoreFailedError.
     """
     stores: list[GroupStore] = []
     async with AsyncExitStack() as stack:

@@ -1,7 +1,7 @@
 """The ranks agree three times: on the candidate, on the match before arrays are filled, on the chunks before the rest.
 
 All restore one checkpoint, or none does, with one error. Damage on any rank takes all to the next older one; with a
-step that was asked for it is an error. That the "newest of all" may be damaged on one rank and that "the oldest of the
+given step it is an error. That the "newest of all" may be damaged on one rank and that "the oldest of the
 newest" may not exist on another is why ranks do not choose for themselves.
 """
 
@@ -43,12 +43,12 @@ class Restore:
     key: Key | None = None
     """The last candidate."""
     abandoned: str | None = None
-    """Why this rank's call ended although the restore is under way: it answers for itself, and nobody learns of it."""
+    """Why this rank's call ended while the restore is under way: the member goes on answering, with no caller."""
     _next: tuple[Which, ...] = ()
-    """What was asked for meanwhile."""
+    """The request that came meanwhile."""
 
     def request(self, which: Which) -> list[Action]:
-        """Ask for the newest checkpoint, for the newest of a step, or for that of a name."""
+        """Request the newest checkpoint, the newest of a step, or that of a name."""
         if self.abandoned is not None:  # rank 0 begins no other one before that ended
             self._next = (which,)
             return []
@@ -56,15 +56,15 @@ class Restore:
         return [Post(RestoreRequest(self.rank, self.index, which))]
 
     def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
-        """Tell how the manifest of the candidate compares with the state."""
+        """Report how the manifest of the candidate compares with the state."""
         return [Post(Matched(self.rank, self.index, self.attempt, outcome, why))]
 
     def verified(self, damage: str | None = None) -> list[Action]:
-        """Tell whether all chunks of the candidate are whole."""
+        """Report whether all chunks of the candidate are whole."""
         return [Post(Verified(self.rank, self.index, self.attempt, damage))]
 
     def abandon(self, why: str) -> list[Action]:
-        """Tell that this rank takes no part any more; what is decided of this restore is not for the next one."""
+        """Report that this rank takes no part any more; decisions on this restore are not for the next one."""
         if not self.active:
             return []
         if self.abandoned is not None:
@@ -74,7 +74,7 @@ class Restore:
         return self.matched("mismatch", why)
 
     def broke(self, why: str) -> list[Action]:
-        """End a restore without a candidate: a rank that knows that the group is broken may not ask for it any more."""
+        """End a restore without a candidate: ranks that have read of the break may not request it any more."""
         if not self.active or self.attempt >= 0 or self.abandoned is not None:
             return []
         self.active = False
@@ -92,7 +92,7 @@ class Restore:
             self._next = ()
             return self.request(asked[0]) if asked else []
         if not self.active or decision.index != self.index:
-            return []  # the group broke: this rank's call ended, or it does not ask any more
+            return []  # the group broke: this rank's call ended, or it requests nothing any more
         match decision:
             case Candidate():
                 self.attempt, self.key = decision.attempt, decision.key
@@ -116,7 +116,7 @@ def _text(decision: NotRestored) -> str:
 
 @dataclass(slots=True, eq=False)
 class LeadRestore:
-    """What rank 0 decides of it."""
+    """Rank 0's side of a restore."""
 
     world: int
     index: int = 0
@@ -137,12 +137,12 @@ class LeadRestore:
         lacking: str,
         rejected: Sequence[There] = (),
     ) -> list[Candidate | Verify | Restored | NotRestored]:
-        """Take a message in; return what is decided.
+        """Take a message in; return the decisions.
 
         Args:
             message: From any rank.
             there: The complete checkpoints that are not rejected, newest first.
-            lacking: What is known of checkpoints that lack parts; empty for none.
+            lacking: A sentence on checkpoints that lack parts; empty for none.
             rejected: The complete checkpoints that are.
         """
         if message.index != self.index:
@@ -160,7 +160,7 @@ class LeadRestore:
 
     @property
     def answered(self) -> Collection[int]:
-        """The ranks that said what the restore under way waits for."""
+        """The ranks that have sent the message that the restore under way waits for."""
         if self.candidate is None:
             return self.requests.keys()
         return (self.verified if self._all_in(self.matches) else self.matches).keys()
@@ -191,7 +191,7 @@ class LeadRestore:
     def _try_next(
         self, there: Sequence[There], damage: dict[int, str]
     ) -> list[Candidate | Verify | Restored | NotRestored]:
-        """Propose the newest one that nobody found damaged."""
+        """Propose the newest one that no rank found damaged."""
         whole = [key for key, *named in there if key.counter not in self.damaged and self.which in (None, *named)]
         asked_again = self.which is not None and damage
         if not whole or asked_again:

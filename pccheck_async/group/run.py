@@ -1,4 +1,4 @@
-"""One opening of a group on one rank: carries out what its member wants, on the engine's loop."""
+"""One opening of a group on one rank: carries out its member's actions, on the engine's loop."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _GOODBYE_SECONDS = 60.0
 
 
 class GroupRun:
-    """What one rank does between opening and closing. All methods run on the engine's loop.
+    """One rank's work between opening and closing. Methods run on the engine's loop, but for those of the schedule.
 
     Args:
         folder: The group's.
@@ -74,13 +74,13 @@ class GroupRun:
         world: Ranks in the group.
         config: Of the engine.
         store: This rank's; ``write_parts`` writes its records.
-        own: What its newest record says.
+        own: Of its newest record.
         cancel: Ends a checkpoint that is being written with an error.
         operations: Of the engine: they read the parts of other ranks, and call blocking functions on a thread, also
             when the interpreter exits and loops have none any more.
 
     Attributes:
-        call: The same.
+        call: Calls a blocking function on a thread of ``operations``.
         server: On rank 0: the control plane.
     """
 
@@ -127,7 +127,7 @@ class GroupRun:
     # -- opening
 
     async def join(self, address: Address) -> None:
-        """Meet the other ranks, and agree on what there is.
+        """Meet the other ranks, and agree on the checkpoints.
 
         Raises GroupError: they do not fit together, or did not come in time.
         """
@@ -150,7 +150,7 @@ class GroupRun:
         self._warn_of_incomplete()
 
     def _warn_of_incomplete(self) -> None:
-        """Say which checkpoints newer than the newest complete one were complete once, and lack parts now."""
+        """Warn of checkpoints newer than the newest complete one were complete once, and lack parts now."""
         view = self.member.view
         assert view is not None
         newest = view.complete[0].key.counter if view.complete else -1
@@ -175,18 +175,18 @@ class GroupRun:
                 actions = self.member.learn(decision)
                 self._scheduled.notify_all()
             self._do(actions)
-        except Exception as error:  # noqa: BLE001 - else whoever waits for it waits for ever
+        except Exception as error:  # noqa: BLE001 - else its waiting callers wait for ever
             name = type(decision).__name__
             self._note_lost(f"rank {self.member.rank} cannot take a decision in ({name}: {error!r})")
         if self.member.stopped is not None and not self._opened.done():
             self._opened.set_exception(GroupError(self.member.stopped.why))
 
-    # -- what the engine asks
+    # -- called by the engine
 
     def complete(self) -> list[Entry]:
         """Return the entries of the checkpoints that are complete and kept, newest first.
 
-        Those of this rank, or of rank 0 where this one has no part, as it ran elsewhere, or not, when they were saved.
+        Those of this rank, or of rank 0 if this one has no part, as it ran elsewhere, or not, when they were saved.
         """
         member, found = self.member, []
         there = {one.key: one.entry for one in member.view.complete} if member.view is not None else {}
@@ -237,11 +237,11 @@ class GroupRun:
         return len(self._places(key)) == self.member.world
 
     def own_part(self, key: Key) -> int:
-        """Return whose part this rank restores."""
+        """Return the rank whose part this rank restores."""
         return self.member.rank % len(self._places(key))
 
     def _places(self, key: Key) -> tuple[int, ...]:
-        """Return in which domain each part of a complete checkpoint is: those of this run are where their ranks are."""
+        """Return the domain of each part of a complete checkpoint: parts of this run are in their ranks' domains."""
         found = self._complete(key)
         return self.member.homes if found is None else found.places
 
@@ -250,11 +250,11 @@ class GroupRun:
         return next((one for one in complete if one.key == key), None)
 
     def _prefix(self, rank: int) -> str:
-        """Return where what a rank restores is sent to it."""
+        """Return the prefix of the keys under which a rank receives the part that it restores."""
         return f"part/{self.member.restore.index}/{self.member.restore.attempt}/{rank}"
 
     def _send_parts(self, key: Key) -> None:
-        """Send what other hosts restore and only this one has."""
+        """Send the parts that other hosts restore and only this one has."""
         member, found = self.member, self._complete(key)
         if found is None:
             return
@@ -290,7 +290,7 @@ class GroupRun:
             raise error
 
     async def decided(self, entry: Entry, replicas: Mapping[int, tuple[int, int]], digests: Mapping[str, int]) -> bool:
-        """Note that all of a checkpoint is durable in its slot; wait for what becomes of it, False: superseded.
+        """Report that all of a checkpoint is durable in its slot; return whether it committed, False: superseded.
 
         The last two arguments are those of :class:`Ok` and :class:`Digests`.
         """
@@ -301,7 +301,7 @@ class GroupRun:
         return outcome.outcome == "durable"
 
     async def prepared(self, counter: int) -> bool:
-        """Wait until this rank's durable record names its part of a checkpoint; False where it ended before that."""
+        """Wait until this rank's durable record names its part of a checkpoint; False if it ended before that."""
         prepared = self._prepared.get(counter)
         return prepared is not None and await asyncio.shield(prepared)
 
@@ -310,7 +310,7 @@ class GroupRun:
         return counter in self._cancelled
 
     def note_end(self, counter: int, error: Exception | None) -> None:
-        """Note that nothing of a checkpoint is being written any more."""
+        """Called when nothing of a checkpoint is being written any more."""
         self._admissions.pop(counter, None)
         outcome = self._outcomes.pop(counter, None)
         _set(self._prepared.pop(counter, None), False)
@@ -321,24 +321,24 @@ class GroupRun:
             self._do(self.member.failed(counter, str(error)))
 
     async def pin(self, step: int, pinned: bool) -> None:
-        """Pin or unpin; returns when this rank's record says so. Raises NoCheckpointError, GroupError."""
+        """Pin or unpin; returns when this rank's record has it. Raises NoCheckpointError, GroupError."""
         await self._change(partial(self.member.pin, step, pinned))
 
     async def remove(self, which: int | str, *, force: bool) -> None:
-        """Remove checkpoints; returns when this rank's record says so. Raises StoreError, GroupError."""
+        """Remove checkpoints; returns when this rank's record has it. Raises StoreError, GroupError."""
         await self._change(partial(self.member.remove, which, force=force))
 
     async def reject(self, step: int, until: int) -> None:
-        """Reject checkpoints; returns when the records of all ranks say so. Raises what :meth:`remove` does.
+        """Reject checkpoints; returns when the records of all ranks have it. Raises the errors of :meth:`remove`.
 
-        Cancellation: raised when it has ended: the others wait for what this rank asks second.
+        Cancellation: raised when it has ended: the others wait for this rank's second request.
         """
         await uninterrupted(self._reject(step, until))
 
     async def _reject(self, step: int, until: int) -> None:
         await self._change(partial(self.member.reject, step, until))
-        # Each rank asks this once its own record is durable. Without it: a rank that has no part of them returns
-        # first, all are killed, and nothing says that they were rejected.
+        # Each rank requests this once its own record is durable. Without it: a rank that has no part of them returns
+        # first, all are killed, and no record has the rejection.
         await self._change(partial(self.member.was_rejected, step, until))
 
     async def _change(self, ask: Callable[[], list[Action]]) -> None:
@@ -348,40 +348,40 @@ class GroupRun:
         await answer
 
     async def ask_restore(self, which: Which) -> None:
-        """Ask for the newest checkpoint, or for that of a step or name; the answers come by :attr:`restoring`."""
+        """Request the newest checkpoint, or that of a step or name; the answers come by :attr:`restoring`."""
         if self.member.stopped is not None:
             raise GroupError(self.member.stopped.why)
         self._do(self.member.restore.request(which))
 
     async def tell_matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str) -> None:
-        """Answer what this rank's part of the candidate is to its state."""
+        """Report how this rank's part of the candidate compares with its state."""
         self._do(self.member.restore.matched(outcome, why))
 
     async def tell_ended(self, why: str) -> None:
-        """Tell that this rank's call ended before all agreed: none that comes later takes what is decided of it."""
+        """Report that this rank's call ended before all agreed: no later call receives its decisions."""
         while not self.restoring.empty():
             self.restoring.get_nowait()
         self._do(self.member.restore.abandon(why))
 
     async def note_differing(self, ranks: Collection[int]) -> None:
-        """Note hashes of ranks whose replicas differ; all ranks do, between the same checkpoints."""
+        """Add hashes of ranks whose replicas differ; called on all ranks, between the same checkpoints."""
         self.member.differing |= {*ranks}
 
     async def tell_verified(self, damage: str | None) -> None:
-        """Answer whether this rank's part of the candidate is whole."""
+        """Report whether this rank's part of the candidate is whole."""
         self._do(self.member.restore.verified(damage))
 
     # -- the schedule: called on the trainer's thread
 
     def begin_step(self, step: int) -> None:
-        """Note that the trainer is in a step."""
+        """Called when the trainer begins a step."""
         with self._scheduled:
             self.member.schedule.begin(step)
             if self.server is not None:
                 self.server.step = step
 
     def at_end(self, step: int) -> Verdict:
-        """Tell what to do at the end of a step."""
+        """Return the verdict for the end of a step."""
         with self._scheduled:
             return self.member.schedule.at_end(step)
 
@@ -397,7 +397,7 @@ class GroupRun:
         self.server.decide(lambda coordinator: coordinator.schedule.publish(step, save=save))
 
     def wait_for_schedule(self, step: int) -> None:
-        """Wait until something is known about the step. Raises GroupError: nothing will be."""
+        """Block until the schedule covers the step. Raises GroupError: it never will."""
         with self._scheduled:
             while True:
                 if (stopped := self.member.stopped) is not None:
@@ -408,7 +408,7 @@ class GroupRun:
                     return
 
     def tell_preempted(self) -> None:
-        """Report that this rank was asked to go; once."""
+        """Report that this rank was preempted; once."""
         if not self._preempted:
             self._preempted = True
             self._loop.call_soon_threadsafe(self._post, Preempted(self.member.rank))
@@ -417,12 +417,12 @@ class GroupRun:
         self._do([Post(message)])
 
     def end_schedule(self) -> None:
-        """Note that this rank makes no more steps."""
+        """Called when this rank makes no more steps."""
         with self._scheduled:
             self.member.schedule.end()
 
     async def leave(self, seconds: float | None, why: str | None = None) -> None:
-        """Apply what was decided, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""
+        """Apply all decisions, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""
         if self._client is None:
             return
         limit = _GOODBYE_SECONDS if seconds is None else seconds
@@ -445,7 +445,7 @@ class GroupRun:
                 text = "rank 0 of the group of %s goes although ranks %s have not left"
                 write(logging.WARNING, "group_left", text, self._folder, ", ".join(map(str, remaining)))
 
-    # -- what the member wants
+    # -- the member's actions
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -512,7 +512,7 @@ class GroupRun:
     async def _write_record(self, action: WriteRecord) -> None:
         try:
             await self._write_parts(action.parts, action.applied)
-        except Exception as error:  # noqa: BLE001 - all ranks are told
+        except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._do(self.member.record_failed(str(error)))
         else:
             self._do(self.member.record_durable())
@@ -525,7 +525,7 @@ class GroupRun:
             await self.call(remove_fetched, self._folder / rank_name(self.member.rank))
             for orphan in action.orphans:
                 await self._take_over_orphan(orphan)
-        except Exception as error:  # noqa: BLE001 - all ranks are told
+        except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._do(self.member.record_failed(str(error)))
         else:
             self._do(self.member.took_over(self._store.file.identity.id_bytes))
@@ -551,7 +551,7 @@ class GroupRun:
     async def _scan(self) -> None:
         try:
             found = await asyncio.to_thread(lambda: list(seen_stores(self._folder)))
-        except Exception as error:  # noqa: BLE001 - all ranks are told
+        except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._do(self.member.record_failed(str(error)))
         else:
             self._do(self.member.found(found))
@@ -566,7 +566,7 @@ class GroupRun:
 
 
 def _settings(folder: Path, config: EngineConfig) -> str:
-    """Return what has to be equal on all ranks."""
+    """Return the settings that must be equal on all ranks, as JSON."""
     best = config.retention.keep_best
     settings = {
         "folder": folder.name,  # nodes may have it in different places
@@ -582,7 +582,7 @@ def _settings(folder: Path, config: EngineConfig) -> str:
 
 
 def _source(found: Complete, rank: int) -> tuple[int, int]:
-    """Return whose part a rank restores, and in which domain that is."""
+    """Return the rank whose part a rank restores, and the domain of that part."""
     source = rank % found.world
     return source, found.places[source]
 
@@ -593,7 +593,7 @@ def serve(world: int, config: EngineConfig, seconds: float) -> Server:
 
 
 def group_retention(config: EngineConfig) -> Retention:
-    """Return the rules for what is kept: records also name what is prepared. Raises ValueError: it does not fit."""
+    """Return the rules, with room for the prepared checkpoints in records. Raises ValueError: it does not fit."""
     return replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
 
 

@@ -1,9 +1,9 @@
 """One schedule for all ranks: after which steps they save, and which step is the last one before they are preempted.
 
-Only rank 0's policy is asked. On reaching a scheduled step, and before it waits for anything, rank 0 publishes the next
-one; a rank that has passed the last one it knows waits for that at the end of its step. A policy that cannot say in
-advance when it will save is asked after every step, and steps are scheduled at which nothing is saved: what it wants
-is done at the first scheduled step that is not published yet.
+Only rank 0's policy decides. On reaching a scheduled step, and before it waits for anything, rank 0 publishes the next
+one; a rank that has passed the last one it knows waits for that at the end of its step. A policy that does not know
+its next save in advance is consulted after every step, and steps are scheduled at which nothing is saved: its saves
+are made at the first scheduled step that is not published yet.
 
 Preemption: any rank reports it; rank 0 proposes a last step a few ahead; all acknowledge; rank 0 confirms. A rank that
 has passed the proposed step refuses it, and a later one is proposed, with twice the lead. Who reaches it unconfirmed
@@ -11,8 +11,8 @@ waits. A thread of the protocol answers, never the trainer's, which may be insid
 that waits here; and it answers after the loop has ended, too. So one lock covers :class:`Schedule`: every call of it is
 one look at the step count.
 
-Steps are the user's numbers and grow, not always by one. In a window of gradient accumulation no step is saved: what is
-due then, the last step included, is due at the first step at or after it that is whole.
+Steps are the user's numbers and grow, not always by one. In a window of gradient accumulation no step is saved: saves
+due then, the last step included, are due at the first step at or after it that is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LeadSchedule", "Schedule", "Verdict"]
 
 
 class Verdict(Enum):
-    """What a rank does at the end of a step."""
+    """The actions of a rank at the end of a step."""
 
     GO = "go on"
     SAVE = "save this step, then ask again"
@@ -36,7 +36,7 @@ class Verdict(Enum):
 
 @dataclass(slots=True, eq=False)
 class Schedule:
-    """What one rank knows of it."""
+    """One rank's copy of the schedule."""
 
     rank: int
     step: int = -1
@@ -54,15 +54,15 @@ class Schedule:
     withdrawn: bool = False
 
     def begin(self, step: int) -> None:
-        """Note that the trainer is in a step: what is proposed from now on has to lie at or after it."""
+        """Called when the trainer begins a step: steps proposed from now on have to lie at or after it."""
         self.step = step
 
     def end(self) -> None:
-        """Note that the trainer's loop has ended, or stopped."""
+        """Called when the trainer's loop has ended, or stopped."""
         self.ended = True
 
     def at_end(self, step: int, *, whole: bool = True) -> Verdict:
-        """Tell what to do at the end of a step; ``whole``: outside windows of gradient accumulation."""
+        """Return the verdict for the end of a step; ``whole``: outside windows of gradient accumulation."""
         self.step = step
         if not whole:
             return Verdict.GO
@@ -76,7 +76,7 @@ class Schedule:
         return Verdict.WAIT if self._has_to_wait(step) else Verdict.GO
 
     def at_end_waits(self, step: int) -> bool:
-        """Tell whether :meth:`at_end` would say to wait."""
+        """Return whether :meth:`at_end` would return ``WAIT``."""
         known = (self.final is not None and step >= self.final) or (
             bool(self.upcoming) and step >= self.upcoming[0].step
         )
@@ -113,7 +113,7 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class LeadSchedule:
-    """What rank 0 decides of it."""
+    """Rank 0's side of the schedule."""
 
     world: int
     lead: int = 2
@@ -135,7 +135,7 @@ class LeadSchedule:
         return [Next(step, save)]
 
     def receive(self, message: Preempted | Acknowledge) -> list[Propose | Confirm | Withdraw]:
-        """Take a message in; return what is decided."""
+        """Take a message in; return the decisions."""
         if self.settled:
             return []
         if isinstance(message, Preempted):
@@ -148,7 +148,7 @@ class LeadSchedule:
         return [self._conclude(self.proposal)]
 
     def _conclude(self, proposal: Propose) -> Propose | Confirm | Withdraw:
-        """Confirm what all acknowledged, or propose what lies before all."""
+        """Confirm a step that all acknowledged, or propose a later one that none has passed."""
         if any(answer.ended for answer in self.answers.values()):
             self.settled = True  # the others' loops end after the same step
             return Withdraw()

@@ -16,10 +16,10 @@ __all__ = ["name_slow_ranks"]
 async def name_slow_ranks(
     awaited: Callable[[], Mapping[str, Sequence[int]]], folder: Path, seconds: float = 60.0
 ) -> None:
-    """Write a line, once, for what waits for ranks for longer than so many seconds; ends when it is cancelled.
+    """Warn in the log, once, of each operation that waits for ranks longer than so many seconds; runs until cancelled.
 
     Args:
-        awaited: Returns whom the others wait for, by what for.
+        awaited: Returns the ranks that each open checkpoint or restore waits for.
         folder: The group's.
         seconds: Between two looks.
     """

@@ -1,4 +1,4 @@
-"""One rank's store: it writes like any other, and the group decides what its records name."""
+"""One rank's store: it writes like any other, and the group decides which parts its records name."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class GroupStore(Store):
         check: Callable[[], None] | None = None,
         sample: Sample | None = None,
     ) -> bool:
-        """Prepare a checkpoint, and wait for what the group decides; False where it is superseded.
+        """Prepare a checkpoint, and wait for the group's decision; False if it is superseded.
 
         The arguments and errors are those of :meth:`Store.commit`. Besides it raises GroupError: another rank's part
-        failed, or rank 0 is gone; ReplicasDifferError: ranks have different ones of what they are believed to have
-        alike.
+        failed, or rank 0 is gone; ReplicasDifferError: tensors that ranks are believed to have
+        alike differ.
 
         Durability: on True all ranks' parts survive power loss.
         """
@@ -110,7 +110,7 @@ class GroupStore(Store):
         return next(entry for entry in self.entries if entry.step == step)
 
     async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
-        """Reject checkpoints on all ranks, which call this alike; rank 0 knows what is in flight."""
+        """Reject checkpoints on all ranks, which call this alike; rank 0 knows the checkpoints in flight."""
         before = [entry for entry in self.entries if not entry.rejected]
         await self._run.reject(step, until)
         rejected = {key.counter for key in self._run.member.rejected}  # the next save may have dropped them by now

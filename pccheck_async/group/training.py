@@ -16,15 +16,15 @@ from pccheck_async.training import TrainingRun, TrainingStep
 __all__ = ["GroupTraining"]
 
 _AHEAD_SECONDS: Final = 0.05
-"""How far ahead of the training a schedule is published at the least: what a message takes, on a busy machine."""
+"""How far ahead of the training a schedule is published at the least: the time of a message, on a busy machine."""
 _MOST_AHEAD: Final = 64
 """The most steps."""
 
 
 class _Scheduled:
-    """A policy that asks rank 0's, and answers what the group's schedule says.
+    """A policy that consults rank 0's, and answers from the group's schedule.
 
-    A policy that has ``next_after(step)`` is followed to the step. What another one wants is done a little later:
+    A policy that has ``next_after(step)`` is followed to the step. The saves of another one are made a little later:
     1 to 2 times 50 ms, or 1 to 2 steps if these are longer.
     """
 
@@ -36,7 +36,7 @@ class _Scheduled:
         self._first = True
 
     def due(self, report: StepReport) -> bool:
-        """Tell whether this is a step after which all ranks save. Waits where the schedule is not known yet."""
+        """Return whether all ranks save after this step. Waits if the schedule does not cover it yet."""
         run = self._core.run
         leads = self._core.group.rank == 0
         if leads:
@@ -103,7 +103,7 @@ class GroupTraining(TrainingRun):
         return self._last
 
     def stop(self) -> None:
-        """Note that this step is the last one of all ranks; of those that no signal reached, too."""
+        """Called when this step is the last one of all ranks; a rank that no signal reached sends one to itself."""
         self._last = True
         if not self.preemption.pending and self.preemption.signals:
             os.kill(os.getpid(), min(self.preemption.signals, default=signal.SIGTERM))

@@ -1,11 +1,11 @@
-"""What the ranks of a group found at opening, taken together: which checkpoints are complete, and which may be.
+"""The findings of a group's ranks at opening, taken together: which checkpoints are complete, and which may be.
 
-Pure functions over the records of every rank folder in every member's domain, whoever runs there now: ranks may have
+Pure functions over the records of every rank folder in every member's domain, running there now or not: ranks may have
 swapped nodes. A checkpoint is
 
 - *complete* when durable entries of one run and counter, with equal step and world, are there for all its ranks;
 - *provably incomplete* when all the stores of its run are in sight, one lacks its part, and no record calls it
-  committed: nobody can ever have been told that it is durable;
+  committed: no caller can ever have received it as durable;
 - *unproven* else: a store that is out of sight may have the missing part. It stays until a newer one commits.
 """
 
@@ -26,7 +26,7 @@ from pccheck_async.store import Retention
 __all__ = ["Complete", "Incomplete", "View", "kept_at_start", "ranks_in_words", "view_of"]
 
 _MOST_COMBINATIONS = 4096
-"""Of stores that may have been the members of a run, before it is left unproven: where ranks swapped nodes often, each
+"""Of stores that may have been the members of a run, before it is left unproven: if ranks swapped nodes often, each
 domain has folders of many ranks."""
 _MOST_NAMED = 1000
 """Ranks that lack their part of one checkpoint."""
@@ -39,7 +39,7 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
     run: Run
     world: int
     entry: Entry
-    """Rank 0's: step, metadata, whether it is pinned or rejected are the same for all, places and sizes are not."""
+    """Rank 0's: step, metadata, pin and rejection are equal for all, places and sizes are not."""
     places: tuple[int, ...]
     """The domain that has the part of each rank. Its folder there is that rank's."""
 
@@ -50,7 +50,7 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Incomplete(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint that lacks parts: what an IncompleteCheckpointError says."""
+    """A checkpoint that lacks parts, for IncompleteCheckpointError."""
 
     key: Key
     step: int
@@ -61,7 +61,7 @@ class Incomplete(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...]
     """Those whose parts are not in sight; of very many the lowest."""
     hosts: tuple[str, ...]
-    """Where these ranks run now, and lack them."""
+    """The hosts on which these ranks run now, and lack them."""
     missing: int = 0
     """How many parts are not in sight."""
 
@@ -72,7 +72,7 @@ class Incomplete(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
-    """What is agreed on at opening. All lists are newest first."""
+    """The agreement of all ranks at opening. All lists are newest first."""
 
     complete: tuple[Complete, ...]
     incomplete: tuple[Incomplete, ...]
@@ -94,7 +94,7 @@ def ranks_in_words(ranks: Sequence[int], count: int) -> str:
 
 
 def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:
-    """Return what all ranks together found.
+    """Return the agreement from the findings of all ranks.
 
     Args:
         stores: All rank folders of all members' domains.
@@ -121,7 +121,7 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
             committed = any(part.committed for _, part in found)
             lacking = tuple(sorted({hosts[rank] for rank in range(min(world, len(hosts))) if rank not in there}))
             proven = is_provably_incomplete(proofs, [part for _, part in found])
-            # What a record says is not believed so far as to make a list of it: the world may be any number.
+            # A record's world may be any number: no list of that length is made.
             named = tuple(islice((rank for rank in range(world) if rank not in there), _MOST_NAMED))
             missing = world - len(there)
             incomplete.append(Incomplete(key, first.entry.step, committed, proven, named, lacking, missing))
@@ -161,7 +161,7 @@ def is_provably_incomplete(proofs: _Proofs, parts: Sequence[Part]) -> bool:
 
 
 class _Proofs:
-    """Tells whether all the stores of a run are in sight."""
+    """Decides whether all the stores of a run are in sight."""
 
     def __init__(self, stores: Iterable[SeenStore]) -> None:
         self._hashes: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
@@ -173,7 +173,7 @@ class _Proofs:
                 self._members[part.run][store.rank] = value
 
     def sees_all_of(self, run: Run, world: int) -> bool:
-        """Whether stores in sight have the digest that the run's members have; False where too many would be tried."""
+        """Whether stores in sight have the digest that the run's members have; False if too many would be tried."""
         if run not in self._known:
             members = self._members[run]
             if world > len(members.keys() | self._hashes.keys()):
@@ -188,9 +188,9 @@ class _Proofs:
 
 
 def pinned_keys(stores: Iterable[SeenStore]) -> frozenset[Key]:
-    """Return what is pinned: what the record with the highest applied decision says.
+    """Return the pinned checkpoints: those of the record with the highest applied decision.
 
-    Not one certain rank's record: pin() returns on a rank whose own record says so, and that one may have been first.
+    Not one certain rank's record: pin() returns on a rank whose own record has it, and that one may have been first.
     """
     applied = [store.applied for store in stores if store.applied is not None]
     newest = max(map(_age, applied), default=None)
@@ -215,7 +215,7 @@ def run_number(stores: Iterable[SeenStore]) -> int:
 
 
 def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str | None:
-    """Return what makes the records contradict each other."""
+    """Return a contradiction between the records, in words; None if there is none."""
     by_id: dict[bytes, SeenStore] = {}
     for store in stores:
         other = by_id.setdefault(store.store_id, store)
@@ -238,9 +238,9 @@ def kept_at_start(
 ) -> list[Complete]:
     """Return those of the complete checkpoints that decision 0 keeps.
 
-    Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so does what the rules
-    keep without it, what was unpinned since the opening, and what is rejected. Of these no more than there is room for:
-    records also name what is in flight, and earlier runs may have had fewer in flight, and left more.
+    Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so do those that the
+    rules keep without it, those unpinned since the opening, and rejected ones. Of these no more than there is room for:
+    records also name checkpoints in flight, and earlier runs may have had fewer in flight, and left more.
 
     Args:
         found: All as they were at the opening, newest first.
