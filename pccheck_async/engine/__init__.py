@@ -1,7 +1,7 @@
 """The order of one checkpoint: admit, capture, write, commit, end; and restore.
 
-The engine knows a policy as a protocol, and of training steps what :class:`TrainingHooks` asks.
-It may import: store and what is below.
+The engine sees a policy as a protocol, and training steps through :class:`TrainingHooks`.
+It may import: store and the rooms below.
 """
 
 from pccheck_async.engine.assembly import Assembly

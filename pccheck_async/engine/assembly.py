@@ -25,14 +25,14 @@ from pccheck_async.transfer.plan import Planner
 __all__ = ["Assembly"]
 
 _END_SECONDS = 0.5
-"""What the end of threads and files may take in any case, where nothing hangs."""
+"""Seconds that the end of threads and files may take in any case, if nothing hangs."""
 
 
 class Assembly:
-    """What an engine is made of once its store is open.
+    """The parts of an engine whose store is open.
 
     Attributes:
-        publisher: Tells other processes; None for a folder that only a user's medium knows.
+        publisher: Of the status file, for other processes; None if the medium is a user's.
     """
 
     opened: OpenMedium
@@ -53,12 +53,12 @@ class Assembly:
 
         ``ended`` is as for :class:`Scheduler`, ``collect`` as for :class:`Publisher`.
 
-        Raises what :func:`open_store` does; WriteError where the folder cannot be written.
+        Raises the errors of :func:`open_store`; WriteError if the folder cannot be written.
         """
         self.loop, self.reporter = loop, reporter
         cores, memory = share_of_machine()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
-        # Known before any file is open: a child forked meanwhile lets go of them.
+        # Set before any file is open: a child forked meanwhile closes them.
         self.opened = opened = await open_medium(
             path, io, writers=first.writers, copiers=first.copiers, medium=config.medium
         )
@@ -93,7 +93,7 @@ class Assembly:
                 reporter=reporter,
                 path=path,
             )
-            # Of other media only they know what and where they are.
+            # Other media need not be folders.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
         except BaseException:
             await opened.close()
@@ -102,7 +102,7 @@ class Assembly:
             raise
 
     def abandon(self) -> None:
-        """In a forked child: let go of every descriptor, however far :meth:`open` has come."""
+        """In a forked child: close every descriptor, at any stage of :meth:`open`."""
         if hasattr(self, "opened"):
             self.opened.medium.abandon()
         if (publisher := getattr(self, "publisher", None)) is not None:
@@ -112,17 +112,17 @@ class Assembly:
         """Drain, and close all of it.
 
         Returns:
-            Whether all of it is closed, and the checkpoints that had not ended after ``deadline`` seconds. Where there
+            Whether all of it is closed, and the checkpoints that had not ended after ``deadline`` seconds. If there
             are any, or anything else had not ended by then, all of it is left behind.
 
-        Cancellation: aborts what is in flight, waits for its operations, and closes.
+        Cancellation: aborts the checkpoints in flight, waits for their operations, and closes.
         """
         began, ending, closer = time.monotonic(), None, asyncio.current_task()
         try:
             left = await self.scheduler.drain(deadline, last=True)
             if left:
                 self._stop_publishing(0.1)
-                self.scheduler.give_up(left)  # what they still had to capture may change from now on
+                self.scheduler.give_up(left)  # the rest of their states may change from now on
                 return False, left
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
             await self.store.leave(rest)

@@ -29,7 +29,7 @@ class Caller:
 
     Attributes:
         blocks: Whether it blocks. Also from the moment when the coroutine of the call is thrown away: it cannot be
-            suspended any more, and still has to end what it began.
+            suspended any more, and still has to end the work that it began.
     """
 
     def __init__(self, engine: _Engine, *, blocks: bool) -> None:
@@ -102,7 +102,7 @@ async def run(
 ) -> T:
     """Await ``work``, called with a caller that waits on this loop, and the arguments; return its result.
 
-    Cancellation: ends what runs on the engine's loop first. If this coroutine is thrown away, it blocks meanwhile.
+    Cancellation: first ends the work on the engine's loop. If this coroutine is thrown away, it blocks meanwhile.
     """
     caller = Caller(engine, blocks=False)
     try:

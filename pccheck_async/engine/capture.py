@@ -8,7 +8,7 @@ each of its leaves is copied:
   :meth:`Captures.start`;
 - lazy, with ``overlap``: copied on the engine's loop while training goes on, until an optimizer's step waits for it.
 
-The :class:`Capture` goes from there to the engine's loop, which copies what is left of it chunk by chunk.
+The :class:`Capture` goes from there to the engine's loop, which copies the rest of it chunk by chunk.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["Capture", "Captures", "InlineCaptures"]
 
 
 _MOST_INLINE_BYTES = 256 << 10
-"""Of a state that is captured before the engine's thread hears of it."""
+"""Of a state that is captured before it is handed to the engine's thread."""
 _MOST_SOURCES = 64
 """Each takes a microsecond of the interpreter."""
 _MANIFEST_NBYTES = 64 << 10
@@ -78,13 +78,13 @@ class InlineCapture:
     seconds: tuple[float, float]
     """When the copy began and ended (of ``time.perf_counter()``)."""
     free: deque[memoryview]
-    """Where the buffer goes when nothing reads it any more."""
+    """Gets the buffer when nothing reads it any more."""
 
 
 class InlineCaptures:
     """Captures states of ``most_bytes`` and one chunk at most, on the caller's thread. Any thread may use it.
 
-    To hand such a state to the engine's thread, and to be told that it is captured, takes several times as long as to
+    To hand such a state to the engine's thread, and to wait for its capture there, takes several times as long as to
     copy it. So all of it is copied at once, into one of the ``free`` buffers and with its checksum; the engine is left
     to describe and write it.
     """
@@ -98,7 +98,7 @@ class InlineCaptures:
         self._last: tuple[Plan | None, object, bytes] = (None, None, b"")
 
     def capture(self, layout: Layout) -> InlineCapture | None:
-        """Copy a state in host memory; None where it is too large, or has no bytes at all."""
+        """Copy a state in host memory; None if it is too large, or has no bytes at all."""
         sources = layout.sources
         if sources.devices or len(sources) > _MOST_SOURCES or sum(sources.nbytes) > self._most_bytes:
             return None
@@ -128,7 +128,7 @@ class InlineCaptures:
         return memory[:size]
 
     def _segments(self, plan: Plan, sources: Sources) -> tuple[bytes, Sequence[PackedPiece]]:
-        """Do what :func:`pccheck_async.transfer.plan.segments` does, faster for few parts: without numpy."""
+        """Return the segments of the only chunk, and its packed pieces: without numpy, faster for few parts."""
         addresses = sources.addresses
         last_plan, last_addresses, table = self._last
         if last_plan is plan and last_addresses is addresses:  # the layout cache gives the same while nothing moved
@@ -149,11 +149,11 @@ class InlineCaptures:
 
 
 class Captures:
-    """Starts captures, quickly where a state has the structure of the last one. May be used from several threads.
+    """Starts captures, quickly if a state has the structure of the last one. May be used from several threads.
 
     Attributes:
-        owners: Who of a group saves which boxes of tensors that lie on several ranks; None: those are refused.
-        allow_pickle: Whether what only pickle can hold is pickled; else it is refused.
+        owners: Chooses the boxes of tensors on several ranks that this rank saves; None: such tensors are refused.
+        allow_pickle: Whether values that only pickle can hold are pickled; else they are refused.
     """
 
     def __init__(self, *, allow_pickle: bool = False) -> None:
@@ -175,15 +175,15 @@ class Captures:
     ) -> Capture:
         """Read a state on the caller's thread: call every ``state_dict()``, copy plain values, and split the leaves.
 
-        Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them. Of tensors on
-        CUDA devices, the checkpoint sees what the current streams have queued by now
+        Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them. Tensors on
+        CUDA devices are captured after the work that the current streams have queued by now
         (see :meth:`CopyBackend.mark_queued_work`).
 
-        Steps of ``optimizers`` wait for the capture, so what only they change is lazy; ``check_bytes`` keeps a copy of
-        that, to compare it with what is captured. Without optimizers nothing is lazy, and ``inline`` captures what is
-        small. ``number`` is that of the checkpoint.
+        Steps of ``optimizers`` wait for the capture, so tensors that only they change are lazy; ``check_bytes`` keeps a
+        copy of these, to compare it with the capture. Without optimizers nothing is lazy, and ``inline`` captures small
+        states. ``number`` is that of the checkpoint.
 
-        Raises UnsupportedStateError, naming the path of what cannot be saved; or called where tensors are traced.
+        Raises UnsupportedStateError, naming the path of an unsavable value; or called while tensors are traced.
         """
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last
@@ -216,7 +216,7 @@ class Captures:
             return capture
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise UnsupportedStateError where a state cannot be saved."""
+        """Raise UnsupportedStateError if a state cannot be saved."""
         tally = None if self.owners is None else self.owners.begin(state)
         flatten(state, tally, allow_pickle=self.allow_pickle)
 
@@ -224,20 +224,20 @@ class Captures:
 class Capture:
     """A state seen at one instant: plain values as they were, tensors by reference until they are copied.
 
-    Whoever has it last releases it: the caller of :meth:`Captures.start` where the engine's loop never heard of it,
-    else the scheduler when every operation on it has ended.
+    The last holder releases it: the caller of :meth:`Captures.start` if it never reached the engine's loop, else the
+    scheduler when every operation on it has ended.
 
     Attributes:
         skeleton: The tree with every plain value in it.
-        sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None where none does,
+        sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None if none does,
         sample: and of those that others are believed to have alike;
-        differing: and who of them are not.
+        differing: and hashes of ranks whose replicas differ.
         has_composed: Whether there are tensors in it that are composed of others.
-        layout: Where the tensors' bytes lie; holds their storages alive.
-        lazy: What of it is captured while training goes on; None where the caller waits for all of it.
-        inline: All of it, where it was captured inline: nothing of the live state is read any more.
+        layout: Of the tensors' bytes; holds their storages alive.
+        lazy: The part that is captured while training goes on; None if the caller waits for all of it.
+        inline: All of it, if it was captured inline: nothing of the live state is read any more.
         time: Seconds since the epoch.
-        plan: The chunks; there from :meth:`begin` on, or from the beginning where it was captured inline.
+        plan: The chunks; there from :meth:`begin` on, or from the beginning if it was captured inline.
         copied: Set when the last chunk was copied; there from :meth:`begin` on.
     """
 
@@ -277,13 +277,13 @@ class Capture:
         eager_captured: Callable[[], None] = lambda: None,
         on_fence: Fenced | None = None,
     ) -> None:
-        """Get ready to copy; where the backend copies the state on its device first, it may be out of reach already.
+        """Get ready to copy; if the backend copies the state on its device first, it may be out of reach already.
 
         ``captured`` is called when the live state is out of reach, ``eager_captured`` when the eager part of it is, if
         there is a lazy one. ``on_fence`` is called, on any thread, once all remaining copies of the live state are
         queued on devices, with the fence behind them.
 
-        Cancellation: ends once what was started ended.
+        Cancellation: ends once all that was started ended.
         """
         self.plan, self._chunks = plan, plan.chunks
         self._captured, self._eager_captured, self._on_fence = captured, eager_captured, on_fence
@@ -294,7 +294,7 @@ class Capture:
         self._idle = asyncio.Event()
         self.copied = asyncio.Event()
         live = self._sources
-        # A fence behind snapshots on devices is not enough where the host has live bytes left to copy.
+        # A fence behind snapshots on devices is not enough if the host has live bytes left to copy.
         of_snapshots = None if on_fence is None or (live.live() & live.on_host()).any() else on_fence
         self._copying = 1
         try:
@@ -328,7 +328,7 @@ class Capture:
         return sorted(range(len(self._chunks)), key=lambda index: index not in self._eager)
 
     async def copy(self, index: int, into: memoryview) -> None:
-        """Copy one chunk into its staging buffer, of its length, and note its checksums.
+        """Copy one chunk into its staging buffer, of its length, and keep its checksums.
 
         Cancellation: ends once the copy ended.
         """
@@ -384,7 +384,7 @@ class Capture:
             await self._idle.wait()
 
     def release(self) -> None:
-        """Let go of the state, and of copies of it; nothing is being copied any more. Idempotent."""
+        """Release the state, and copies of it; nothing is being copied any more. Idempotent."""
         inline, self.inline, self.lazy = self.inline, None, None
         if inline is not None:
             inline.free.append(inline.buffer)  # for other captures: nothing reads it any more
@@ -397,7 +397,7 @@ class Capture:
             self._idle.set()
 
     def _extend_fence(self, index: int, fence: Fence | None = None) -> None:
-        """Note that copies of live bytes of a chunk are behind a fence, or ended."""
+        """Called when copies of live bytes of a chunk are behind a fence, or ended."""
         self._unfenced.remove(index)
         if fence is not None:
             self._fence = self._fence.before(fence)
@@ -408,7 +408,7 @@ class Capture:
         return {index for index, chunk in enumerate(self._chunks) if sources[chunk.table[:, 0].astype(np.intp)].any()}
 
     def _take_time(self, nbytes: int) -> None:
-        """Tell the backend how fast it was. The first chunk does not count: it waits for the trainer's kernels."""
+        """Report the speed to the backend. The first chunk does not count: it waits for the trainer's kernels."""
         now = time.perf_counter()
         if self._left + 1 == len(self._chunks) > 1:
             self._timed_since = now

@@ -1,4 +1,4 @@
-"""Settings of an engine, and what "auto" becomes on this machine."""
+"""Settings of an engine, and the values of "auto" on this machine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CHUNK_BYTES = {
     False: (16 << 20, "16 MiB: measured to saturate a local disk with four writers, with half the wake-ups of 8 MiB"),
     True: (32 << 20, "32 MiB, as there is a GPU: PCIe 5 moves 16 MiB in a third of a millisecond; half as many copies"),
 }
-"""Bytes of a chunk where memory is not scarce, and why, by whether there is a GPU."""
+"""Bytes of a chunk if memory is not scarce, and why, by whether there is a GPU."""
 _WRITERS = 4
 _COPIERS = 4
 """On two cores, two shorten the capture by a fifth to a quarter, and take a few percent longer until it is durable."""
 _BUFFERS = 8
-"""Chunks that staging memory holds where it is scarce: fewer, and copies and writes wait for each other."""
+"""Chunks that staging memory holds if it is scarce: with fewer, and copies and writes wait for each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the user asked for, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
+    """The user's settings, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
 
     max_in_flight: int = 2
     keep_last: int | Literal["all"] = 1
@@ -81,7 +81,7 @@ class EngineConfig:
 
     @property
     def retention(self) -> Retention:
-        """The rules for what is kept."""
+        """The rules of retention."""
         if self.keep_last == "all":
             if self.keep_every is not None or self.keep_best is not None or self.spaced:
                 raise ValueError("keep_last='all' keeps every checkpoint: give no keep_every, keep_best or spaced")
@@ -149,7 +149,7 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, c
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise ValueError where a setting is not a bool."""
+    """Raise ValueError if a setting is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is True or False, not {value!r}")
 

@@ -1,4 +1,4 @@
-"""The engine without its facades: opening, admission, restore, statistics, failures that nobody saw, and the end."""
+"""The engine without its facades: opening, admission, restore, statistics, failures not awaited, and the end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from pccheck_async.telemetry.events import Opened
 __all__ = ["EngineCore", "note_closing_failure_on"]
 
 HOOKS_SECONDS = 1.0
-"""Seconds that closing waits for hooks to hear of the last events."""
+"""Seconds that closing waits for hooks to get the last events."""
 
 
 class EngineCore:
@@ -62,9 +62,9 @@ class EngineCore:
     thread, and the rest on the engine's loop; :func:`.caller.block_on` and :func:`.caller.run` call them.
 
     Attributes:
-        keeps: The rules for what is kept.
-        training: Answers for the training around the engine; whoever runs training steps puts its own in this place.
-        trace: Records spans, where something does.
+        keeps: The rules of retention.
+        training: Hooks of the training around the engine; code that runs training steps puts its own in this place.
+        trace: Records spans; None if spans are not recorded.
         unawaited: Calls of the facade's coroutine methods that have not begun, with the methods' names.
         loop: The engine's, from :meth:`open` on.
     """
@@ -91,11 +91,11 @@ class EngineCore:
         self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_guarded)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
-        self._closed: Promise[Exception | None] = Promise()  # and what kept all of it from being closed
+        self._closed: Promise[Exception | None] = Promise()  # and the error that kept it from closing wholly
 
     @property
     def is_open(self) -> bool:
-        """Whether it is, and nobody is closing it."""
+        """Whether it is open, and not being closed."""
         return self.state == "open"
 
     # -- open and close
@@ -120,7 +120,7 @@ class EngineCore:
             self.state = "closed"
             forget(self)
             try:
-                if self._assembly is not None:  # opened, and then the caller was cancelled before it got to know
+                if self._assembly is not None:  # opened, and then the caller was cancelled before this returned
                     await caller.run(self._assembly.close())
             finally:
                 await caller.outlast(self.loop.ask_to_stop())
@@ -152,23 +152,23 @@ class EngineCore:
         return self.path
 
     async def _join(self, caller: Caller) -> None:
-        """Get in touch with whom this engine saves together, once its own store is open.
+        """Connect to the other ranks. Called once this engine's own store is open.
 
         Nothing to do for one process; ``GroupCore`` overrides it.
         """
 
     def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
-        """Note it, for one process; ``GroupCore`` extends it."""
+        """Called when a checkpoint ended; ``GroupCore`` extends it."""
         self.in_flight.note_end(pending, error, superseded, nbytes)
 
     async def close(self, caller: Caller, deadline: float | None = None) -> None:
-        """Drain, then close; idempotent. Raises the failures that nobody saw.
+        """Drain, then close; idempotent. Raises failures that were not awaited.
 
-        With a ``deadline`` in seconds it gives up when that has passed: raises CheckpointError that says what is left
-        behind, and threads, buffers and files of those requests stay as they are until the process ends.
+        With a ``deadline`` in seconds it gives up when that has passed: raises CheckpointError that names those
+        left behind, and threads, buffers and files of those requests stay as they are until the process ends.
 
-        Called again meanwhile it waits until the engine is closed, and raises what keeps it from that, too; of the
-        failures that nobody saw each is raised once, by whoever comes first.
+        Called again meanwhile it waits until the engine is closed, and raises the error of closing, too; of the
+        failures that were not awaited each is raised once, in the first caller.
         """
         if os.getpid() != self.pid or self.state in ("new", "closed"):
             return
@@ -186,7 +186,7 @@ class EngineCore:
         self.in_flight.raise_untold()
 
     def _say_unawaited(self) -> None:
-        """Tell of calls that did nothing: a coroutine that nobody awaits does not even begin."""
+        """Log calls that did nothing: a coroutine that is not awaited does not even begin."""
         calls = Counter(self.unawaited.values())
         self.unawaited.clear()
         if calls:
@@ -223,7 +223,7 @@ class EngineCore:
             await caller.wait(self.reporter.hooks.close(), HOOKS_SECONDS if closed else 0.0)
 
     def _gave_up(self, deadline: float | None, left: list[PendingCheckpoint]) -> CheckpointError:
-        """Return what says what is left behind, and note it as the failure of those checkpoints."""
+        """Return the error that names the checkpoints left behind, and fail them with it."""
         steps = ", ".join(str(pending.step) for pending in left)
         when = f"after {deadline} s" if self.training.patience is None else "at the deadline of a preemption"
         what = (
@@ -237,18 +237,18 @@ class EngineCore:
         return error
 
     def close_at_exit(self) -> str:
-        """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
+        """Drain with a deadline because the interpreter exits; return a message for the user. Never raises."""
         waiting = len(self.in_flight)
         try:
             with self.training.ending(go=False):  # it goes already
                 block_on(self, self.close, self.config.exit_timeout)
-        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+        except Exception as error:  # noqa: BLE001 - no caller is left to raise it in
             return f"the engine of {self.path} was not closed before the interpreter exited; {error}"
         drained = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
         return f"the engine of {self.path} was not closed before the interpreter exited; {drained}"
 
     def abandon(self) -> None:
-        """In a forked child: let go of every descriptor; the engine lives on in the parent only."""
+        """In a forked child: close every descriptor; the engine lives on in the parent only."""
         self.state = "closed"
         forget(self)
         self._opening.abandon()
@@ -271,7 +271,7 @@ class EngineCore:
 
     @property
     def assembly(self) -> Assembly:
-        """The parts of an engine that was opened, closed or not: what was counted stays readable."""
+        """The parts of an engine that was opened, closed or not: its counts stay readable."""
         if self._assembly is None:
             raise ClosedError(
                 f"the engine of {self.path} was never opened; use it as a context manager, or call open()"
@@ -335,14 +335,14 @@ class EngineCore:
                 self._check_place(name, replace=replace)
                 # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
-                # Uses up a counter before the scheduler hears of it: else an interrupt in between gives it away twice.
+                # Uses up a counter before the scheduler gets it: else an interrupt in between gives it away twice.
                 pending = self.in_flight.add(step, name)
                 self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
                 overlapped = None if capture.lazy is None else self.guard.watch(pending, capture.lazy)
                 job = Job(pending, capture, plain, overlapped, self.trace)
-                # Noted before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
+                # Set before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
                 # harm, one that is given back twice does.
                 taken = True
                 taken = self.loop.post(assembly.scheduler.start, job)
@@ -350,7 +350,7 @@ class EngineCore:
                     raise ClosedError(f"the engine of {self.path} is closed")
                 if returns_at_once:
                     pending.set_captured()
-        except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
+        except BaseException:  # KeyboardInterrupt: the caller may change the state without waiting
             if pending is not None:
                 block_on(self, self.abort, pending)
                 self.in_flight.withdraw(pending)
@@ -363,10 +363,10 @@ class EngineCore:
         return pending, start
 
     def check_restored(self, step: int | None) -> None:
-        """Raise ValueError where ``step`` would replace the newest checkpoint that the store held, and nobody restored.
+        """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.
 
-        What is saved without a step is counted on, and only warned of. All ranks of a group found, restored and removed
-        the same.
+        A save without a step counts on, and is only warned of. All ranks of a group found, restored and removed
+        the same checkpoints.
         """
         found = self._unrestored
         if not found:
@@ -383,9 +383,9 @@ class EngineCore:
             )
 
     def _check_place(self, name: str | None, *, replace: bool) -> None:
-        """Raise ValueError where a checkpoint of this name is there already, StoreFullError where no record names more.
+        """Raise ValueError if a checkpoint of this name is there already, StoreFullError if no record names more.
 
-        Those in flight count: the caller would not get to know before they are written.
+        Those in flight count: else the caller would get the error only after they are written.
         """
         if name is None and not isinstance(self.keeps, KeepAll):
             return
@@ -413,7 +413,7 @@ class EngineCore:
     async def abort(self, caller: Caller, pending: PendingCheckpoint) -> None:
         """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
 
-        Where the process goes because a signal asked for it, this waits no longer: the device may be stuck.
+        If the process exits on a signal, this waits only until then: the device may be stuck.
         """
         with pending.waiting():
             try:
@@ -436,7 +436,7 @@ class EngineCore:
                 self.in_flight.counts.abandoned += 1
 
     def end_last_drains_at(self, until: float | None) -> None:
-        """Let drains that are the last end at a time of the monotonic clock; None: when every checkpoint ended."""
+        """Make drains that are the last end at a time of the monotonic clock; None: when every checkpoint ended."""
         self.loop.post(self.assembly.scheduler.end_last_drains_at, until)
 
     def wait_captured(self) -> None:
@@ -444,18 +444,18 @@ class EngineCore:
         self.check_alive()
         self.guard.wait()
         for pending in self.in_flight.checkpoints():
-            pending.wait_out_of_reach()  # failures are told where the checkpoint itself is awaited
+            pending.wait_out_of_reach()  # failures are raised where the checkpoint itself is awaited
 
     async def drain(self, caller: Caller) -> None:
-        """Do what :meth:`wait_ended` does; raise the failure of a checkpoint that nobody saw."""
+        """Wait until every checkpoint admitted so far ended; raise a failure that was not awaited."""
         self.check_alive()
         await caller.run(self.wait_ended())
         self.in_flight.raise_untold()
 
     async def wait_ended(self, *, last: bool = False) -> None:
-        """Wait on the engine's loop until every checkpoint admitted so far ended; tells nobody of failures.
+        """Wait on the engine's loop until every checkpoint admitted so far ended; raises no failures.
 
-        ``last``: nothing comes after it; it ends when :meth:`end_last_drains_at` says so, too.
+        ``last``: nothing comes after it; it also ends at the time of :meth:`end_last_drains_at`.
         """
         await self.assembly.scheduler.drain(last=last)
 
@@ -471,7 +471,7 @@ class EngineCore:
         return [entry.info for entry in self.assembly.store.entries]
 
     async def pin(self, caller: Caller, step: int, pinned: bool) -> CheckpointInfo:
-        """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
+        """Exempt the newest checkpoint of a step from the rules, or subject it to them again."""
         return (await caller.run(self.check_alive().store.pin(whole_step(step), pinned))).info
 
     async def remove(self, caller: Caller, which: Which, *, force: bool) -> list[CheckpointInfo]:
@@ -511,7 +511,7 @@ class EngineCore:
         dtype: torch.dtype | None = None,
         private: Private = (),
     ) -> Restored | None:
-        """Restore the newest checkpoint (or the one asked for) into ``state``, falling back where one is damaged."""
+        """Restore the newest checkpoint (or the requested one) into ``state``, falling back if one is damaged."""
         assembly = self.check_alive()
         self.in_flight.raise_untold()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -521,7 +521,7 @@ class EngineCore:
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
-                await caller.wait(pending.captured_future())  # what is restored would tear its capture
+                await caller.wait(pending.captured_future())  # the restore would tear its capture
         self.guard.wait()
         restored = await self._restore(
             caller, assembly, state, which, progress, strict=strict, dtype=dtype, private=private
@@ -529,7 +529,7 @@ class EngineCore:
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
         if restored is None:
-            refuse_filling(state)  # now, and not when there is something to restore
+            refuse_filling(state)  # now, and not only once there is a checkpoint to restore
         self._unrestored = []
         return restored
 
@@ -545,7 +545,7 @@ class EngineCore:
         dtype: torch.dtype | None,
         private: Private,
     ) -> Restored | None:
-        """Restore from one process's own store, where nothing is another rank's; ``GroupCore`` overrides it."""
+        """Restore from the store of one process; ``GroupCore`` overrides it."""
         committed = assembly.store.committed
         if error := only_rejected((*committed.record.entries, *committed.adopted), which, self.path):
             raise error
@@ -595,7 +595,7 @@ class EngineCore:
             )
 
     def _status(self) -> Status:
-        """Return what other processes may know."""
+        """Return the status for other processes."""
         report, failure = self.training.last_report, self.assembly.store.latch.failure
         in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
         newest, infos = self.in_flight.newest, [info for info in self.infos if not info.rejected]
@@ -604,7 +604,7 @@ class EngineCore:
 
 @contextmanager
 def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
-    """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
+    """If a context is left with an ``error``, that passes, with a note of the error of closing the engine."""
     try:
         yield
     except Exception as failure:
@@ -615,7 +615,7 @@ def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
 
 
 def _caller() -> str:
-    """Return file and line of the code that makes an engine: what is outside of this package."""
+    """Return file and line of the code that makes an engine: the innermost frame outside this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "pccheck_async":
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The checkpoints of one engine: which were admitted, which are in flight, and what became of the others."""
+"""The checkpoints of one engine: which were admitted, which are in flight, and how the others ended."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Counts:
 
 
 class InFlight:
-    """Gives counters away, and remembers every checkpoint until it ended and its failure was told.
+    """Gives counters away, and holds every checkpoint until it ended and its failure was delivered.
 
     Attributes:
-        lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
+        lock: Held while a checkpoint is admitted; reentrant, as a signal handler may read statistics meanwhile.
         counter: The largest counter that was given away.
         newest: The checkpoint that was admitted last, None before the first.
         save_seconds: Times from admission to durable.
@@ -66,18 +66,18 @@ class InFlight:
             return list(self._in_flight)
 
     def add(self, step: int | None, name: str | None = None) -> PendingCheckpoint:
-        """Admit a checkpoint: give the next counter away, and note all of it before the engine's loop hears of it."""
+        """Admit a checkpoint under the next counter. Called before the engine's loop gets it."""
         self.counter += 1
         pending = PendingCheckpoint(self.counter if step is None else step, self.counter, name)
         self._reporter.tell(Admitted, step=pending.step, counter=pending.counter)
-        # No call from here on: an interrupt would leave one in flight that nobody knows.
+        # No call from here on: an interrupt would leave one in flight without a holder.
         self.counts.admitted += 1
         self.newest = pending
         self._in_flight[pending] = None
         return pending
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
-        """Return what stands for a checkpoint that is skipped; None if there is a place for it or it may wait.
+        """Return a stand-in for a skipped checkpoint; None if there is a place for it or it may wait.
 
         The caller reports it (:meth:`tell_skipped`) once it holds no lock.
         """
@@ -95,10 +95,10 @@ class InFlight:
         self._reporter.tell(Skipped, step=step, counter=skipped.counter, in_flight=self._config.max_in_flight)
 
     def withdraw(self, pending: PendingCheckpoint) -> None:
-        """End a checkpoint that its caller does not get to know, where the engine's loop never heard of it."""
+        """End a checkpoint that its caller does not receive, if it never reached the engine's loop."""
         with self.lock:
             if pending.is_captured or pending not in self._in_flight:
-                return  # the loop heard of it, and ended it or has seen it captured
+                return  # the loop got it, and ended it or has captured it
             del self._in_flight[pending]
             self.counts.admitted -= 1
         error = CheckpointError(f"the checkpoint of step {pending.step} was interrupted")
@@ -108,17 +108,17 @@ class InFlight:
     # -- their ends
 
     def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
-        """Note what became of a checkpoint, before anyone is told."""
+        """Count the end of a checkpoint. Called before its waiting callers get it."""
         now = time.monotonic()
         step, counter, seconds = pending.step, pending.counter, now - pending.admitted_at
         with self.lock:
             if pending not in self._in_flight:
-                return  # it was withdrawn, and its end is told
+                return  # it was withdrawn, and its end is delivered
             del self._in_flight[pending]
             if error is not None:
                 self.counts.failed += 1
                 self._failed.append((pending, error))
-            elif superseded:  # when it ended says nothing about how long one takes
+            elif superseded:  # the time of its end is no measure of a save
                 self.counts.superseded += 1
             else:
                 captured, stall = max(0.0, pending.captured_at - pending.admitted_at), pending.stall
@@ -140,7 +140,7 @@ class InFlight:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def raise_untold(self) -> None:
-        """Raise the first failure that nobody awaited (or warn of it), with the others as notes on it."""
+        """Raise the first failure that was not awaited (or warn of it), with the others as notes on it."""
         if not self._failed:
             return
         with self.lock:
@@ -149,9 +149,9 @@ class InFlight:
                 for pending, error in self._failed
                 if not pending.failure_told
                 and not (pending.overlap_was_chosen and isinstance(error, TornCaptureError))
-                and not isinstance(error, ReplicasDifferError)  # the next one holds what this one could not
+                and not isinstance(error, ReplicasDifferError)  # the next one saves each rank's own
             ]
-            # Whoever waits for one will be told, or be cancelled before that: then it is for the next call.
+            # A waiting caller will get its failure, or be cancelled before that: then it is for the next call.
             self._failed = [each for each in failed if each[0].awaited]
             untold = [each for each in failed if each not in self._failed]
         untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
@@ -165,7 +165,7 @@ class InFlight:
         raise first
 
     def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
-        """Warn of a failure where ``on_error`` says so, in the name of the caller's caller; else return False."""
+        """Warn of a failure if ``on_error`` is "warn", in the name of the caller's caller; else return False."""
         if self._config.on_error != "warn":
             return False
         pending.failure_told = True

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """An event loop (uvloop where it is installed) on a daemon thread; as a context manager it ends with the block."""
+    """An event loop (uvloop if it is installed) on a daemon thread; as a context manager it ends with the block."""
 
     def __init__(self, name: str = "pccheck-engine") -> None:
         fill_standard_files()  # before the files of a store are opened
@@ -57,9 +57,9 @@ class EngineLoop:
         """Start a coroutine here from any thread. Returns its future and a function that cancels the coroutine.
 
         The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
-        whoever waits for it knows that nothing is running any more.
+        when it is done, nothing is running any more.
 
-        Raises ClosedError where the loop was stopped, or (in the future) is stopped before the coroutine ended.
+        Raises ClosedError if the loop was stopped, or (in the future) is stopped before the coroutine ended.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -91,7 +91,7 @@ class EngineLoop:
         return future, cancel
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Call a function on this loop soon, from any thread; False where the loop was stopped, and then never."""
+        """Call a function on this loop soon, from any thread; False if the loop was stopped, and then never."""
         with self._guard:
             if not self._stopping:
                 self.loop.call_soon_threadsafe(function, *arguments)
@@ -127,7 +127,7 @@ class EngineLoop:
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine here and await it on the caller's loop.
 
-        Cancellation: cancels the coroutine and returns once it has ended; also where this one is thrown away, and then
+        Cancellation: cancels the coroutine and returns once it has ended; also if this one is thrown away, and then
             the thread is blocked meanwhile.
         """
         future, cancel = self.submit(coroutine)
@@ -138,7 +138,7 @@ class EngineLoop:
             await until_done(future)
             raise
         except GeneratorExit:  # thrown away: it cannot await anything any more
-            if self._thread.is_alive():  # else this is a forked child, where nothing runs
+            if self._thread.is_alive():  # else this is a forked child, in which nothing runs
                 cancel()
                 if threading.current_thread() is not self._thread:  # which collects garbage, too
                     concurrent.futures.wait([future])
@@ -150,7 +150,7 @@ class EngineLoop:
         self._thread.join()
 
     def ask_to_stop(self) -> concurrent.futures.Future[None]:
-        """Do the same without waiting; the future is done when the loop is closed and its thread does nothing more."""
+        """Stop the loop without waiting; the future is done when it is closed and its thread does nothing more."""
         with self._guard:
             self._stopping = True
         if self._thread.is_alive():
@@ -170,7 +170,7 @@ class EngineLoop:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Do the same as :meth:`stop`. Cancellation: raised once it has ended."""
+        """Stop the loop, and wait until its thread ended. Cancellation: raised once it has ended."""
         await uninterrupted(asyncio.wrap_future(self.ask_to_stop()))
 
     def _serve(self) -> None:
@@ -198,12 +198,12 @@ async def wait_until(future: concurrent.futures.Future[Any], timeout: float | No
         await asyncio.wait((waiter,), timeout=timeout)
     finally:
         if not waiter.cancel() and not waiter.cancelled():
-            waiter.exception()  # retrieved: what it holds is for others
+            waiter.exception()  # retrieved: its error is for others
     return future.done()
 
 
 async def until_done(future: concurrent.futures.Future[Any]) -> None:
-    """Wait until ``future`` is done, whatever it holds. Cancellation: ignored."""
+    """Wait until ``future`` is done, with a result or an error. Cancellation: ignored."""
     while not future.done():
         with suppress(asyncio.CancelledError):
             await wait_until(future)

@@ -2,7 +2,7 @@
 
 Names and units follow OpenMetrics 1.0: base units (seconds, bytes) as the last part of the name, counters end in
 ``_total``, histograms in ``_bucket``, ``_count`` and ``_sum``. Names begin with ``pccheck_``, every sample has the
-label ``store``. :data:`METRICS` lists all of them, and the text says the same in its ``# HELP`` lines.
+label ``store``. :data:`METRICS` lists all of them; the ``# HELP`` lines of the text are made from it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Kind = Literal["counter", "gauge", "histogram", "info"]
 
 
 class Metric(NamedTuple):
-    """One metric: where its value comes from, and what is said of it.
+    """One metric: the origin of its value, and its description.
 
     Attributes:
         name: Without ``pccheck_``.
         kind: Type in OpenMetrics.
-        help: What it counts.
-        read: Returns a number, or of a histogram a :class:`Distribution`; by label value where there is a label; None
-            where it is not known yet. Of ``info`` it returns labels.
+        help: Its description.
+        read: Returns a number, or of a histogram a :class:`Distribution`; by label value if there is a label; None
+            if it is not known yet. Of ``info`` it returns labels.
         label: Name of its own label, if it has one.
     """
 
@@ -86,7 +86,7 @@ METRICS = (
 
 
 class Sample(NamedTuple):
-    """One number: what comes after its family's name, its labels, and the value."""
+    """One number: the suffix of its family's name, its labels, and the value."""
 
     suffix: str
     labels: Mapping[str, str]
@@ -136,7 +136,7 @@ def openmetrics(statistics: Mapping[str, EngineStatistics]) -> str:
 def scalars(statistics: EngineStatistics) -> dict[str, float]:
     """Return the numbers of one engine by name, for TensorBoard, Weights & Biases and the like.
 
-    Counts and sums are of all the time so far. What is not known yet is left out.
+    Counts and sums are of all the time so far. Numbers not known yet are left out.
     """
     values: dict[str, Any] = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
     values = {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -2,14 +2,14 @@
 
 Parameters and the tensors that an optimizer keeps for them change only in its step, so they may be copied during the
 next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard makes steps of attached
-optimizers wait. Where all copies that are left are queued on devices, the devices wait and not the training thread:
-what the step queues there comes behind a fence. Python code that reaches for the memory of what is being captured, past
+optimizers wait. If all copies that are left are queued on devices, the devices wait and not the training thread:
+the step's work there comes behind a fence. Python code that reaches for the memory of tensors being captured, past
 torch's counters, waits as well (:mod:`pccheck_async.state.tensor_access`): weights are swapped for evaluations so.
 Changes that cannot be made to wait tear the capture, which is found out as far as possible:
 
 - a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
 - other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
-  and before the commit where it did not (:mod:`pccheck_async.state.save.torn`);
+  and before the commit if it did not (:mod:`pccheck_async.state.save.torn`);
 - with ``check_captures``, any change at all, by a comparison with a copy that was made before the call returned.
 """
 
@@ -50,13 +50,13 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepHooks:
-    """What is called before and after each step of one optimizer, or before those of all.
+    """The callbacks before and after each step of one optimizer, or before those of all.
 
-    The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and what is taken out of
+    The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and a hook taken out of
     that as an engine closes is an error in the step of another thread. Without callbacks they do nothing.
 
-    ``step(closure)`` computes the gradients inside the step. Where the closure comes before any change, so do the calls
-    come after it: forward and backward do not wait for captures. That is so for the optimizers of torch, except for
+    ``step(closure)`` computes the gradients inside the step. If the closure comes before any change, the calls come
+    after it: forward and backward do not wait for captures. That is so for the optimizers of torch, except for
     L-BFGS, as long as their closures leave the parameters alone, which the first one shows.
     """
 
@@ -80,7 +80,7 @@ class StepHooks:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments | None:
-        """What torch calls first; returns the arguments that it goes on with, if they are others."""
+        """Called by torch before a step; returns the arguments that it goes on with, if they are others."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
         if closure is None or not self.before or not _calls_closure_first(optimizer):
             self.call_before(optimizer)
@@ -100,12 +100,12 @@ class StepHooks:
         return args, {**kwargs, "closure": closure_and_calls}
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """What torch calls last."""
+        """Called by torch after a step."""
         for callback in self.after:
             callback(optimizer)
 
     def call_before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call what comes before a step, or before another change of all parameters by the optimizer."""
+        """Run the callbacks before a step, or before another change of all parameters by the optimizer."""
         for callback in self.before:
             callback(optimizer)
 
@@ -123,7 +123,7 @@ def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
 def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return how often each parameter was changed, as far as torch counts it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with no_functions():  # lazy parameters, and classes of users, refuse what they do not know
+    with no_functions():  # lazy parameters, and classes of users, refuse unknown functions
         return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
@@ -142,7 +142,7 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         seen.append(optimizer)
         try:
             inner = optimizer.optimizer  # type: ignore[attr-defined]
-        except Exception:  # noqa: BLE001 - a property of somebody's; it is not what training shall end by
+        except Exception:  # noqa: BLE001 - a property of other code; training must not end by it
             break
         if not isinstance(inner, torch.optim.Optimizer):
             break
@@ -151,7 +151,7 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _hook_switches(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
-    """Let ``train`` and ``eval`` call the hooks: those of schedule-free optimizers swap the parameters in place."""
+    """Make ``train`` and ``eval`` call the hooks: those of schedule-free optimizers swap the parameters in place."""
     here = weakref.ref(optimizer)
     for name in ("train", "eval"):
         if name not in vars(optimizer) and callable(method := getattr(type(optimizer), name, None)):
@@ -167,7 +167,7 @@ def _hook_switches(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
-    """Return those of an optimizer. Raises TypeError where it has none."""
+    """Return those of an optimizer. Raises TypeError if it has none."""
     try:
         _ = optimizer.param_groups
         hooks = _hooks.get(optimizer)
@@ -198,8 +198,8 @@ class Overlapped:
     """One overlapped capture: which tensors must not change before it ended, and whether one did.
 
     Attributes:
-        fence: Over once there is a fence behind which a device may change what is captured.
-        note_end: Called with what made the checkpoint fail, None where it did not.
+        fence: Over once there is a fence behind which a device may change the captured tensors.
+        note_end: Called with the error that made the checkpoint fail, None if it did not.
     """
 
     def __init__(self, pending: PendingCheckpoint, lazy: LazyPart) -> None:
@@ -227,14 +227,14 @@ class Overlapped:
         return frozenset(self._addresses)
 
     def hold_up(self) -> bool:
-        """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
+        """Make the devices wait, on the caller's current streams; False if there is no fence, or they cannot."""
         fence = self.fence  # the engine's thread may replace it
         return fence.over and fence.result().hold_up()
 
     def compare(self) -> None:
         """Compare the tensors with their versions for the last time: the caller may change everything from now on.
 
-        That is when the capture ended, and, for what is queued on the devices, when these wait for it. Idempotent.
+        That is when the capture ended, and, for copies queued on the devices, when these wait for it. Idempotent.
         """
         with self._lock:
             versions, self._versions = self._versions, None
@@ -244,7 +244,7 @@ class Overlapped:
                 self._note_torn(paths, what, advice)
 
     def detect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that an optimizer is about to change ``tensors``; that matters while the capture runs."""
+        """Called when an optimizer is about to change ``tensors``: while the capture runs, that tears it."""
         with self._lock:
             if self._versions is None or self._torn is not None or not self.running:
                 return
@@ -267,7 +267,7 @@ class Overlapped:
 
 
 class Guard:
-    """Makes steps of attached optimizers wait while what they change is being captured.
+    """Makes steps of attached optimizers wait while the tensors that they change are being captured.
 
     Args:
         max_stall: Most seconds that training waits.
@@ -303,7 +303,7 @@ class Guard:
         return [optimizer for each in self._attached if (optimizer := each()) is not None]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
+        """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError if it has no hooks."""
         if optimizer in self._hooks:
             return
         hooks = hooks_of(optimizer)
@@ -311,7 +311,7 @@ class Guard:
         hooks.add(before=self.before_step)
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
         self.attached = True
-        self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
+        self._hooks[optimizer] = hooks  # last: without it the next call takes this one for interrupted
 
     def watch(self, pending: PendingCheckpoint, lazy: LazyPart) -> Overlapped:
         """Make steps wait from now on until the capture of a checkpoint with a lazy part ended."""
@@ -335,7 +335,7 @@ class Guard:
             self._compare(capture)
 
     def hold_up(self, captures: Iterable[Overlapped] | None = None) -> None:
-        """Do the same for what the calling thread does next on its current streams: devices wait where they can.
+        """Order the caller's next work on its current streams after the captures: devices wait if they can.
 
         The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
         another step may use other streams.
@@ -365,11 +365,11 @@ class Guard:
 
     def _compare(self, capture: Overlapped) -> None:
         capture.compare()
-        with self._lock:  # only now: whoever interrupts the wait, it is watched at the next step
+        with self._lock:  # only now: if the wait is interrupted, it is watched at the next step
             self._captures = [each for each in self._captures if each is not capture or each.running]
 
     def close(self) -> None:
-        """Let go of all optimizers."""
+        """Remove the callbacks from all optimizers."""
         for hooks in self._hooks.values():
             hooks.remove(self.before_step)
         if self._others is not None:
@@ -382,7 +382,7 @@ class Guard:
         self._others = None
 
     def before_access(self, owner: Any) -> None:
-        """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
+        """Delay code that reaches for memory that is being captured (``owner`` is a tensor or storage)."""
         with self._lock:
             running = [capture for capture in self._captures if capture.running]
             if not running:

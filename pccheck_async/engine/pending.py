@@ -1,4 +1,4 @@
-"""A checkpoint on its way: captured, then durable; each is a promise that any thread may note or wait for."""
+"""A checkpoint on its way: captured, then durable; each is a promise that any thread may set or wait for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CheckpointProgress:
 
     Attributes:
         phase: "waiting" for its turn, "capturing", "writing" (all is captured), "committing" (all is written: manifest,
-            flush and commit record follow); or what became of it.
+            flush and commit record follow); or how it ended.
         nbytes: Bytes of the checkpoint's tensors, 0 while it waits.
         captured: Bytes captured so far.
         written: Bytes written so far.
@@ -39,7 +39,7 @@ class CheckpointProgress:
 
 
 class _Waiter:
-    """One who waits for a checkpoint, or for one promise of it."""
+    """A caller that waits for a checkpoint, or for one promise of it."""
 
     __slots__ = ("_pending", "_promise")
 
@@ -56,20 +56,20 @@ class _Waiter:
 
 
 class PendingCheckpoint:
-    """What ``checkpoint()`` returns. Usable from any thread and any event loop; ``await pending`` waits for durable.
+    """The result of ``checkpoint()``. Usable from any thread and any event loop; ``await pending`` waits for durable.
 
     Attributes:
         step: The user's number.
         counter: The engine's number; checkpoints are admitted in the order of their counters.
-        name: What the user calls it, None for nothing.
+        name: The user's name for it, None for none.
         superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
         skipped: ``max_in_flight`` checkpoints were in flight and ``on_busy="skip"``: nothing was captured, and this
             object stands for the newest one in flight.
         nbytes: Bytes of its tensors, None until it is its turn.
         captured_nbytes: Bytes captured so far.
         written_nbytes: Bytes written so far.
-        failure_told: Whether the user has been told of its failure.
-        overlap_was_chosen: Whether ``engine.step`` made it, which captures eagerly what is torn repeatedly: that it is
+        failure_told: Whether the user has got its failure, as an error or a warning.
+        overlap_was_chosen: Whether ``engine.step`` made it, which captures repeatedly torn tensors eagerly: that it is
             torn is warned of, and not raised by the next call.
         compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
     """
@@ -89,14 +89,14 @@ class PendingCheckpoint:
         self._eager_captured: Promise[None] = Promise()
         self._captured: Promise[None] = Promise()
         self._durable: Promise[CheckpointInfo] = Promise()
-        self._target = self  # whose result is waited for
+        self._target = self  # the checkpoint that is waited for
         self.failure_told = False
         self.overlap_was_chosen = False
         self._waiters: set[_Waiter] = set()
 
     @classmethod
     def standing_for(cls, newest: PendingCheckpoint, step: int) -> PendingCheckpoint:
-        """Return what a skipped checkpoint's caller gets: already safe to mutate, durable when ``newest`` is."""
+        """Return a stand-in for a skipped checkpoint: already safe to mutate, durable when ``newest`` is."""
         skipped = cls(step, newest.counter)
         skipped.skipped = True
         skipped.set_captured()
@@ -109,7 +109,7 @@ class PendingCheckpoint:
         Cancellation: only stops the waiting.
 
         Raises:
-            CheckpointError: what made the checkpoint fail before its capture was complete.
+            CheckpointError: the checkpoint failed before its capture was complete.
         """
         await self._wait(self._captured)
         if self.compare is not None:
@@ -125,7 +125,7 @@ class PendingCheckpoint:
 
         Raises:
             NoCheckpointError: it was rejected in flight, and all others were removed meanwhile.
-            CheckpointError: what made it fail; older checkpoints are untouched, and nothing of it was committed, unless
+            CheckpointError: it failed; older checkpoints are untouched, and nothing of it was committed, unless
                 ``close`` gave up at its deadline: then the next opening may find it.
             StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either, and
                 the next opening may find this one.
@@ -186,9 +186,9 @@ class PendingCheckpoint:
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     def waiting(self, promise: Promise[Any] | None = None) -> AbstractContextManager[None]:
-        """Count as one who waits for it: nobody else is told of a failure meanwhile.
+        """Count the caller as waiting for it: no other call gets its failure meanwhile.
 
-        Whoever waits for ``promise`` while it fails gets to know of that; whoever gave up waiting before does not.
+        A caller that waits for ``promise`` while it fails gets the error; one that gave up before does not.
         """
         if promise is not None and not promise.over and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
@@ -200,7 +200,7 @@ class PendingCheckpoint:
     # -- the engine's side
 
     async def eager_captured(self) -> None:
-        """Wait until the eager leaves are captured: all of the state, but for what an optimizer's step waits for."""
+        """Wait until the eager leaves are captured: all of the state but its lazy part."""
         await self._wait(self._eager_captured)
 
     def wait_eager_captured(self) -> None:
@@ -216,10 +216,10 @@ class PendingCheckpoint:
         return self._durable.future()
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Promise[Any] | None = None) -> bool:
-        """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.
+        """Block until nothing reads the live state any more, or until ``enough`` happened. Raises no failure.
 
         Returns:
-            False where it took longer than ``timeout`` seconds.
+            False if it took longer than ``timeout`` seconds.
         """
         if self._captured.over:
             return True
@@ -237,7 +237,7 @@ class PendingCheckpoint:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None where it did not, or has not ended. It is not told by this."""
+        """Why it failed; None if it did not, or has not ended. Reading it does not count as delivering it."""
         return self._durable.error
 
     @property
@@ -247,28 +247,28 @@ class PendingCheckpoint:
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody is waiting for it, and will get to know of a failure unless the waiting is cancelled."""
+        """Whether a caller is waiting for it, and will get a failure unless the waiting is cancelled."""
         return bool(self._waiters)
 
     def set_eager_captured(self) -> None:
-        """Note that the eager leaves are captured."""
+        """Called when the eager leaves are captured."""
         self._eager_captured.set_result(None)
 
     def set_captured(self) -> None:
-        """Note the end of the capture."""
+        """Called when the capture ended."""
         if self._captured.over:
             return
         self.captured_at = time.monotonic()
         self._captured.set_result(None)
-        self._eager_captured.set_result(None)  # last: it is what callers of checkpoint() wait for
+        self._eager_captured.set_result(None)  # last: callers of checkpoint() wait for it
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
-        """Note the commit, or the newest checkpoint where this one is superseded."""
+        """Called with the committed checkpoint, or the newest one if this one is superseded."""
         self.superseded = superseded
         self.set_captured()
         self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
-        """Note the failure."""
+        """Fail all promises that are not over."""
         for promise in (self._captured, self._eager_captured, self._durable):
             promise.set_error(error)

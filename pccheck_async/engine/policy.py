@@ -1,4 +1,4 @@
-"""What an engine knows of training: the protocol of a policy, and the questions it asks. Both are answered above."""
+"""An engine's view of training: the protocol of a policy, and hooks. Both are implemented in rooms above."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepReport:
     Attributes:
         step: The user's number of it.
         now: When it ended, in seconds of a monotonic clock.
-        seconds: What it took, without the waiting that the engine caused.
+        seconds: Its duration, without the waiting that the engine caused.
         stall: Seconds the engine kept the training thread waiting since the last report.
         in_flight: Checkpoints that were in flight at any time during the step; 0 is a clean step.
     """
@@ -51,13 +51,13 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy has decided.
+    """The decision of a policy.
 
     Attributes:
-        interval: Steps between checkpoints; None if the policy goes by time, or does not know yet.
+        interval: Steps between checkpoints; None if the policy goes by time, or has none yet.
         seconds: Seconds between checkpoints; None if not known.
         reason: One sentence.
-        most_seconds: Greatest age in seconds of the newest durable checkpoint while steps end, whatever was measured;
+        most_seconds: Greatest age in seconds of the newest durable checkpoint while steps end, under any measurements;
             or twice the time that a checkpoint takes to become durable, if that is more. None: no limit.
     """
 
@@ -71,28 +71,28 @@ class Decision:
 class Policy(Protocol):
     """Decides after which steps to checkpoint. Methods have no clock.
 
-    All are called on the training thread, except that the first :meth:`decision` is asked for by the thread that opens
+    All are called on the training thread, except that the first :meth:`decision` is called by the thread that opens
     the engine; never under a lock of the engine.
     """
 
     def due(self, report: StepReport) -> bool:
-        """Tell whether to checkpoint now. Asked exactly once after every step."""
+        """Return whether to checkpoint now. Called exactly once after every step."""
 
     def skipped(self, report: StepReport) -> None:
-        """Hear that the checkpoint due after this step was not made.
+        """Called when the checkpoint due after this step was not made.
 
         ``max_in_flight`` were in flight, or a window of gradient accumulation had not ended.
         """
 
     def saved(self, report: SaveReport) -> None:
-        """Hear that a checkpoint ended, before the next question."""
+        """Called for each durable checkpoint, before the next :meth:`due`."""
 
     def decision(self) -> Decision:
         """Return the present interval, and why. Called at the opening, and after every :meth:`due`."""
 
 
 class TrainingHooks:
-    """What an engine asks the training around it. These are the answers where there are no training steps."""
+    """An engine's calls of the training around it. These implementations are for engines without training steps."""
 
     last_report: StepReport | None = None
     """The last training step that went well: for the status file."""
@@ -102,28 +102,28 @@ class TrainingHooks:
 
     @property
     def patience(self) -> float | None:
-        """Seconds until the process goes because a signal asked for it; None where none did."""
+        """Seconds until the process exits on a signal; None if no signal came."""
         return None
 
     def opened(self) -> None:
         """Called on the caller's thread when the engine is about to be open; an error ends the opening."""
 
     def before_checkpoint(self) -> bool:
-        """Hear of a call of ``checkpoint()``; return whether it is the last one before the process goes.
+        """Called by ``checkpoint()``; returns whether it is the last one before the process exits.
 
         The last one is not skipped, and no earlier failure prevents it.
         """
         return False
 
     def before_restore(self) -> None:
-        """Hear that a restore is about to change the state."""
+        """Called when a restore is about to change the state."""
 
     def rejected(self) -> None:
         """Called after checkpoints were rejected: the state of the steps until now is not to be saved as theirs."""
 
     def closed(self) -> None:
-        """Hear that the engine was closed."""
+        """Called when the engine was closed."""
 
     def ending(self, *, go: bool = True) -> AbstractContextManager[None]:
-        """Return the context to close the engine in; leaving it lets a preempted process go, unless ``go`` is False."""
+        """Return the context to close the engine in; leaving it ends a preempted process, unless ``go`` is False."""
         return nullcontext()

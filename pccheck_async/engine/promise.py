@@ -1,4 +1,4 @@
-"""A promise: something that happens once, with a result or an error, and that any thread may note or wait for."""
+"""A promise: something that happens once, with a result or an error, and that any thread may set or wait for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _is_over = attrgetter("over")
 
 
 class Promise(Generic[T]):
-    """Something that happens once, with a result or an error, for any thread to note and any thread to ask for.
+    """Something that happens once, with a result or an error; any thread may set, read or await it.
 
-    Most promises are over when somebody asks, or nobody ever does. So a future, which takes longer to make than all
+    Most promises are over when they are read, or are never read. So a future, which takes longer to make than all
     else here, is made only for coroutines that have to wait; a thread waits at a lock of its own. The promise itself
     has no lock, so a signal handler that uses it cannot deadlock: the first caller of ``dict.setdefault`` wins.
     """
@@ -26,7 +26,7 @@ class Promise(Generic[T]):
     __slots__ = ("_facts",)
 
     def __init__(self) -> None:
-        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future", "threads": of those who wait
+        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future", "threads": of waiting callers
 
     @property
     def over(self) -> bool:
@@ -35,12 +35,12 @@ class Promise(Generic[T]):
 
     @property
     def outcome(self) -> tuple[T, BaseException | None] | None:
-        """Its result, and what went wrong if something did; None where it has not happened yet."""
+        """Its result and its error, None without one; None if it has not happened yet."""
         return self._facts.get("outcome")
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong; None where nothing did, or it has not happened yet."""
+        """Its error; None if there is none, or it has not happened yet."""
         outcome = self.outcome
         return None if outcome is None else outcome[1]
 
@@ -63,7 +63,7 @@ class Promise(Generic[T]):
         return result
 
     def future(self) -> Future[T]:
-        """Return a future of it; nobody can cancel that."""
+        """Return a future of it, which cannot be cancelled."""
         if not self.over:
             future: Future[T] = self._facts.setdefault("future", _running())
             if not self.over:
@@ -88,7 +88,7 @@ class Promise(Generic[T]):
 
 
 def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None) -> bool:
-    """Block until one of them has happened; False where that takes longer than ``timeout`` seconds.
+    """Block until one of them has happened; False if that takes longer than ``timeout`` seconds.
 
     If it is interrupted, it leaves no lock held. An interrupted wait for a future can leave one, and the thread that
     sets the result would then block.
@@ -102,7 +102,7 @@ def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None)
             mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
     finally:
         for promise in promises:
-            if not promise.over and mine in (threads := promise._threads()):  # not where it was interrupted before
+            if not promise.over and mine in (threads := promise._threads()):  # not if it was interrupted before
                 threads.remove(mine)
     return any(map(_is_over, promises))
 

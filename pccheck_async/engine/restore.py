@@ -1,4 +1,4 @@
-"""Restoring from the engine's own store: which checkpoint, and what to do where it is damaged."""
+"""Restoring from the engine's own store: the choice of the checkpoint, and the way on if it is damaged."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ async def restore(
     dtype: torch.dtype | None,
     allow_pickle: bool,
 ) -> Restored | None:
-    """Restore the newest checkpoint (or the one asked for), falling back where one is damaged; None: there is none.
+    """Restore the newest checkpoint (or the requested one), falling back if one is damaged; None: there is none.
 
-    What follows ``progress`` is for :func:`pccheck_async.state.match`.
+    The arguments after ``progress`` are for :func:`pccheck_async.state.match`.
     """
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
     fallback, committed = Fallback(which), assembly.store.committed
 
     def find() -> tuple[Entry, bool] | None:
-        """Return what to read, and whether it was superseded; what is known to be damaged comes last, for its error."""
+        """Return the checkpoint to read, and whether it was superseded; damaged ones come last, for their error."""
         entries, record = committed.entries, committed.record
         if (entry := choose(entries, which, fallback.unreadable, record.superseded)) is not None:
             return entry, entry not in entries
@@ -98,7 +98,7 @@ class Reading:
 
     Attributes:
         checkpoint: Reads it.
-        restoration: What the state lacks and what will be filled; from :meth:`match` on.
+        restoration: The match with the state: missing paths, arrays to fill; from :meth:`match` on.
     """
 
     restoration: Restoration
@@ -131,7 +131,7 @@ class Reading:
     ) -> None:
         """Compare it with the live state, changing nothing. Raises StateMismatchError.
 
-        ``merged`` is what :func:`merge_parts` returns; the rest is for :func:`pccheck_async.state.match`.
+        ``merged`` is the result of :func:`merge_parts`; the rest is for :func:`pccheck_async.state.match`.
         """
         manifest, added = (self.checkpoint.manifest, ()) if merged is None else merged
         self.restoration = match(
@@ -146,13 +146,13 @@ class Reading:
         )
 
     def begin(self) -> None:
-        """Mark what devices have queued by now: the targets are filled after that, with the boxes in the own part."""
+        """Mark the work queued on devices by now: the targets are filled after that, with the boxes in the own part."""
         targets, boxes = self.restoration.targets, self.checkpoint.take_own()
         self._targets = targets if boxes is None else JointTargets(targets, boxes)
         self._marks = self._assembly.backend.mark_queued_work(self._targets.devices)
 
     async def fill(self) -> None:
-        """Fill the targets; :meth:`finish` copies to its live array what is not read in place.
+        """Fill the targets; :meth:`finish` copies those not read in place to their live arrays.
 
         Raises UnreadableError; some targets are filled then.
         """
@@ -164,11 +164,11 @@ class Reading:
             await self.checkpoint.fill_boxes()
 
     def release(self) -> None:
-        """Let its slots go. Idempotent."""
+        """Release its slots. Idempotent."""
         self._assembly.loop.post(self.checkpoint.release)
 
     def finish(self) -> Restored:
-        """Give every object its state, and say what was restored."""
+        """Give every object its state, and return a summary."""
         restoration, entry = self.restoration, self.checkpoint.entry
         self.checkpoint.finish()
         restoration.finish()
@@ -241,7 +241,7 @@ def _first_few(names: Sequence[str]) -> str:
 
 
 def refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> None:
-    """Raise StateMismatchError where what stays as it is would be what a damaged checkpoint left."""
+    """Raise StateMismatchError if arrays that stay as they are may have been filled from a damaged checkpoint."""
     kept = tuple(f"{path}." for path in restoration.missing)
     if paths := sorted({path for path in begun if f"{path}.".startswith(kept)}):
         raise StateMismatchError(

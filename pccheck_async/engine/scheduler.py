@@ -1,7 +1,7 @@
 """The scheduler: the order of one checkpoint, from its admission until it is durable.
 
 A checkpoint is a task graph: for each chunk a staging buffer is leased, and a coroutine copies and writes; the buffer
-goes back when that has ended, whatever its end. Another coroutine writes the manifest as soon as the last chunk is
+goes back when that has ended, in success or failure. Another coroutine writes the manifest as soon as the last chunk is
 copied; when all ended, the store commits. A state of one chunk, captured inline or into one staging buffer, is written
 in one piece with its manifest, without a coroutine for each part. Checkpoints run concurrently, at most
 ``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters. (Invariants, such as I9:
@@ -45,7 +45,7 @@ _MANY = 1000
 
 
 _ToCommit: TypeAlias = tuple[SlotLease, Entry, Sequence[Piece]]
-"""The slot of a captured checkpoint, what the commit record will say of it, and what of it is not written yet."""
+"""The slot of a captured checkpoint, its entry for the commit record, and its pieces that are not written yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +56,12 @@ class Job:
     capture: Capture
     metadata: dict[str, str | int | float | bool | None]
     overlapped: Overlapped | None
-    """Finds out that its capture was torn; None where training waits for all of it."""
+    """Detects a torn capture; None if training waits for all of it."""
     trace: Sink | None
-    """Told what is done for it."""
+    """Gets spans of the work for it."""
     task: asyncio.Task[None] = field(init=False)
     abandoned: CheckpointError | None = None
-    """What it fails with, once its capture was stopped."""
+    """Its failure, once its capture was stopped."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,8 +75,8 @@ class Scheduler:
     max_in_flight: InitVar[int]
     clock: StageClock
     ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None]
-    """Called with every checkpoint that ended, its error, whether it was superseded, and its bytes; before anyone is
-    told, but for one whose capture was stopped."""
+    """Called with every checkpoint that ended, its error, whether it was superseded, and its bytes; before its waiting
+    callers get it, but for one whose capture was stopped."""
     reporter: Reporter
     path: str
     """Of the store, for the log."""
@@ -98,7 +98,7 @@ class Scheduler:
         pending, capture, refused = job.pending, job.capture, None
         try:
             self.store.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+        except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             refused = error
         task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {pending.counter}")
         job.task = task
@@ -106,7 +106,7 @@ class Scheduler:
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
 
     async def abort(self, pending: PendingCheckpoint) -> bool:
-        """Cancel a checkpoint, and wait until nothing of it runs (I9); False where it was captured, and goes on."""
+        """Cancel a checkpoint, and wait until nothing of it runs (I9); False if it was captured, and goes on."""
         job = self._jobs.get(pending)
         if job is None or pending.is_captured:
             return False
@@ -119,14 +119,14 @@ class Scheduler:
         for pending, job in self._jobs.items():
             if pending.counter == counter:
                 job.abandoned = error
-                # One round later: a task that is cancelled before its first step never tells that it ended.
+                # One round later: a task that is cancelled before its first step never reports its end.
                 asyncio.get_running_loop().call_soon(job.task.cancel)
 
     async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
         """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
 
         The checkpoint fails; its writes may take longer: buffers, slot and turn go back when they ended (I9). False
-        where it was captured already, and goes on.
+        if it was captured already, and goes on.
         """
         job = self._jobs.get(pending)
         if job is None or pending.is_captured:
@@ -146,7 +146,7 @@ class Scheduler:
     async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[PendingCheckpoint]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
 
-        ``last``: nothing comes after it, and it ends when :meth:`end_last_drains_at` says so, too.
+        ``last``: nothing comes after it, and it also ends at the time of :meth:`end_last_drains_at`.
 
         Cancellation: only stops the waiting.
         """
@@ -170,7 +170,7 @@ class Scheduler:
                 job.task.cancel()
 
     def end_last_drains_at(self, until: float | None) -> None:
-        """Let last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
+        """Make last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
         self._until = until
         for drain in self._last_drains:
             self._shorten(drain)
@@ -182,7 +182,7 @@ class Scheduler:
             drain.reschedule(end if when is None else min(when, end))
 
     async def cancel_all(self) -> None:
-        """Cancel what is left and wait until it ended."""
+        """Cancel the remaining tasks and wait until they ended."""
         tasks = self.tasks.values()
         for task in tasks:
             task.cancel()
@@ -206,7 +206,7 @@ class Scheduler:
                 finally:
                     self._turns.release()  # only after the slot that the commit freed is free
             finally:
-                # Every operation on it has ended; whoever keeps the checkpoint, or its error, shall not keep the state.
+                # Every operation on it has ended; holders of the checkpoint, or of its error, must not keep the state.
                 job.capture.release()
                 if job.overlapped is not None:
                     job.overlapped.compare()
@@ -215,18 +215,18 @@ class Scheduler:
                 f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
             )
             self._end(job, error)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+        except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             if not isinstance(error, Exception):  # a handler of the log that exits: it would end the engine's loop
                 error = CheckpointError(f"the checkpoint of step {pending.step} was ended by {error!r}")
             self._end(job, error)
         else:
             self._end(job, None, info, superseded=superseded)
-            await self.store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+            await self.store.slots.remove_surplus()  # only now: even if this fails, the checkpoint is durable
 
     def _end(
         self, job: Job, error: Exception | None, info: CheckpointInfo | None = None, *, superseded: bool = False
     ) -> None:
-        """Count the end of a checkpoint, and then tell those who wait for it, whatever goes wrong in counting."""
+        """Count the end of a checkpoint, and then end the waiting for it, even if counting fails."""
         pending, nbytes = job.pending, 0 if info is None else info.nbytes
         try:
             if job.overlapped is not None:
@@ -243,7 +243,7 @@ class Scheduler:
                 pending.set_durable(info, superseded=superseded)
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
-        """Capture what is not captured yet, write, and commit: what is durable then, and whether that is newer."""
+        """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""
         pending, capture, overlapped = job.pending, job.capture, job.overlapped
         lease: BufferLease | None = None
         try:
@@ -260,7 +260,7 @@ class Scheduler:
                 on_fence = None if overlapped is None else overlapped.fence.set_result
                 await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, on_fence)
                 # In one piece, a checkpoint holds its buffer while it waits for a slot. It never takes the last one,
-                # which one that has its slot may need to go on: else each would wait for what the other one holds.
+                # which one that has its slot may need to go on: else each would wait for the other one's.
                 if len(plan.chunks) != 1 or self.pool.available <= 1:
                     slot, entry, rest = await self._copy_and_write(job)
                 else:
@@ -287,7 +287,7 @@ class Scheduler:
             if committed:
                 return entry.info, False
             if (newest := self.store.newest) is None:
-                pending.failure_told = True  # the next call need not raise it: somebody gave up all that there was
+                pending.failure_told = True  # the next call need not raise it: all were removed on purpose
                 raise NoCheckpointError(
                     f"the checkpoint of step {pending.step} was rejected, and no other is left: they were removed"
                 )
@@ -297,14 +297,14 @@ class Scheduler:
                 lease.release()
 
     async def _describe(self, job: Job, buffer: memoryview) -> _ToCommit:
-        """Put the manifest behind the state that a buffer begins with, where there is room; reserve a slot for both."""
+        """Put the manifest behind the state that a buffer begins with, if there is room; reserve a slot for both."""
         data, start = self._encode(job, job.capture.entries(), job.capture.pieces()), job.capture.plan.payload_nbytes
         padded = align(len(data), self.store.block_bytes)
         rest = [(0, buffer[: start + padded])]
         if start + padded > len(buffer):
             rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
         rest[-1][1][-padded:] = data.ljust(padded, b"\0")
-        slot = await self._reserve(job, data)  # last: who has it gives it back
+        slot = await self._reserve(job, data)  # last: its holder gives it back
         return slot, self._entry(job, slot, data), rest
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
@@ -318,7 +318,7 @@ class Scheduler:
         reserving: asyncio.Task[SlotLease] | None = None
         try:
             async with Tasks() as group:
-                # Beside the capture: what makes the trainer wait is the copy, never the store.
+                # Beside the capture: the trainer waits for the copy, never for the store.
                 reserving = group.create_task(self._reserve(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
                 # Chunks are copied right into a slot that is mapped into memory, if it is reserved by then.
@@ -404,7 +404,7 @@ class Scheduler:
         return entry
 
     def _entry(self, job: Job, slot: SlotLease, data: bytes) -> Entry:
-        """Return what a commit record says of a checkpoint, whose encoded manifest is ``data``."""
+        """Return the entry of a checkpoint for the commit record; its encoded manifest is ``data``."""
         nbytes = job.capture.plan.payload_nbytes
         return Entry(
             counter=job.pending.counter,

@@ -1,4 +1,4 @@
-"""What an engine counts, and the frozen values that users, the tuner and the command line read."""
+"""The counters of an engine, and the frozen values that users, the tuner and the command line read."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class Spread:
         self._seconds += seconds
 
     def distribution(self) -> Distribution:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         *up_to, count = accumulate(self._counts)
         return Distribution(count, self._seconds, dict(zip(_BOUNDS, up_to, strict=True)))
 
 
 class Stalls:
-    """Time that training was kept waiting by one engine: adds it up, and tells of each stall.
+    """Time that training was kept waiting by one engine: adds it up, and reports each stall.
 
     Attributes:
         seconds: All stalls, summed.
         guard_seconds: The stalls of the guard, summed (:meth:`note_guarded`).
         state_seconds: The part of all calls of ``checkpoint()`` that ``state_dict()`` and laying out the state took.
-        last_call: What the last call of ``checkpoint()`` took.
+        last_call: Time that the last call of ``checkpoint()`` took.
     """
 
     def __init__(self, reporter: Reporter, sink: Callable[[], Sink | None]) -> None:
@@ -76,16 +76,16 @@ class Stalls:
         self._add(pending, self.last_call, "checkpoint")
 
     def note_guarded(self, pending: PendingCheckpoint, seconds: float) -> None:
-        """Count, as "optimizer", what the guard kept training waiting for a capture.
+        """Count, as "optimizer", the seconds that the guard kept training waiting for a capture.
 
-        Mostly in the step of an attached optimizer; also in ``engine.wait_captured()``, and where code reaches for
+        Mostly in the step of an attached optimizer; also in ``engine.wait_captured()``, and when code reaches for
         memory that is being captured.
         """
         self.guard_seconds += seconds
         self._add(pending, seconds, "optimizer")
 
     def distributions(self) -> dict[str, Distribution]:
-        """Return how long they were, by where."""
+        """Return the distribution of their lengths, by place."""
         return {where: spread.distribution() for where, spread in self._spreads.items()}
 
     def _add(self, pending: PendingCheckpoint, seconds: float, where: Literal["checkpoint", "optimizer"]) -> None:
@@ -100,7 +100,7 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine counted from its opening until now.
+    """Counts of an engine from its opening until now.
 
     Attributes:
         admitted: Checkpoints that were given a counter.
@@ -113,10 +113,10 @@ class EngineStatistics:
         in_flight: Checkpoints admitted and not ended.
         stall_seconds: Time that training was kept waiting, in calls of ``checkpoint()`` and by the guard, summed.
         guard_seconds: The part of it that training waited for overlapped captures: in steps of attached optimizers, in
-            ``engine.wait_captured()``, and where code reached for memory that was being captured.
+            ``engine.wait_captured()``, and when code reached for memory that was being captured.
         guard_fences: Captures for which a step did not block: all copies were queued on the GPUs, and the step's own
             work runs after them. The GPU time spent waiting is in no count of seconds.
-        interval: What the policy behind ``engine.step`` has decided, and why.
+        interval: The decision of the policy behind ``engine.step``, and why.
         last_stall_seconds: Time that the last call of ``checkpoint()`` took.
         state_seconds: The part of all calls that ``state_dict()`` and laying out the state took.
         stages: By name: capture (copy and checksum), write, flush, commit (slot flush included), read, restore.
@@ -137,8 +137,8 @@ class EngineStatistics:
         durable_bytes: Bytes of all checkpoints that committed.
         save_seconds: Time from admission to durable, of each durable checkpoint.
         capture_seconds: Time from admission until captured, of each durable checkpoint.
-        stalls: Each time that training was kept waiting: in calls of "checkpoint", or, as "optimizer", in what
-            ``guard_seconds`` counts.
+        stalls: Each time that training was kept waiting: in calls of "checkpoint", or, as "optimizer", those in
+            ``guard_seconds``.
         pool_in_use_bytes: Staging memory in use now.
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
     """

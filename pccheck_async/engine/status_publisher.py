@@ -39,14 +39,14 @@ _making = ForkLock()
 
 
 class Publisher:
-    """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and holds nobody up.
+    """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and delays nothing.
 
-    Not through the store's medium: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
+    Not through the store's medium: nothing here is ever flushed, nothing depends on it, and errors are logged
     once and has no other consequence.
 
     Args:
         store: Path of the store.
-        collect: Returns what to publish.
+        collect: Returns the status to publish.
         pause: Seconds between two writes.
     """
 
@@ -70,8 +70,8 @@ class Publisher:
     def close(self, timeout: float) -> None:
         """Remove the file and end the thread, or leave that to the thread if it takes longer than ``timeout`` seconds.
 
-        The store is still locked: the file cannot be another engine's. Where nothing was published, a file is that of
-        an engine that died, and would go on to tell of its crash.
+        The store is still locked: the file cannot be another engine's. If nothing was published, a file is that of
+        an engine that died, and would go on to report its crash.
         """
         self._end.set()
         if self._thread is None:
@@ -81,7 +81,7 @@ class Publisher:
             self._thread.join(timeout)
 
     def abandon(self) -> None:
-        """In a forked child: let go of the file, and with it of its lock."""
+        """In a forked child: close the file, and with it its lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with suppress(OSError):
@@ -91,14 +91,14 @@ class Publisher:
         while True:
             try:
                 self.publish()
-            except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints have nothing to do with it
+            except Exception as error:  # noqa: BLE001 - checkpoints do not depend on it
                 self._say(error)
             if self._end.wait(self._pause):
                 break
         self._remove()
 
     def publish(self) -> None:
-        """Write the status of now; on the publisher's own thread. Raises what the filesystem raises."""
+        """Write the status of now; on the publisher's own thread. Raises errors of the filesystem."""
         data = encode_status(self._collect())
         if self._fd < 0:
             self._create(data)
@@ -106,9 +106,9 @@ class Publisher:
             os.pwrite(self._fd, data, 0)
 
     def _create(self, data: bytes) -> None:
-        """Make the file anew: what is there may be another process's that died. Raises what says that it is not.
+        """Make the file anew: an existing one may be that of a process that died; raises an error if it is not.
 
-        It gets its name when it is locked and says something: a reader that found it before could lock it shared, or
+        It gets its name when it is locked and has content: a reader that found it before could lock it shared, or
         take this process for dead.
         """
         with suppress(FileNotFoundError):
@@ -118,7 +118,7 @@ class Publisher:
         try:
             with _making:
                 self._fd = os.open(nameless, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-            with suppress(OSError):  # where the filesystem locks nothing, its age says whether the engine lives
+            with suppress(OSError):  # if the filesystem locks nothing, its age shows whether the engine lives
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(self._fd, data, 0)
             nameless.rename(self._path)
@@ -129,7 +129,7 @@ class Publisher:
             raise
 
     def _remove_old(self) -> None:
-        """Remove the file of an engine that died. Raises what says that it is something else, or not there."""
+        """Remove the file of an engine that died. Raises an error if it is another file, or not there."""
         fd = open_regular(self._path, os.O_RDONLY)
         try:
             if not starts_status(os.pread(fd, 32, 0)):
@@ -161,7 +161,7 @@ def make_status(
     report: StepReport | None,
     failure: BaseException | None,
 ) -> Status:
-    """Put together what is published.
+    """Return the status to publish.
 
     ``started`` is in seconds since the epoch; ``newest`` was admitted last; ``committed`` are newest first;
     ``report`` is on the last training step; ``failure`` stopped the store from taking commits.
