@@ -141,7 +141,7 @@ class Connection:
             await opened.close()
             raise
         self.opened = opened
-        # A lock that nobody can release any more would block the writer for as long as this process lives.
+        # A lock that no code can release any more would block the writer for as long as this process lives.
         self._forgotten = weakref.finalize(self, _let_go, self._loop, opened, self.path, self._pid)
         self._forgotten.atexit = False
         self._closed = False

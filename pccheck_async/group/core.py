@@ -253,8 +253,8 @@ class GroupCore(EngineCore):
     ) -> Restored | None:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
-        The live arrays are filled while their chunks are verified, as :func:`pccheck_async.engine.restore.restore`
-        does; objects and plain values change only once all ranks found all of theirs whole (G5). After damage an older
+        The live arrays are filled while their chunks are verified, as by :func:`pccheck_async.engine.restore.restore`;
+        objects and plain values change only once all ranks found all of theirs whole (G5). After damage an older
         checkpoint has to fill every array that was begun.
         """
         start, run, pickles = time.perf_counter(), self.run, self.config.allow_pickle

@@ -18,7 +18,7 @@ _decoder: msgspec.msgpack.Decoder[Address] = msgspec.msgpack.Decoder(Address)
 
 
 class Group:
-    """Ranks that save together, for programs without torch.distributed.
+    """Ranks that save together, for programs that do not initialise torch.distributed.
 
     Args:
         rank: This one.

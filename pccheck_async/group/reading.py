@@ -130,7 +130,7 @@ class GroupReader(StoreReader):
     It is read by the medium of the group's folder, and so are the parts of all other ranks.
 
     A part that is locked, and that all ranks' records read *after* locking still make one of a complete checkpoint,
-    keeps its bytes, as one of :meth:`StoreReader.lock` does.
+    keeps its bytes, like one of :meth:`StoreReader.lock`.
     """
 
     rank: int

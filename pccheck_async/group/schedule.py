@@ -6,10 +6,10 @@ its next save in advance is consulted after every step, and steps are scheduled 
 are made at the first scheduled step that is not published yet.
 
 Preemption: any rank reports it; rank 0 proposes a last step a few ahead; all acknowledge; rank 0 confirms. A rank that
-has passed the proposed step refuses it, and a later one is proposed, with twice the lead. Who reaches it unconfirmed
-waits. A thread of the protocol answers, never the trainer's, which may be inside a collective that waits for a rank
-that waits here; and it answers after the loop has ended, too. So one lock covers :class:`Schedule`: every call of it is
-one look at the step count.
+has passed the proposed step refuses it, and a later one is proposed, with twice the lead. One that reaches it
+unconfirmed waits. A thread of the protocol answers, never the trainer's, which may be inside a collective that waits
+for a rank that waits here; and it answers after the loop has ended, too. So one lock covers :class:`Schedule`: every
+call of it is one look at the step count.
 
 Steps are the user's numbers and grow, not always by one. In a window of gradient accumulation no step is saved: saves
 due then, the last step included, are due at the first step at or after it that is whole.

@@ -315,7 +315,7 @@ class Filling:
             self._preferred[index] = device
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
-        """Fill ``array`` with stored array ``index``, cast to its dtype, after :func:`difference`."""
+        """Register ``array`` to take stored array ``index``, cast to its dtype; :func:`difference` is empty."""
         stored = self._manifest.tensors[index]
         entry = stored
         if isinstance(array, torch.Tensor):
