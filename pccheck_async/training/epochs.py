@@ -80,7 +80,11 @@ class _Together(threading.local):
     """State of all loaders of a thread, to distinguish the end of a loop over several (``zip``) from ``break``."""
 
     ended_last: Course | None = None
-    """The course whose pass ended last, if no loader delivered a batch of an epoch since."""
+    """The course whose pass ended last, if since then it began no other and no loader delivered a batch of an epoch.
+
+    A ``break`` in the step in which another loader's iterator ended looks the same as the end of a ``zip``: an iterator
+    does not see its caller.
+    """
     delivered = 0
     """Batches of epochs of all loaders."""
 
@@ -292,7 +296,7 @@ class Course:
         if place is None:
             place, self._restored = self._next_pass(), None
         self._pending, self.place = None, place
-        if self._loop:
+        if self._loop or _together.ended_last is self:  # a loop that goes on with another pass is no zip
             _together.ended_last = None
         self._started = self._used = True
         self._iterator += 1

@@ -622,6 +622,39 @@ def test_an_epoch_that_is_left_after_a_validation_goes_on_at_its_position(how: s
     assert (epoch.number, [int(batch) for batch in epoch]) == (0, [3, 4, 5])
 
 
+@pytest.mark.parametrize("how", ["anew", "endless", "forever"])
+def test_an_epoch_that_is_left_beside_a_validation_that_began_anew_goes_on_at_its_position(how: str) -> None:
+    """The iterator over the validation's loader is kept, and ends in the step in which training breaks off."""
+    loader, validation = (ResumableLoader(list(range(size)), shuffle=False) for size in (6, 2))
+
+    def anew() -> Iterator[Any]:
+        held = iter(validation)
+        while True:
+            batch = next(held, None)
+            if batch is None:
+                held = iter(validation)
+                batch = next(held)
+            yield batch
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from validation
+
+    seen, batches = [], {"anew": anew, "endless": endless, "forever": validation.forever}[how]()
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            seen.append(int(next(batches)))
+            if batch == 2:
+                break
+        break
+    assert seen == [0, 1, 0]
+    resumed = ResumableLoader(list(range(6)), shuffle=False)
+    resumed.load_state_dict(loader.state_dict())
+    epochs = resumed.epochs(2)
+    epoch = next(epochs)
+    assert (epoch.number, [int(batch) for batch in epoch]) == (0, [3, 4, 5])
+
+
 def main() -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
