@@ -25,14 +25,14 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Final, TypeAlias
 
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pccheck_async.errors import GroupError
+from pccheck_async.errors import GroupError, machine_error
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
 from pccheck_async.transfer import abandoned_in_child
@@ -47,15 +47,33 @@ _CONNECT_SECONDS: Final = 20.0
 _SMALL_BYTES: Final = 4096
 """A decision up to this size is sent to each rank, a larger one once: the findings at opening grow with the ranks."""
 _LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeErrors
+_STORE_DESCRIPTORS: Final = 32
+"""Descriptors that rank 0 needs beside those of the connections: the store's own, the engine's, the first client's."""
+_CONNECTIONS: Final = 3
+"""Of each rank, for as long as the engine is open."""
+_CLIENT_DESCRIPTORS: Final = 4
+"""Descriptors of a client while it connects, with those of the store, which may be in this process."""
 _GAP_SECONDS = 60.0
 """After which a message that others were posted behind counts as missing: its rank died before it had written it."""
 
 
 class Meeting:
-    """A store that this process serves."""
+    """A store that this process serves.
 
-    def __init__(self) -> None:
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
+    Args:
+        world: Ranks that will connect.
+
+    Raises:
+        ReadError: This process has too few descriptors left.
+        GroupError: The store cannot be served.
+    """
+
+    def __init__(self, world: int = 1) -> None:
+        _check_descriptors(_STORE_DESCRIPTORS + _CONNECTIONS * world)
+        try:
+            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
+        except _LOST as error:
+            raise GroupError(f"the control plane cannot be served here ({str(error).splitlines()[0]})") from error
         abandoned_in_child.add(self)
 
     def abandon(self) -> None:
@@ -79,10 +97,14 @@ class Server(Meeting):
         coordinator: Called by one thread at a time.
         world: Ranks in the group.
         seconds: Time for all of them to say hello.
+
+    Raises:
+        ReadError: This process has too few descriptors or threads left.
+        GroupError: The store cannot be served.
     """
 
     def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
-        super().__init__()
+        super().__init__(world)
         self._inbox = self._connect()
         self._log = self._connect()
         self._coordinator = coordinator
@@ -94,11 +116,14 @@ class Server(Meeting):
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="pccheck-group-inbox", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="pccheck-group-gaps", daemon=True)
-        self._thread.start()
-        self._watcher.start()
         self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
         self._timer.daemon = True
-        self._timer.start()
+
+        def stop() -> None:
+            self._timer.cancel()
+            self._closed.set()
+
+        _start((self._timer, self._watcher, self._thread), stop)  # the inbox last: the other two end at once
 
     def _refuse_late(self, seconds: float) -> None:
         """Refuse the opening if ranks are missing; a rank that never comes must not hang the others."""
@@ -108,7 +133,7 @@ class Server(Meeting):
                 self._publish([Refused(f"ranks {ranks} did not open this group within {seconds} s")])
 
     def _connect(self) -> TCPStore:
-        return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
+        return reach((("localhost",), self._store.port))
 
     @property
     def step(self) -> int:
@@ -197,6 +222,7 @@ class Client:
 
     Raises:
         GroupError: Nothing is reached there.
+        ReadError: This process has too few descriptors or threads left.
     """
 
     def __init__(
@@ -217,8 +243,7 @@ class Client:
             threading.Thread(target=self._run, args=(loop,), name=f"pccheck-group-{name}", daemon=True)
             for name, loop in (("post", self._post_all), ("log", self._read_all))
         ]
-        for thread in self._threads:
-            thread.start()
+        _start(self._threads, lambda: self._outgoing.put(None))
 
     def another(self) -> TCPStore:
         """Return one more client of the store, for another waiting thread."""
@@ -272,8 +297,39 @@ class Client:
             self._learn(decode_decision(data))
 
 
+def _start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> None:
+    """Start all threads. Where one cannot be started, ``stop`` ends those before it, and ReadError is raised."""
+    for number, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError as error:
+            stop()
+            for started in threads[:number]:
+                started.join()
+            raise machine_error(error, "a thread of the group's control plane") from error
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise ReadError if this process cannot open so many more files.
+
+    A store of torch that lacks a descriptor may abort the process, or leave its clients waiting.
+    """
+    with ExitStack() as opened:
+        try:
+            for _ in range(count):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise machine_error(error, f"the group's control plane, which needs {count} descriptors here,") from error
+
+
 def reach(address: Address, only: str | None = None) -> TCPStore:
-    """Return a client of the store at an address, or of the one name there. Raises GroupError: nothing is reached."""
+    """Return a client of the store at an address, or of the one name there.
+
+    Raises:
+        GroupError: Nothing is reached there.
+        ReadError: This process has too few descriptors left.
+    """
+    _check_descriptors(_CLIENT_DESCRIPTORS)
     names, port = address
     errors = []
     for name in names if only is None else (only,):

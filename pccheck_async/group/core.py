@@ -146,7 +146,7 @@ class GroupCore(EngineCore):
 
     def _tell_unopened(self, error: BaseException) -> None:
         """Report the failure at once: the others wait for this rank, which could not open its store."""
-        with suppress(GroupError):
+        with suppress(CheckpointError):
             client = Client(self.address, self.group.rank, lambda _: None, lambda _: None)
             client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
             client.close()

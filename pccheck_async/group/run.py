@@ -140,9 +140,9 @@ class GroupRun:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._note_lost, why)
 
-        domain = await asyncio.to_thread(domain_of, self._folder)
+        domain = await self.call(domain_of, self._folder)
         await self._opened_folder.medium.prepare(create=False)
-        self._client = await asyncio.to_thread(Client, address, member.rank, learn, lost)
+        self._client = await self.call(Client, address, member.rank, learn, lost)
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(self._folder, self._config)))
         await self._opened
         if self.server is not None:
@@ -550,7 +550,7 @@ class GroupRun:
 
     async def _scan(self) -> None:
         try:
-            found = await asyncio.to_thread(lambda: list(seen_stores(self._folder)))
+            found = await self.call(lambda: list(seen_stores(self._folder)))
         except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._do(self.member.record_failed(str(error)))
         else:

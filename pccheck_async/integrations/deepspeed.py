@@ -235,7 +235,7 @@ class _Ranks:
         group = Group.of(dist.group.WORLD)
         self.rank = group.rank
         self.number = 0
-        self._meeting = Meeting() if group.rank == 0 else None
+        self._meeting = Meeting(group.world_size) if group.rank == 0 else None
         address = group.share(self._meeting.address if self._meeting is not None else None)
         self._store, self._waiting = reach(address), reach(address)  # a client does one operation at a time
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from pccheck_async import CheckpointError, Group, GroupError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import CheckpointError, Group, GroupError, ReadError, SyncCheckpointEngine, list_checkpoints
 from pccheck_async.group.control import Client, Server, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
@@ -33,6 +36,7 @@ from pccheck_async.group.messages import (
 )
 from pccheck_async.store import Retention
 from pccheck_async.testing.probe import probe
+from tests.support.children import in_child
 from tests.support.ranks import run_ranks
 
 SECONDS = 30
@@ -115,6 +119,84 @@ def test_a_decision_that_rank_0_did_not_publish_is_told_and_closing_ends(data: b
     with plane() as it:
         it.store.set("out/0/0", data)  # type: ignore[arg-type]
         assert "a decision cannot be read" in it.lost.get(timeout=SECONDS)
+
+
+# -- a machine that lacks threads or descriptors
+
+
+def limit_threads(patch: pytest.MonkeyPatch, left: int) -> None:
+    """Let so many more threads be started, as under ``ulimit -u``."""
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal left
+        if left <= 0:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", limited)
+
+
+@pytest.mark.parametrize("left", range(3))
+def test_a_server_that_gets_too_few_threads_leaves_none(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    limit_threads(monkeypatch, left)
+    with pytest.raises(ReadError, match=r"pids\.max"):
+        Server(Coordinator(2, Retention(), 7), 2, SECONDS)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("left", range(2))
+def test_a_client_that_gets_too_few_threads_leaves_none(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with plane() as it:
+        before = threading.active_count()
+        with monkeypatch.context() as patch:
+            limit_threads(patch, left)
+            with pytest.raises(ReadError, match=r"pids\.max"):
+                Client(it.server.address, 1, it.learned.put, it.lost.put)
+        assert threading.active_count() == before
+
+
+def opened(folder: Path) -> str:
+    """Open a group of one rank; return the error of this package, "" without one. Any other error is raised."""
+    try:
+        SyncCheckpointEngine(folder, group=Group(0, 1, HashStore(), timeout=SECONDS)).open().close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [*range(8), 64])
+def test_a_group_that_gets_too_few_threads_says_so(tmp_path: Path, left: int) -> None:
+    def work() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            limit_threads(patch, left)
+            return opened(tmp_path)
+
+    told: str = in_child(work)
+    # At least eight are needed: three of the server, the loop's, two helpers, two of the client.
+    assert ("pids.max" in told) == (left < 8), told
+
+
+@pytest.mark.slow
+def test_a_group_that_gets_too_few_descriptors_says_so(tmp_path: Path) -> None:
+    """A store of torch that lacks one aborts the process, or its clients wait."""
+
+    def work() -> list[str]:
+        found = []
+        for free in range(72):
+            used, (_, hard) = len(os.listdir("/proc/self/fd")) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
+            found.append(opened(tmp_path))
+        return found
+
+    found: list[str] = in_child(work)
+    told = [text for text in found if text]
+    assert found[-1] == ""  # and some are enough
+    assert len(told) >= 24
+    assert all("ulimit -n" in text for text in told), told
 
 
 # -- engines

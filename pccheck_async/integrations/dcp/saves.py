@@ -212,7 +212,7 @@ def place_for(root: str, world: int) -> Place:
     with _lock:
         meeting = _meetings.get(os.getpid())
         if meeting is None:
-            meeting = _meetings[os.getpid()] = Meeting()
+            meeting = _meetings[os.getpid()] = Meeting(world)
     return Place(meeting.address, world)
 
 
