@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import ClosedError, StateMismatchError, list_checkpoints, open_checkpoint
+from pccheck_async import ClosedError, StateMismatchError, describe_checkpoint, list_checkpoints, open_checkpoint
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
 from tests.support.lazily import Lazily, need_framework
@@ -454,8 +454,8 @@ def test_logs_have_what_the_engine_did_and_results_have_not(tmp_path: Path) -> N
 # -- ranks
 
 
-def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = None) -> list[Life]:
-    """Run the training on two ranks, as torchrun would; where one is to die, kill the other when that is dead."""
+def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = None, *, world: int = 2) -> list[Life]:
+    """Run the training on some ranks, as torchrun would; where one is to die, kill the others when that is dead."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -465,7 +465,7 @@ def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = Non
         with (folder / f"output-{rank}").open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
         Lazily("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
         moment = die_at[1] if die_at is not None and die_at[0] == rank else None
@@ -476,21 +476,34 @@ def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = Non
             os._exit(1)
         os._exit(0)
 
-    for rank in range(2):
+    for rank in range(world):
         (folder / f"journal-{rank}").unlink(missing_ok=True)
-    children = [fork(partial(work, rank)) for rank in range(2)]
+    children = [fork(partial(work, rank)) for rank in range(world)]
     first = children[0 if die_at is None else die_at[0]]
     code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
-    said = (folder / "output-0").read_text() + (folder / "output-1").read_text()
+    said = "".join((folder / f"output-{rank}").read_text() for rank in range(world))
     assert code == (0 if die_at is None else -signal.SIGKILL), said
-    other = next(child for child in children if child != first)
-    if die_at is not None:
-        os.kill(other, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) in ((0,) if die_at is None else (1, -signal.SIGKILL)), (
-        said
-    )
-    lines = [[json.loads(line) for line in (folder / f"journal-{rank}").read_text().splitlines()] for rank in range(2)]
+    for other in children:
+        if other == first:
+            continue
+        if die_at is not None:
+            os.kill(other, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
+        assert code in ((0,) if die_at is None else (1, -signal.SIGKILL)), said
+    lines = [
+        [json.loads(line) for line in (folder / f"journal-{rank}").read_text().splitlines()] for rank in range(world)
+    ]
     return [Life(die_at is not None, [(key, value) for key, value in each]) for each in lines]
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on_although_the_losses_of_the_trainer_differ_by_rank(tmp_path: Path) -> None:
+    options = {"logging_steps": 100, "eval_strategy": "no"}
+    live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 3}), tmp_path)
+    assert "trainer.unlogged._tr_loss" in describe_checkpoint(tmp_path / "store").differing
+    (life,) = live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 4}), tmp_path, world=1)
+    assert life.keys == ["loss 3.1", "loss 3.2", "loss 3.3", "loss 3.4", "final"]
+    assert list_checkpoints(tmp_path / "store")[0].step == 4
 
 
 @pytest.mark.campaign
