@@ -133,6 +133,7 @@ class Connection:
 
             async def use(checkpoint: CheckpointReader) -> CheckpointReader:
                 await checkpoint.merge()
+                checkpoint.own.keeps = True
                 return checkpoint
 
             self.checkpoint = await reader.read(self.path, which, use, staging_for(reader, host_memory), keep=True)
@@ -191,8 +192,7 @@ class Connection:
             self._loop.stop()
 
     async def _close(self) -> None:
-        await self.checkpoint.close()
-        await self.opened.close()
+        await self.opened.close()  # ends the reads first, and then closes the slots
 
     def rebuild(self, node: Node) -> Any:
         """Read all that is below ``node`` and return the value."""

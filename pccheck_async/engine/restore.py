@@ -147,7 +147,7 @@ class Reading:
 
     def begin(self) -> None:
         """Mark the work queued on devices by now: the targets are filled after that, with the boxes in the own part."""
-        targets, boxes = self.restoration.targets, self.checkpoint.take_own()
+        targets, boxes = self.restoration.targets, self.checkpoint.begin_boxes()
         self._targets = targets if boxes is None else JointTargets(targets, boxes)
         self._marks = self._assembly.backend.mark_queued_work(self._targets.devices)
 

@@ -107,6 +107,7 @@ class CheckpointReader:
         self._held: set[int] = set()
         self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by part, once they are needed
         self._plan = Resharding()
+        self._marks: dict[int, Any] = {}
         self._tensors: list[_Full] = []
 
     @property
@@ -142,6 +143,9 @@ class CheckpointReader:
                 except DamagedError as error:
                     raise DamagedError(f"the part of rank {rank}: {error}") from error
                 self._held.add(rank)
+            # One pool for all, made before anything is read. Two buffers: the own part may keep a chunk in one.
+            largest = max(part.largest_chunk for part in self._parts.values())
+            self.own.staging.pool_for(largest, buffers=2)
         return {rank: part.manifest for rank, part in self._parts.items()}
 
     async def differing(
@@ -151,8 +155,8 @@ class CheckpointReader:
 
         Raises DamagedError, ReadError; if the answer is not needed these are logged, and it is empty.
         """
+        await self.manifests()
         try:
-            await self.manifests()
             return await differing(self._parts, among, share=share, incomplete=bool(self.elsewhere))
         except (DamagedError, ReadError) as error:
             if is_needed or is_exhausted(error):
@@ -179,15 +183,20 @@ class CheckpointReader:
                 text += f"; the parts of ranks {', '.join(map(str, self.elsewhere))} are on filesystems not seen here"
             raise StateMismatchError(text, mismatched=troubles)
 
-    def take_own(self) -> BoxTargets | None:
-        """Return the planned boxes that the own part has, to be filled with other targets of it."""
-        return self._plan.targets.pop(self.own_rank, None)
+    def begin_boxes(self) -> BoxTargets | None:
+        """Return the planned boxes that the own part has, to be filled with other targets of it.
+
+        The others are filled behind the work that devices have queued by now. Called on the caller's thread.
+        """
+        own = self._plan.targets.pop(self.own_rank, None)
+        backend = self.own.backend
+        self._marks = {rank: backend.mark_queued_work(each.devices) for rank, each in self._plan.targets.items()}
+        return own
 
     async def fill_boxes(self) -> None:
         """Fill the planned boxes; :meth:`finish` follows. Raises DamagedError, ReadError; some are filled then."""
         for rank, targets in self._plan.targets.items():
-            part = self._parts[rank]
-            await part.fill(targets, part.backend.mark_queued_work(targets.devices))
+            await self._parts[rank].fill(targets, self._marks.get(rank))
 
     def finish(self) -> None:
         """Copy into the tensors that could not be filled in place. Called on the caller's thread."""

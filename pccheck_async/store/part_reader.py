@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,20 +93,21 @@ class Staging:
     def __init__(self, pool: BufferPool | None = None) -> None:
         self.pool = pool
 
-    def pool_for(self, manifest: Manifest) -> BufferPool:
-        """Return a pool whose buffers hold the chunks of a part.
+    def pool_for(self, largest: int, buffers: int = 1) -> BufferPool:
+        """Return a pool that has so many buffers of at least ``largest`` bytes.
 
         Raises MemoryError if not even one fits into memory: a damaged manifest may claim any size.
         """
-        largest = max((chunk.nbytes for chunk in manifest.chunks), default=0)
         if self.pool is None:
             memory = available_memory()
             if largest > memory:
                 raise MemoryError(f"a chunk of {largest} bytes does not fit into {memory} bytes of memory")
             size = max(largest, min(_BUFFER_BYTES, memory // _BUFFERS // 4096 * 4096))
-            self.pool = BufferPool(max(size, min(_BUFFERS * size, memory // 4)), size)
-        elif largest > self.pool.buffer_bytes:
-            self.pool = BufferPool(max(self.pool.nbytes, largest), largest)
+            self.pool = BufferPool(max(buffers * size, min(_BUFFERS * size, memory // 4)), size)
+        elif (
+            size := max(largest, self.pool.buffer_bytes)
+        ) != self.pool.buffer_bytes or buffers * size > self.pool.nbytes:
+            self.pool = BufferPool(max(self.pool.nbytes, buffers * size), size)
         return self.pool
 
 
@@ -191,22 +192,21 @@ class PartReader:
         source: Its place and lock.
         backend: Copies verified bytes to their places.
         staging: Buffers to read into.
-        keeps: Whether some chunks stay in memory between calls of :meth:`fill` and :meth:`pieces`, for reading tensor
-            by tensor into host memory.
 
     Attributes:
         manifest: From :meth:`hold` on.
+        keeps: Whether some chunks stay in memory between calls of :meth:`fill`, for reading tensor by tensor into host
+            memory. Those of :meth:`pieces` do.
     """
 
     manifest: Manifest
     _file: File
 
-    def __init__(self, source: Source, backend: CopyBackend, staging: Staging, *, keeps: bool = False) -> None:
+    def __init__(self, source: Source, backend: CopyBackend, staging: Staging) -> None:
         self.source = source
         self.backend = backend
         self.staging = staging
-        self._buffers: BufferPool | None = None
-        self._keeps = keeps
+        self.keeps = False
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._turn = asyncio.Lock()
 
@@ -227,9 +227,12 @@ class PartReader:
 
     @property
     def _pool(self) -> BufferPool:
-        if self._buffers is None or self._buffers is not self.staging.pool:  # another part may have needed larger ones
-            self._buffers = self.staging.pool_for(self.manifest)
-        return self._buffers
+        return self.staging.pool_for(self.largest_chunk)
+
+    @cached_property
+    def largest_chunk(self) -> int:
+        """Bytes of the largest chunk; from :meth:`hold` on."""
+        return max((chunk.nbytes for chunk in self.manifest.chunks), default=0)
 
     @property
     def _most(self) -> int:
@@ -253,7 +256,7 @@ class PartReader:
 
         Raises DamagedError if a checksum does not hold, ReadError; other bytes may have been copied already.
         """
-        if not self._keeps or not isinstance(targets, Targets):
+        if not self.keeps or not isinstance(targets, Targets):
             await self._stream(targets, marks, advance)
             return
         chunks = self.manifest.chunks
@@ -270,7 +273,8 @@ class PartReader:
                 for address, offset, length in rows.tolist():
                     ctypes.memmove(address, base + offset, length)
                 advance(chunks[index].nbytes)
-            advance(sum(chunk.nbytes for index, chunk in enumerate(chunks) if index not in touched))
+            if unwanted := sum(chunk.nbytes for index, chunk in enumerate(chunks) if index not in touched):
+                advance(unwanted)
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.

@@ -212,7 +212,7 @@ class StoreReader:
     def part(self, entry: Entry, file: File, staging: Staging) -> PartReader:
         """Return the reader of a locked slot."""
         slot = OpenSlot(self.opened.medium, file, entry, self.identity.block_bytes)
-        return PartReader(slot, CopyBackend(self.opened.operations), staging, keeps=True)
+        return PartReader(slot, CopyBackend(self.opened.operations), staging)
 
     def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
         """Return the error if there is no checkpoint, or not the requested one."""

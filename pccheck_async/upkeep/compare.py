@@ -182,6 +182,7 @@ async def _side(path: str | os.PathLike[str], which: Which, io: IO, rank: int | 
     """Hold one; of a group's, tensors that lie on several ranks are in full."""
     async with hold(path, which, io, rank) as held:
         await held.checkpoint.merge()
+        held.checkpoint.own.keeps = True
         yield _Side(held)
 
 

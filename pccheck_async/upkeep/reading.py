@@ -150,7 +150,7 @@ def describe_checkpoint(
     Raises:
         NoCheckpointError: there is none.
         CorruptStoreError: no record is valid, or a manifest is damaged.
-        ReadError: the device failed.
+        ReadError: the device failed, or this process may not open a file for each part of a group's checkpoint.
     """
     which = which_one(step, name)
 
@@ -265,7 +265,7 @@ async def check_chunks(
         read(run.nbytes)
 
     expected = manifest.pieces or (None,) * len(manifest.chunks)
-    pool = Staging().pool_for(manifest)
+    pool = Staging().pool_for(max((chunk.nbytes for chunk in manifest.chunks), default=0))
     try:
         async with Tasks() as group:
             for run in runs(manifest.chunks, pool.buffer_bytes):

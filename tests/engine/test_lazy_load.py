@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -497,3 +499,37 @@ def test_damaged_chunks_take_no_buffers(tmp_path: Path) -> None:
             with pytest.raises(CorruptStoreError):
                 opened.tensor("tensor")[620:640]
         assert staging.statistics().in_use <= before + 1
+
+
+def test_closing_ends_the_reads_before_it_unlocks_the_slot(tmp_path: Path) -> None:
+    save(tmp_path, {"tensor": torch.zeros(200 * CHUNK // 4)})
+    running, closed = 0, list[int]()
+
+    class Watching(Files):
+        async def read(self, file: File, offset: int, into: memoryview) -> int:
+            nonlocal running
+            running += "slot" in file.name
+            try:
+                return await super().read(file, offset, into)
+            finally:
+                running -= "slot" in file.name
+
+        def _close_file(self, file: File) -> None:
+            if "slot" in file.name:
+                closed.append(running)
+            super()._close_file(file)
+
+    def read() -> None:
+        with suppress(ClosedError):
+            while True:
+                checkpoint.tensor("tensor").read()
+
+    checkpoint = open_checkpoint(tmp_path, io=Watching)
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not running:
+        time.sleep(0)
+    checkpoint.close()
+    reader.join()
+    assert closed
+    assert not any(closed)

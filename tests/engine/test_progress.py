@@ -80,6 +80,14 @@ def test_reading_tells_each_chunk(tmp_path: Path, reading: str) -> None:
     assert told == [((number + 1) * CHUNK, NBYTES) for number in range(10)]
 
 
+def test_where_nothing_is_read_no_progress_is_made(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"step": 1}, step=1).result()
+    told = list[tuple[int, int]]()
+    assert load_sync(tmp_path, progress=lambda *each: told.append(each)) == {"step": 1}
+    assert told == []
+
+
 def test_a_progress_callback_that_raises_is_called_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     calls = []
 

@@ -13,11 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from pccheck_async import CheckpointError, Group, ReadError, SyncCheckpointEngine, load_sync, open_checkpoint
+from pccheck_async import (
+    CheckpointError,
+    CorruptStoreError,
+    Group,
+    ReadError,
+    SyncCheckpointEngine,
+    compare_checkpoints,
+    describe_checkpoint,
+    load_sync,
+    open_checkpoint,
+)
 from pccheck_async.group import rank_name
 from pccheck_async.integrations import dcp
-from pccheck_async.transfer import available_descriptors
+from pccheck_async.store import part_reader
+from pccheck_async.transfer import BufferPool, available_descriptors
+from tests.group.test_sharded import mesh_of
 from tests.support.group_folders import save_in_group, state_of_rank
 from tests.support.ranks import run_ranks
 
@@ -134,3 +147,61 @@ def test_too_few_descriptors_are_no_damage(tmp_path: Path) -> None:
     run_ranks(2, save)
     ((_, steps),) = run_ranks(1, restore)
     assert steps == [3, 2, 1]
+
+
+def test_a_description_of_all_ranks_says_that_a_part_is_damaged(tmp_path: Path) -> None:
+    save_in_group(tmp_path / "group", 2, 1)
+    slot = tmp_path / "group" / rank_name(1) / "slot-000"
+    data = bytearray(slot.read_bytes())
+    data[data.rindex(b"weights")] ^= 1
+    slot.write_bytes(data)
+    for work in (describe_checkpoint, load_sync, open_checkpoint):
+        with pytest.raises(CorruptStoreError, match=r"the part of rank 1: .* manifest .* is damaged"):
+            work(tmp_path / "group")
+    slot.unlink()
+    with pytest.raises(CorruptStoreError, match=r"the part of rank 1: .* is missing"):
+        describe_checkpoint(tmp_path / "group")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tensor that lies on two ranks in one chunk each, of which that of rank 1 is larger."""
+    folder = tmp_path_factory.mktemp("uneven")
+    (folder / "mesh").mkdir()
+
+    def save(group: Group) -> None:
+        torch.set_num_threads(1)
+        tensor = distribute_tensor(torch.arange(1 << 20), mesh_of(folder / "mesh", group), [Shard(0)])
+        own = torch.ones(1000 + 100_000 * group.rank)
+        with SyncCheckpointEngine(folder / "group", group=group) as engine:
+            engine.checkpoint({"split": tensor, "own": own}, step=1).result(60)
+
+    run_ranks(2, save)
+    return folder / "group"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_buffer_is_enough_whatever_is_kept_in_it(uneven: Path, rank: int) -> None:
+    """A chunk that a lazy reader keeps takes the only buffer: the parts of other ranks need one, too."""
+    state = load_sync(uneven, rank=rank, host_memory=1 << 21)
+    assert torch.equal(state["split"], torch.arange(1 << 20))
+    with open_checkpoint(uneven, rank=rank, host_memory=1 << 21) as checkpoint:
+        for _ in range(2):
+            assert torch.equal(checkpoint["own"], state["own"])
+            assert torch.equal(checkpoint["split"], state["split"])
+    assert not compare_checkpoints(uneven, uneven).differences
+
+
+def test_all_parts_are_read_with_one_pool(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    def make(nbytes: int, buffer_bytes: int) -> BufferPool:
+        made.append(buffer_bytes)
+        return BufferPool(nbytes, buffer_bytes)
+
+    monkeypatch.setattr(part_reader, "BufferPool", make)
+    load_sync(uneven, rank=0, host_memory=1 << 21)
+    assert len(made) == 1
+    assert not describe_checkpoint(uneven, rank=0).differing
+    assert len(made) <= 2

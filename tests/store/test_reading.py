@@ -105,8 +105,8 @@ def part(opened: OpenMedium, file: File, manifest: Manifest, pool: BufferPool, *
     """Return the reader of a slot that is open, whose manifest was read."""
     entry = Entry(0, 0, 0.0, manifest.payload_nbytes, 0, 0, 0, 0, False, {})
     slot = OpenSlot(opened.medium, file, entry, 4096)
-    reader = PartReader(slot, CopyBackend(opened.operations), Staging(pool), keeps=keeps)
-    reader.manifest, reader._file = manifest, file
+    reader = PartReader(slot, CopyBackend(opened.operations), Staging(pool))
+    reader.manifest, reader._file, reader.keeps = manifest, file, keeps
     return reader
 
 
