@@ -16,9 +16,6 @@ import torch
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
 from tests.support.interrupts import interrupter
 
-# Python swallows what is raised inside a finalizer, and says so.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 def state_of(step: int) -> dict[str, Any]:
     return {"a": torch.full((3000,), float(step)), "b": torch.full((3000,), float(step)), "step": step}
@@ -79,3 +76,37 @@ def test_a_storm_of_2000_interrupts(tmp_path: Path, record_property: Callable[[s
     seen = storm(tmp_path, 2, 2000)
     record_property("seen", seen)
     assert min(seen["saved"], seen["not saved"]) > 20
+
+
+class Endless:
+    """Its finalizer ends by an interrupt."""
+
+    def __del__(self) -> None:
+        while True:
+            pass
+
+
+def swallow() -> None:
+    with suppress(KeyboardInterrupt):
+        while True:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("work", "found"), [(swallow, ["1 interrupts were swallowed, 0 in finalizers"]), (Endless, [])]
+)
+def test_an_interrupt_that_is_swallowed_other_than_by_a_finalizer_fails(
+    work: Callable[[], object], found: list[str]
+) -> None:
+    told = []
+    try:
+        with interrupter(1) as source:
+            source.patience = 0.05
+            source.ask(0.001)
+            with suppress(KeyboardInterrupt):
+                work()
+                source.wait()
+            assert source.swallowed == 1
+    except AssertionError as error:
+        told.append(str(error).partition("\n")[0])
+    assert told == found
