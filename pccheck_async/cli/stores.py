@@ -371,8 +371,9 @@ def diff(
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
 
-    Of groups, tensors that lie on several ranks are compared in full, even if they are divided differently. Verifies
-    all bytes that it reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+    Of groups, tensors that lie on several ranks are compared in full, even if they are divided differently; of what
+    each rank has for itself, that of --rank alone. Verifies all bytes that it reads and writes nothing. Safe while a
+    trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
     differ, or something is lost or damaged.
@@ -394,7 +395,7 @@ def diff(
         "equal": not comparison.differences,
         "one": as_json(comparison.one),
         "other": as_json(comparison.other),
-        **pick(comparison, "leaves", compared_nbytes="nbytes"),
+        **pick(comparison, "leaves", "rank", "other_rank", compared_nbytes="nbytes"),
         "differences": [_difference_as_json(each) for each in comparison.differences],
     }
     return Report(document, _compared(comparison), DIFFERENT if comparison.differences else 0)
@@ -419,6 +420,11 @@ def _compared(comparison: pccheck.Comparison) -> Iterator[str | Table]:
         f"One: step {comparison.one.step}, counter {comparison.one.counter}. Other: step {comparison.other.step}, "
         f"counter {comparison.other.counter}. {size(comparison.nbytes)} of tensors compared."
     )
+    ranks = [f"that of rank {rank}" for rank in (comparison.rank, comparison.other_rank) if rank is not None]
+    if ranks:
+        what, *others = dict.fromkeys(ranks)
+        beside = f" with {others[0]}" if others else ""
+        yield f"Of what each rank has for itself, {what} was compared{beside}: --rank and --other-rank choose."
     same = comparison.leaves - sum(each.change != "container" for each in comparison.differences)
     which = f"{same} of {comparison.leaves}" if comparison.differences else f"All {comparison.leaves}"
     yield f"{which} leaves are equal in every bit."

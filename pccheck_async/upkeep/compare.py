@@ -89,6 +89,8 @@ class Comparison:
         nbytes: Bytes of tensors and arrays compared element by element, of one of the two.
         differences: In the order of the state; empty if both are equal in every bit. The order of keys in a mapping
             does not count, nor which leaves share memory.
+        rank: Of the first, if it is a group's, the one rank whose own values were compared; None for other stores.
+        other_rank: Of the second, likewise.
     """
 
     one: CheckpointInfo
@@ -96,6 +98,8 @@ class Comparison:
     leaves: int
     nbytes: int
     differences: tuple[LeafDifference, ...]
+    rank: int | None = None
+    other_rank: int | None = None
 
 
 def compare_checkpoints(
@@ -142,7 +146,7 @@ def compare_checkpoints(
         async with _side(path, step, io, rank) as one, _side(other, other_step, io, other_rank) as two:
             comparing = _Comparing(one.opened, one, two, progress)
             differences = tuple(await comparing.run())
-            return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences)
+            return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences, one.rank, two.rank)
 
     return run(compare())
 
@@ -152,6 +156,7 @@ class _Side:
 
     def __init__(self, held: Held) -> None:
         self.info = held.entry.info
+        self.rank = held.checkpoint.own_rank if held.checkpoint.of_group else None
         self.opened = held.reader.opened
         self._step = held.entry.step
         self._listing = list_leaves(held.checkpoint.manifest)

@@ -662,8 +662,16 @@ def test_show_and_verify_name_the_rank(folder: Path) -> None:
 @pytest.mark.slow
 def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
     assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
-    assert "All 3 leaves are equal" in pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
-    assert "int 0 -> int 1" in pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
+    said = pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
+    assert "All 3 leaves are equal" in said
+    assert "Of what each rank has for itself, that of rank 1 was compared: --rank and --other-rank choose." in said
+    said = pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
+    assert "int 0 -> int 1" in said
+    assert "that of rank 0 was compared with that of rank 1" in said
+    both = parsed("diff", f"{made}@2", "@2")
+    assert (both["equal"], both["rank"], both["other_rank"]) == (True, 0, 0)
+    alone = pccheck("diff", tmp_path / "copy", tmp_path / "copy")
+    assert "each rank" not in alone
     said = pccheck("copy", made, tmp_path / "all")
     assert "Step 3" in said
     assert "the parts of 2 ranks" in said
