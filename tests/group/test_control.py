@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +34,7 @@ from pccheck_async.group.messages import (
 )
 from pccheck_async.store import Retention
 from pccheck_async.testing.probe import probe
+from tests.group.test_parts import limited
 from tests.support.children import in_child
 from tests.support.ranks import run_ranks
 
@@ -187,9 +186,8 @@ def test_a_group_that_gets_too_few_descriptors_says_so(tmp_path: Path) -> None:
     def work() -> list[str]:
         found = []
         for free in range(72):
-            used, (_, hard) = len(os.listdir("/proc/self/fd")) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
-            found.append(opened(tmp_path))
+            with limited(free):
+                found.append(opened(tmp_path))
         return found
 
     found: list[str] = in_child(work)

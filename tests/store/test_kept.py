@@ -106,9 +106,9 @@ def expected(ones: list[One], rules: Rules) -> list[One]:
 
 
 def _first_of_its_slice(one: One, ones: list[One], every: int, seconds: int) -> bool:
-    recent = [other for other in ones if other.time >= ones[0].time - seconds]
-    beside = [other for other in recent if int(other.time) // every == int(one.time) // every]
-    return one in beside and not any(other.counter < one.counter for other in beside)
+    beside = [other for other in ones if int(other.time) // every == int(one.time) // every]
+    is_recent = one.time >= ones[0].time - seconds
+    return is_recent and not any(other.counter < one.counter for other in beside)  # also by one that is too old now
 
 
 def _first_of_its_kind(one: One, ones: list[One], every: int) -> bool:
