@@ -104,9 +104,8 @@ class Staging:
                 raise MemoryError(f"a chunk of {largest} bytes does not fit into {memory} bytes of memory")
             size = max(largest, min(_BUFFER_BYTES, memory // _BUFFERS // 4096 * 4096))
             self.pool = BufferPool(max(buffers * size, min(_BUFFERS * size, memory // 4)), size)
-        elif (
-            size := max(largest, self.pool.buffer_bytes)
-        ) != self.pool.buffer_bytes or buffers * size > self.pool.nbytes:
+        size = max(largest, self.pool.buffer_bytes)
+        if size > self.pool.buffer_bytes or buffers * size > self.pool.nbytes:
             self.pool = BufferPool(max(self.pool.nbytes, buffers * size), size)
         return self.pool
 
