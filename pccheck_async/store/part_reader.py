@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -39,7 +40,7 @@ from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
 __all__ = ["OpenSlot", "PartReader", "Source", "Staging", "read_manifest"]
 
 
-class Source:
+class Source(ABC):
     """The place of one part of a checkpoint, and the lock that keeps it from being overwritten. Used on one loop.
 
     Attributes:
@@ -53,9 +54,9 @@ class Source:
     block_bytes: int
     _file: File | None = None
 
+    @abstractmethod
     async def acquire(self) -> File:
         """Return its file, locked. Raises DamagedError, ReadError, NoCheckpointError."""
-        raise NotImplementedError
 
     async def close(self) -> None:
         """Unlock and close it, if it is held."""
