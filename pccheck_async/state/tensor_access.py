@@ -148,6 +148,12 @@ def _note(owner: Any, writes: bool) -> None:
             callback(owner)
 
 
+def _flag_written(owner: Any) -> None:
+    """Flag the memory that a tensor has after an access: it may be another than before."""
+    if (storage := _storage_of(owner)) is not None:
+        storage._pccheck_written = _period  # type: ignore[attr-defined]
+
+
 def _replace_all() -> None:
     for cls, name in _PLACES:
         original: Any = getattr(cls, name)
@@ -249,6 +255,7 @@ def _writing_value(put: Any) -> Any:
         else:
             _note(self, True)
         put(self, value)
+        _flag_written(self)
 
     return access
 
@@ -263,6 +270,8 @@ def _writing(original: Any) -> Any:
                 _note(self, True)
         else:
             _note(self, True)
-        return original(self, *arguments, **keywords)
+        result = original(self, *arguments, **keywords)
+        _flag_written(self)
+        return result
 
     return access

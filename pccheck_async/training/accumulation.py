@@ -13,7 +13,8 @@ the steps, and have a ``step`` of another name or none (sharpness-aware minimisa
 A gradient counts as used if it has not changed since the last context with a step on its parameter ended. Gradients
 computed after that step do not count: some training leaves gradients that are never used (an actor's loss leaves some
 in the critic). If such gradients reach an optimizer that makes no step, and no context ends without any for a while,
-they are ignored from then on, with a warning.
+they are ignored from then on, with a warning. Of an optimizer that made a step in every context so far, a sample of the
+gradients is looked at.
 
 Only gradients in ``.grad`` whose changes torch counts are seen. Libraries that accumulate elsewhere (flat buffers of
 their own, FSDP2 without synchronisation) need an attached optimizer.
@@ -24,9 +25,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -54,6 +55,8 @@ PATIENCE_SECONDS, _FEWEST = 600.0, 3
 """After so many seconds they are ignored sooner, but not before so many contexts: a context may be a whole epoch."""
 _MOST_ITEMS, _MOST_LOOKS = 64, 256
 """Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
+_SAMPLE = 32
+"""Gradients, spread over all parameters, that are noted of an optimizer while it makes a step in every context."""
 _USED = "_pccheck_used"
 """An attribute of gradients: their identity (copies have it, too) and their version when they were used.
 
@@ -71,6 +74,8 @@ class _Watched:
     last: int  # number of the context of its last step
     patience: int = PATIENCE  # contexts until gradients that it does not use are ignored
     ignored: bool = False  # whether they are
+    in_each: bool = True  # whether it made a step in every context: until then it has no windows
+    sample: int | None = None  # how many of its gradients were noted as used, of all parameters; None: all
 
 
 class Accumulation:
@@ -100,8 +105,9 @@ class Accumulation:
             self._hooks.add(after=self._after_step)
         if len(self._watched) == 1:
             for other in list(self._watched):
-                if all(map(_is_used, islice(_gradients(other), 1))):
-                    _note_used(other)  # so far that was noted of one gradient alone
+                if all(map(_is_used, _gradients(other, 1))):
+                    _note_used(other, None)  # so far that was noted of one gradient alone
+                    self._watched[other].sample = None
         self._watched[optimizer] = _Watched(self._context - 1)
 
     def begin(self, state: Mapping[str, Any]) -> int:
@@ -119,40 +125,51 @@ class Accumulation:
 
     def end(self, step: int, context: int) -> str:
         """Called when a step context ends; returns why it may be inside a window, empty if it is outside all."""
-        watched = list(self._watched.items())
-        if self._guard.attached and watched and all(each.last < context for _, each in watched):
+        watched, attached = list(self._watched.items()), self._guard.attached
+        made, without = [], []
+        for optimizer, each in watched:
+            if each.last >= context:
+                made.append((optimizer, each))
+            else:
+                each.in_each = False
+                if not each.ignored:
+                    without.append((optimizer, each))
+        if attached and watched and not made:
             return (
                 "no attached optimizer made a step in it: a window of gradient accumulation is open, or the step was "
                 "left out (by a gradient scaler), or made by code that no hook sees"
             )
-        for optimizer, each in watched:
-            if each.last >= context and not each.ignored:
-                # For the only attached one it is enough that it made a step.
-                _note_used(optimizer, most=1 if len(watched) == 1 and self._guard.attached else None)
-        without = [optimizer for optimizer, each in watched if each.last < context and not each.ignored]
-        waiting = [each for each in without if not all(map(_is_used, _gradients(each)))]
+        alone = attached and len(watched) == 1  # then it is enough that it made a step
+        for optimizer, each in made:
+            if not each.ignored:
+                each.sample = 1 if alone else _SAMPLE if each.in_each else None
+                _note_used(optimizer, each.sample)
+        waiting = [
+            optimizer for optimizer, each in without if not all(map(_is_used, _gradients(optimizer, each.sample)))
+        ]
         if waiting and not self._lose_patience(waiting, step):
             names = ", ".join(sorted({type(each).__qualname__ for each in waiting}))
             return (
                 f"there are gradients that no step of the {names} has used: a window of gradient accumulation is open, "
                 "or they are left over from another loss (that of a generator leaves some in the discriminator)"
             )
-        if not waiting:
+        if not waiting and self._unused_contexts:
             self._unused.clear()
             self._unused_contexts = 0
         return ""
 
     def mark(self) -> Mark:
         """Return a mark for :meth:`is_at`: the watched optimizers and their parameters at this moment."""
-        parameters = [*chain.from_iterable(map(_parameters, list(self._watched)))]
-        return self._mark(parameters)
+        return self._mark([*chain.from_iterable(map(_parameters, list(self._watched)))])
 
     def is_at(self, mark: Mark) -> bool:
         """Whether no watched optimizer has made a step since, and the parameters have not changed or moved."""
         return mark == self._mark(mark.parameters)
 
     def _mark(self, parameters: list[torch.Tensor]) -> Mark:
-        return Mark(self._steps, parameters, _versions(parameters), _addresses(parameters))
+        # Code that gives a parameter other memory is seen by its access to ``data``, once an optimizer is attached.
+        addresses = [] if self._guard.attached else _addresses(parameters)
+        return Mark(self._steps, parameters, _versions(parameters), addresses)
 
     def close(self) -> None:
         """Release all optimizers."""
@@ -211,8 +228,8 @@ class Accumulation:
             write(logging.WARNING, "unseen_optimizer", text, error, store=self._store)
 
 
-def _note_used(optimizer: torch.optim.Optimizer, most: int | None = None) -> None:
-    gradients = [*islice(_gradients(optimizer), most)]
+def _note_used(optimizer: torch.optim.Optimizer, sample: int | None) -> None:
+    gradients = _gradients(optimizer, sample)
     for gradient, version in zip(gradients, _versions(gradients), strict=True):
         setattr(gradient, _USED, (id(gradient), version))
 
@@ -245,11 +262,20 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    parameters: Iterable[torch.Tensor] = [*_parameters(optimizer)]
+def _gradients(optimizer: torch.optim.Optimizer, sample: int | None) -> list[torch.Tensor]:
+    """Return the gradients of about ``sample`` parameters, spread over all; of all if None, or if most have none."""
+    parameters = [*_parameters(optimizer)]
+    if sample is not None:
+        some = parameters[:: len(parameters) // sample or 1]
+        if 2 * len(found := _gradients_of(some)) > len(some):
+            return found
+    return _gradients_of(parameters)
+
+
+def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not all(map(_is_leaf, parameters)):  # torch warns of gradients that others do not keep
-        parameters = (each for each in parameters if each.is_leaf or each.retains_grad)
-    return (gradient for gradient in map(_gradient_of, parameters) if gradient is not None)
+        parameters = [each for each in parameters if each.is_leaf or each.retains_grad]
+    return [gradient for gradient in map(_gradient_of, parameters) if gradient is not None]
 
 
 def optimizers_in(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:

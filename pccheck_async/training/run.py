@@ -173,10 +173,11 @@ class TrainingRun(TrainingHooks):
             self._accumulation.watch(optimizer)
 
     def begin(self, this: TrainingStep) -> TrainingStep:
-        """Called when a training step begins; returns it."""
+        """Called when this thread and task enter the context of a step, until :meth:`leave_step`; returns it."""
         core = self.core
         core.check_alive()
-        if (outer := self._inside.get(_thread_and_task())) is not None:
+        here = _thread_and_task()
+        if (outer := self._inside.get(here)) is not None:
             raise RuntimeError(
                 f"engine.step of step {this.step} inside that of step {outer.step}: it would save a step that has not "
                 "ended; leave the outer context first"
@@ -193,12 +194,9 @@ class TrainingRun(TrainingHooks):
         this.stall_then = core.stalls.seconds
         this.in_flight = len(core.in_flight)
         this.began = time.monotonic()
+        this.inside = here
+        self._inside[here] = this
         return this
-
-    def enter(self, this: TrainingStep) -> None:
-        """Record that this thread and task are inside the context of a step, until :meth:`leave_step`."""
-        this.inside = _thread_and_task()
-        self._inside[this.inside] = this
 
     def leave_step(self, this: TrainingStep) -> None:
         """Called when the context of a step is left, or given up. Idempotent."""
@@ -446,9 +444,7 @@ class _Context:
 
     def _enter(self) -> TrainingStep:
         self._entered = True
-        this = self._training.begin(self._this)
-        self._training.enter(this)
-        return this
+        return self._training.begin(self._this)
 
     def __init__(self, training: TrainingRun, this: TrainingStep, checkpoint: Callable[..., Any]) -> None:
         self._training = training

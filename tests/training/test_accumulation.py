@@ -144,6 +144,28 @@ def test_a_gradient_in_the_place_of_one_that_was_used_is_another(tmp_path: Path)
         assert saved(tmp_path, body, 4, attach=("a", "b")) == [0]
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["all are trained", "two of three are frozen"])
+def test_windows_of_many_parameters_that_begin_late(tmp_path: Path, frozen: bool) -> None:
+    """Until the first window only a sample of gradients is looked at; from then on, every one."""
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(100)])
+    for index, layer in enumerate(model):
+        layer.requires_grad_(not frozen or index % 3 == 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wholes = []
+    with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
+        for step in range(8):
+            with engine.step({"model": model, "optimizer": optimizer}, step) as this:
+                if step == 7:  # a loss of one layer alone, which is in no sample
+                    model[1](torch.ones(1, 2)).sum().backward()
+                elif step != 4:  # nothing happens in that one
+                    model(torch.ones(1, 2)).sum().backward()
+                if step in (0, 1, 3, 6):
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=step != 3)
+            wholes.append(this.whole)
+    assert wholes == [True, True, False, True, True, False, True, False]
+
+
 def test_a_parameter_that_another_optimizer_took_over(tmp_path: Path) -> None:
     """Of two phases of training, the first optimizer is kept, and only that is attached."""
     model = nn.Linear(4, 4)

@@ -410,11 +410,18 @@ def swap(model: Model) -> None:
         parameter.data = torch.zeros_like(parameter)
 
 
+def move(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.state["model"].parameters():
+            parameter.set_(torch.zeros_like(parameter))  # type: ignore[call-overload]
+
+
 AFTER: dict[str, tuple[Callable[[SyncCheckpointEngine, Model], Any], int | None]] = {
     "nothing": (lambda engine, model: None, 1),
     "an evaluation": (lambda engine, model: model.state["model"].eval()(torch.rand(9, 4)), 1),
     "a file": (lambda engine, model: torch.save(model.state["model"].state_dict(), io.BytesIO()), 1),
     "other weights": (lambda engine, model: swap(model), None),
+    "other memory": (lambda engine, model: move(model), None),
     "weights changed past torch": (
         lambda engine, model: [each.data.zero_() for each in model.state["model"].parameters()],
         None,

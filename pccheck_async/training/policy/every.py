@@ -31,6 +31,8 @@ class EverySteps(_Given):
 
     def __init__(self, interval: int) -> None:
         self._interval = check_count("the interval", interval, no_int=TypeError)
+        every = "every step" if interval == 1 else f"every {interval} steps"
+        self._decision = Decision(interval, None, f"{every}, as given")
 
     def due(self, report: StepReport) -> bool:
         """Go by the step's number."""
@@ -42,8 +44,7 @@ class EverySteps(_Given):
 
     def decision(self) -> Decision:
         """Return the interval that was given."""
-        every = "every step" if self._interval == 1 else f"every {self._interval} steps"
-        return Decision(self._interval, None, f"{every}, as given")
+        return self._decision
 
 
 class EverySeconds(_Given):
@@ -57,6 +58,7 @@ class EverySeconds(_Given):
 
     def __init__(self, seconds: float) -> None:
         self._seconds = check_seconds("the interval", seconds)
+        self._decision = Decision(None, self._seconds, f"every {self._seconds:g} seconds, as given")
         self._last: float | None = None
 
     def due(self, report: StepReport) -> bool:
@@ -70,7 +72,7 @@ class EverySeconds(_Given):
 
     def decision(self) -> Decision:
         """Return the interval that was given."""
-        return Decision(None, self._seconds, f"every {self._seconds:g} seconds, as given")
+        return self._decision
 
 
 def make_policy(interval: int | timedelta | Policy | None, max_in_flight: int = 2) -> Policy:
