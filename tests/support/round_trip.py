@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pccheck_async.format import crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode, encode, version_of
-from pccheck_async.state import Restoration, allocate, arrange, flatten, match
+from pccheck_async.state import Owners, Restoration, allocate, arrange, flatten, match
 from pccheck_async.transfer.operations.python import gather, scatter
 from pccheck_async.transfer.plan import Chunk, Planner, scatter_runs, segments
 
@@ -53,9 +53,11 @@ class Saved:
         return restoration.finish()
 
 
-def save(state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 512) -> Saved:
-    """Save ``state`` in memory, in chunks small enough that most tensors cross a border."""
-    flat = flatten(state)
+def save(
+    state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 512, owners: Owners | None = None
+) -> Saved:
+    """Save ``state`` in memory, in chunks small enough that most tensors cross a border; ``owners`` as a rank does."""
+    flat = flatten(state, None if owners is None else owners.begin(state))
     layout = arrange(flat.leaves)
     plan = Planner(chunk_bytes, block_bytes).plan(layout)
     payload = bytearray(b"\xee" * plan.payload_nbytes)
