@@ -234,27 +234,27 @@ def _check_pieces(chunks: Sequence[ChunkEntry], pieces: Sequence[bytes]) -> None
 
 
 def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str:
-    itemsize = entry.itemsize  # refuses unknown dtypes
-    if len(entry.shape) != len(entry.stride) or len(entry.shape) > _MAX_DIMENSIONS:
+    itemsize, shape, stride = entry.itemsize, entry.shape, entry.stride  # the first refuses unknown dtypes
+    if len(shape) != len(stride) or len(shape) > _MAX_DIMENSIONS:
         return "dimensions"
-    if any(not 0 <= size < _MAX_BYTES for size in entry.shape) or entry.offset < 0:
+    if (shape and not 0 <= min(shape) <= max(shape) < _MAX_BYTES) or entry.offset < 0:
         return "negative or absurd sizes"
-    if any(abs(step) >= _MAX_BYTES or (step < 0 and entry.kind != "ndarray") for step in entry.stride):
+    if stride and not (-_MAX_BYTES if entry.kind == "ndarray" else -1) < min(stride) <= max(stride) < _MAX_BYTES:
         return "strides"
-    if math.prod(size for size in entry.shape if size) * max(itemsize, 1) >= _MAX_BYTES:
+    if math.prod(filter(None, shape)) * max(itemsize, 1) >= _MAX_BYTES:
         return "absurd sizes"
     if entry.requires_grad and (
         entry.kind == "ndarray"
         or not (dtypes.torch_dtype(entry.dtype).is_floating_point or dtypes.torch_dtype(entry.dtype).is_complex)
     ):
         return "autograd on a dtype without"
-    empty = 0 in entry.shape or itemsize == 0
+    empty = 0 in shape or itemsize == 0
     if entry.storage is None:
         return "" if empty and entry.offset == 0 else "elements, but no storage"
     if empty or not 0 <= entry.storage < len(storages):
         return "storage"
-    low, high = entry.extent
-    if low < 0 or high > storages[entry.storage].nbytes:
+    low, high = span(shape, stride)
+    if entry.offset + low * itemsize < 0 or entry.offset + (high + 1) * itemsize > storages[entry.storage].nbytes:
         return "reaches outside its storage"
     if entry.kind != "ndarray" and entry.offset % itemsize:
         return "misaligned"

@@ -7,7 +7,7 @@ begins with the type's tag (``["tuple", [1, 2]]``). Floats keep all their bits, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import Final, TypeAlias
 
@@ -191,36 +191,29 @@ _Array: TypeAlias = ArrayNode | ShardedNode | ComposedNode
 Node: TypeAlias = bool | int | float | str | _Array | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
-def arrays(node: Node) -> Iterator[int]:
-    """Yield the index of every array in the tree, in no particular order."""
-    return (each.index for each in walk(node) if isinstance(each, ArrayNode))
+def arrays(node: Node) -> list[int]:
+    """Return the index of every array in the tree, in no particular order."""
+    return [each.index for each in walk(node) if isinstance(each, ArrayNode)]
 
 
-def walk(node: Node) -> Iterator[Node]:
-    """Yield every node of the tree, in no particular order."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, _Struct):
-            waiting.extend(children(node))
+def walk(node: Node) -> list[Node]:
+    """Return every node of the tree, a node before those below it."""
+    found = [node]
+    for each in found:  # which grows meanwhile
+        if isinstance(each, _Struct):
+            found += children(each)
+    return found
 
 
-def children(node: Node) -> Iterator[Node]:
-    """Yield the direct children of a node: keys and values of a mapping, items of a sequence or set."""
+def children(node: Node) -> Sequence[Node]:
+    """Return the direct children of a node: keys and values of a mapping, items of a sequence or set."""
+    if isinstance(node, _Mapping):
+        return [*node.keys, *node.values, *(node.metadata if isinstance(node, OrderedDictNode) else ())]
     if isinstance(node, _Items):
-        yield from node.items
-        if isinstance(node, ComposedNode):
-            yield node.context
-    elif isinstance(node, _Mapping):
-        yield from node.keys
-        yield from node.values
-        if isinstance(node, OrderedDictNode):
-            yield from node.metadata
-    elif isinstance(node, StatefulNode):
-        yield node.child
-    elif isinstance(node, ShardedNode):
-        yield from node.boxes
+        return [*node.items, node.context] if isinstance(node, ComposedNode) else node.items
+    if isinstance(node, StatefulNode):
+        return (node.child,)
+    return node.boxes if isinstance(node, ShardedNode) else ()
 
 
 def replace_arrays(node: Node, place: Callable[[ArrayNode | ShardedNode], ArrayNode | ShardedNode]) -> Node:

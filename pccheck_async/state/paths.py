@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
+_STRINGS = frozenset({str})
 _SPECIAL = re.compile(r"[.\\]")
 _FIRST = re.compile(r"(?:[^.\\]|\\.)*", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
@@ -32,8 +33,8 @@ def escape(key: str) -> str:
 
 def components(keys: Sequence[Hashable]) -> list[str]:
     """Return the components for the keys of one mapping, all different."""
-    if all(type(key) is str for key in keys):
-        return [escape(key) for key in keys if isinstance(key, str)]
+    if _STRINGS.issuperset(map(type, keys)):
+        return [key if key.isidentifier() else escape(key) for key in keys if isinstance(key, str)]
     written = [escape(key) if type(key) is str else _SPECIAL.sub(r"\\\g<0>", _show(key)) for key in keys]
     counts = Counter(written)
     return [

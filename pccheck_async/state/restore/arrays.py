@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -41,6 +42,9 @@ class Target(NamedTuple):
     device: int = HOST
 
 
+_PAYLOAD_OFFSET: Final = itemgetter(0)
+
+
 class Targets(Iterable[Target]):
     """Targets in the order of the payload, in which they may overlap: bytes stored once go to several places.
 
@@ -49,15 +53,15 @@ class Targets(Iterable[Target]):
     """
 
     def __init__(self, targets: Iterable[Target] = ()) -> None:
-        self._targets = tuple(sorted(targets, key=lambda target: target.payload_offset))
-        count = len(self._targets)
-        self._starts = np.fromiter((target.payload_offset for target in self._targets), np.int64, count)
-        self._ends = self._starts + np.fromiter((target.nbytes for target in self._targets), np.int64, count)
-        self._addresses = np.fromiter((target.address for target in self._targets), np.uint64, count)
-        self.devices = {target.device for target in self._targets} - {HOST}
-        self._devices = np.fromiter((target.device for target in self._targets), np.int32, count)
+        self._targets = tuple(sorted(targets, key=_PAYLOAD_OFFSET))
+        columns = [*zip(*self._targets, strict=True)] or [()] * 5
+        self._starts = np.array(columns[0], np.int64)
+        self._ends = self._starts + np.array(columns[1], np.int64)
+        self._addresses = np.array(columns[2], np.uint64)
+        self._devices = np.array(columns[4], np.int32)
+        self.devices: set[int] = {*columns[4]} - {HOST}
         # Ascending, so that it can be searched:
-        self._reach = np.maximum.accumulate(self._ends) if count else self._ends
+        self._reach = np.maximum.accumulate(self._ends) if self._targets else self._ends
 
     @property
     def span(self) -> tuple[int, int]:

@@ -213,4 +213,4 @@ def _place(offsets: tuple[int, ...], manifest: Manifest, box: ArrayNode) -> str:
 
 def _is_container(node: Node) -> bool:
     """Return whether a plain value deserves a line for each of its items."""
-    return isinstance(node, (nodes.DictNode, OrderedDictNode)) and any(True for _ in children(node))
+    return isinstance(node, (nodes.DictNode, OrderedDictNode)) and bool(children(node))

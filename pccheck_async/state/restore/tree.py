@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -29,6 +29,9 @@ from pccheck_async.format.skeleton import (
     TupleNode,
 )
 from pccheck_async.state import paths, pickles, values
+
+_NAMES: Final = values.VERBATIM | {str}
+_PARTS: Final = frozenset((ArrayNode, ShardedNode, StatefulNode))
 
 # -- from nodes to the values that were saved
 
@@ -68,7 +71,7 @@ class _Builder:
     composed: Callable[[ComposedNode, dict[str, Any], Any], Any] | None
 
     def each(self, items: list[Node], depth: int) -> list[Any]:
-        return [item if type(item) in values.VERBATIM else self.build(item, depth) for item in items]
+        return [item if type(item) in _NAMES else self.build(item, depth) for item in items]
 
     def build(self, node: Node, depth: int) -> Any:
         _check_depth(depth)
@@ -125,7 +128,10 @@ def _check_depth(depth: int) -> None:
 
 
 def _distinct(items: list[Node], depth: int) -> list[Hashable]:
-    keys = [_key(node, depth) for node in items]
+    if _NAMES.issuperset(map(type, items)):  # strings and numbers are their own nodes
+        keys: list[Hashable] = [*items]
+    else:
+        keys = [_key(node, depth) for node in items]
     if nodes.too_alike(items, keys):
         raise CorruptStoreError(f"more than {nodes.MOST_ALIKE} keys of a mapping or items of a set have the same hash")
     if len(set(keys)) != len(keys):
@@ -198,7 +204,9 @@ def count(node: Node) -> int:
     """Return the number of leaves."""
     number, waiting = 0, [node]
     while waiting:
-        node = opened(waiting.pop())
+        node = waiting.pop()
+        while isinstance(node, StatefulNode):
+            node = node.child
         inside = node.values if isinstance(node, MappingNode) else []
         if isinstance(node, (ListNode, TupleNode)):
             inside = node.items
@@ -211,7 +219,7 @@ def count(node: Node) -> int:
 
 def has_parts(node: Node) -> bool:
     """Return whether there is an array or a Stateful in a tree."""
-    return any(isinstance(each, (ArrayNode, ShardedNode, StatefulNode)) for each in nodes.walk(node))
+    return not _PARTS.isdisjoint(map(type, nodes.walk(node)))
 
 
 # -- the part that ``load(keys=...)`` selects
