@@ -92,6 +92,15 @@ def machine_asked_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, such as where a forked child, which has no other, is to get the same bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def shared_memory() -> Iterator[Path]:
     """A folder of a filesystem in memory."""

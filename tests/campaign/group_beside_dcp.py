@@ -156,14 +156,19 @@ def measure(folder: Path, world: int, nbytes: int, rounds: int) -> dict[tuple[st
 def rows(world: int, found: dict[tuple[str, str], list[Sample]]) -> Iterator[dict[str, Any]]:
     """Give for each arrangement and method what was measured, summed up, and its ratios to the engine."""
     for (arrangement, method), samples in found.items():
-        row: dict[str, Any] = {"ranks": world, "state": arrangement, "method": method}
-        for figure in Sample._fields:
-            values = [getattr(sample, figure) for sample in samples]
-            engine = [getattr(sample, figure) for sample in found[arrangement, "engine"]]
-            row[figure] = summary(values) | {"samples": values}
-            if figure != "written":
-                row[figure]["ratio"] = summary([one / other for one, other in zip(values, engine, strict=True)])
-        yield row
+        about = {"ranks": world, "state": arrangement, "method": method}
+        yield about | figures(samples, found[arrangement, "engine"])
+
+
+def figures(samples: Sequence[Any], beside: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return each figure of the samples, summed up, and its ratios to those of the engine; of bytes there are none."""
+    found: dict[str, dict[str, Any]] = {}
+    for figure in samples[0]._fields:
+        values, engine = ([getattr(sample, figure) for sample in each] for each in (samples, beside))
+        found[figure] = summary(values) | {"samples": values}
+        if figure != "written":
+            found[figure]["ratio"] = summary([one / other for one, other in zip(values, engine, strict=True)])
+    return found
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
@@ -188,14 +193,19 @@ def spread(of: dict[str, Any], unit: float, digits: int) -> str:
     return f"{middle} [{low}, {high}]"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None, nbytes: int) -> argparse.Namespace:
+    """Return the arguments of the command line; ``nbytes``: the size that is saved if none is given."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", type=parse_size, default=64 << 20)
+    parser.add_argument("--size", type=parse_size, default=nbytes)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--worlds", type=lambda text: [int(part) for part in text.split(",")], default=[2, 4])
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments(__doc__, 64 << 20)
     place, table, load = survey(args.folder), list[dict[str, Any]](), os.getloadavg()[0]
     print(
         f"{args.size} bytes per rank, {args.rounds} rounds, {place.filesystem}, {place.machine}; load {load:.1f} before"

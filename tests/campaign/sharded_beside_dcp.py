@@ -11,7 +11,6 @@ same round: above 1, the engine is faster.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -39,8 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.machine import survey
 from pccheck_async.bench.methods import flush_dcp
-from pccheck_async.cli.output import parse_size
-from tests.campaign.group_beside_dcp import spread, summary
+from tests.campaign.group_beside_dcp import arguments, figures, spread
 from tests.campaign.stall import Trainer
 from tests.support.commanded_ranks import commanded_ranks
 
@@ -170,14 +168,8 @@ def _forget(folder: Path) -> None:
 def rows(what: str, found: dict[str, list[Sample]]) -> Iterator[dict[str, Any]]:
     """Give for each method what was measured, summed up, and its ratios to the engine."""
     for method, samples in found.items():
-        row: dict[str, Any] = {"what": what, "method": method}
         beside = found[method.replace("dcp.load", "engine")] if what.startswith("load") else found["engine"]
-        for figure in Sample._fields:
-            values = [getattr(sample, figure) for sample in samples]
-            engine = [getattr(sample, figure) for sample in beside]
-            row[figure] = summary(values) | {"samples": values}
-            row[figure]["ratio"] = summary([one / other for one, other in zip(values, engine, strict=True)])
-        yield row
+        yield {"what": what, "method": method} | figures(samples, beside)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -189,13 +181,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", type=parse_size, default=1 << 30)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--worlds", type=lambda text: [int(part) for part in text.split(",")], default=[2, 4])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__, 1 << 30)
     place, table, burden = survey(args.folder), list[dict[str, Any]](), os.getloadavg()[0]
     print(
         f"{args.size} bytes in all, {args.rounds} rounds, {place.filesystem}, {place.machine}; load {burden:.1f} before"

@@ -11,6 +11,7 @@ import pytest
 from pccheck_async.testing import ATOM, CrashDisk, CrashMapping, MappedCrashWriter
 from pccheck_async.testing.crash import Inode
 from tests.support.crash_harness import Findings, Scenario, explore
+from tests.support.mapping_mistakes import FencedTooEarly, NothingFenced, NothingWrittenBack, OneLineShort
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
 
@@ -39,27 +40,6 @@ def test_no_crash_breaks_a_promise(scenario: Scenario, whole: float) -> None:
     assert len(findings.states) >= STATES
     assert findings.events["read as a whole"] > 0.8 * whole * STATES
     assert findings.events["committed"] > 0
-
-
-class NothingWrittenBack(CrashMapping):
-    def _write_back(self, offset: int, nbytes: int) -> None: ...
-
-
-class OneLineShort(CrashMapping):
-    def _write_back(self, offset: int, nbytes: int) -> None:
-        super()._write_back(offset, nbytes - 64)
-
-
-class NothingFenced(CrashMapping):
-    def _fence(self) -> None: ...
-
-
-class FencedTooEarly(CrashMapping):
-    def _write_back(self, offset: int, nbytes: int) -> None:
-        super()._fence()
-        super()._write_back(offset, nbytes)
-
-    def _fence(self) -> None: ...
 
 
 class Unsettled(CrashMapping):

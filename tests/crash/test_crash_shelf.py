@@ -13,6 +13,7 @@ from pccheck_async.shelf.format import Extent, Variable
 from pccheck_async.shelf.shelf import Layer
 from pccheck_async.shelf.space import Space
 from pccheck_async.testing import CrashMapping, CrashShelfFile
+from tests.support.mapping_mistakes import FencedTooEarly, NothingFenced, NothingWrittenBack, OneLineShort
 from tests.support.shelf_harness import Course, Findings, explore
 
 pytestmark = pytest.mark.slow
@@ -53,27 +54,6 @@ def test_thirty_thousand_crashes_of_a_kind(durable: bool) -> None:
 
 
 # -- mistakes in how bytes become durable
-
-
-class NothingWrittenBack(CrashMapping):
-    def _write_back(self, offset: int, nbytes: int) -> None: ...
-
-
-class OneLineShort(CrashMapping):
-    def _write_back(self, offset: int, nbytes: int) -> None:
-        super()._write_back(offset, nbytes - 64)
-
-
-class NothingFenced(CrashMapping):
-    def _fence(self) -> None: ...
-
-
-class FencedTooEarly(CrashMapping):
-    def _write_back(self, offset: int, nbytes: int) -> None:
-        super()._fence()
-        super()._write_back(offset, nbytes)
-
-    def _fence(self) -> None: ...
 
 
 class ContentsNotPersisted(CrashShelfFile):

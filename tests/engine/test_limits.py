@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
 from pccheck_async.errors import StoreLockedError, read_error, write_error
 from tests.support.children import in_child
+from tests.support.limits import limit_threads, limited_descriptors
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +44,10 @@ def looks(store: Path, io: str) -> list[str]:
 
 def test_too_few_descriptors(store: Path, io: str) -> None:
     def work() -> list[list[str]]:
-        used, (_, hard) = len(os.listdir("/proc/self/fd")) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)
         found = []
         for free in range(14):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
-            found.append(looks(store, io))
+            with limited_descriptors(free):
+                found.append(looks(store, io))
         return found
 
     found: list[list[str]] = in_child(work)
@@ -59,21 +58,12 @@ def test_too_few_descriptors(store: Path, io: str) -> None:
 
 
 def test_no_threads(store: Path, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, left = threading.Thread.start, 0
-
-    def limited(thread: threading.Thread) -> None:
-        nonlocal left
-        if left <= 0:
-            raise RuntimeError("can't start new thread")
-        left -= 1
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
     before = threading.active_count()
-    for number in range(2):
+    for left in range(2):
         for look in (load_sync, lambda path, io: SyncCheckpointEngine(path, io=io).open()):
-            left = number
-            assert "pids.max" in said(lambda look=look: look(store, io=io))  # type: ignore[misc]
+            with monkeypatch.context() as patch:
+                limit_threads(patch, left)
+                assert "pids.max" in said(lambda look=look: look(store, io=io))  # type: ignore[misc]
     assert threading.active_count() <= before + 1
 
 

@@ -19,7 +19,7 @@ from pccheck_async import (
     SyncCheckpointEngine,
     open_checkpoint,
 )
-from tests.support.state_strategies import array_bytes
+from tests.support.state_strategies import Thing, array_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -52,17 +52,6 @@ class Whole(nn.Module):
     def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
         self.given = list(state_dict)
         return super().load_state_dict(state_dict)
-
-
-class Thing:
-    def __init__(self, **state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self.state = dict(state_dict)
 
 
 def save(path: Path, state: dict[str, Any]) -> CheckpointInfo:

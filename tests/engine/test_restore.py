@@ -9,7 +9,6 @@ import math
 import os
 import re
 import sys
-import threading
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
@@ -52,6 +51,7 @@ from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.operations import Operations
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.damage import BadBlocks
+from tests.support.saving import saving
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 
@@ -185,28 +185,13 @@ def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept
 @pytest.mark.slow
 def test_restore_beside_commits(tmp_path: Path) -> None:
     """What was newest when a restore began may be gone when it looks: then a newer one is taken."""
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
-        engine.checkpoint(state_of(0), step=0).result(60)
-        stop = threading.Event()
-
-        def commit() -> None:
-            step = 1
-            while not stop.is_set():
-                engine.checkpoint(state_of(step), step=step).result(60)
-                step += 1
-
-        committing = threading.Thread(target=commit)
-        committing.start()
-        try:
-            for _ in range(50):
-                live = state_of(-1)
-                info = engine.restore(live)
-                assert info is not None
-                assert info.step == live["step"]
-                assert torch.equal(live["tensor"], torch.arange(3000) + info.step)
-        finally:
-            stop.set()
-            committing.join()
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine, saving(engine, state_of):
+        for _ in range(50):
+            live = state_of(-1)
+            info = engine.restore(live)
+            assert info is not None
+            assert info.step == live["step"]
+            assert torch.equal(live["tensor"], torch.arange(3000) + info.step)
 
 
 def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_path: Path) -> None:

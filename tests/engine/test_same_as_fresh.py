@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,8 @@ from pccheck_async.transfer.plan import Plan, Planner, segments
 from tests.support.changing_state import ChangingState, loads_as
 from tests.support.elsewhere import capture_at_once, without_extension
 from tests.support.round_trip import Saved, parts
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # experimental dtypes; tensors that are resized
 
 BACKEND = CopyBackend(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
 
@@ -193,13 +194,6 @@ class Walk:
         if decode:
             self.counts["loaded"] += 1
             assert not loads_as(state, found.saved.load())
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # experimental dtypes; tensors that are resized
-        yield
 
 
 def walks(seeds: range, saves: int) -> Counter[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tests.support.changing_state import ChangingState
 from tests.support.elsewhere import capture_at_once
 from tests.support.state_strategies import difference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -74,13 +73,6 @@ def walk(folder: Path, seed: int, saves: int) -> Counter[str]:
             assert not wrong, (seed, number, wrong, changing.log[-20:])
             counts["overlapped" if overlap else "plain"] += 1
     return counts
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 @pytest.mark.parametrize("largest_copy", [1 << 20, 0])

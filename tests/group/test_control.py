@@ -34,8 +34,8 @@ from pccheck_async.group.messages import (
 )
 from pccheck_async.store import Retention
 from pccheck_async.testing.probe import probe
-from tests.group.test_parts import limited
 from tests.support.children import in_child
+from tests.support.limits import limit_threads, limited_descriptors
 from tests.support.ranks import run_ranks
 
 SECONDS = 30
@@ -123,20 +123,6 @@ def test_a_decision_that_rank_0_did_not_publish_is_told_and_closing_ends(data: b
 # -- a machine that lacks threads or descriptors
 
 
-def limit_threads(patch: pytest.MonkeyPatch, left: int) -> None:
-    """Let so many more threads be started, as under ``ulimit -u``."""
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        nonlocal left
-        if left <= 0:
-            raise RuntimeError("can't start new thread")
-        left -= 1
-        start(thread)
-
-    patch.setattr(threading.Thread, "start", limited)
-
-
 @pytest.mark.parametrize("left", range(3))
 def test_a_server_that_gets_too_few_threads_leaves_none(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
@@ -186,7 +172,7 @@ def test_a_group_that_gets_too_few_descriptors_says_so(tmp_path: Path) -> None:
     def work() -> list[str]:
         found = []
         for free in range(72):
-            with limited(free):
+            with limited_descriptors(free):
                 found.append(opened(tmp_path))
         return found
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +29,7 @@ from pccheck_async.store import part_reader
 from pccheck_async.transfer import BufferPool, available_descriptors
 from tests.group.test_sharded import mesh_of
 from tests.support.group_folders import save_in_group, state_of_rank
+from tests.support.limits import limited_descriptors
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -56,21 +54,6 @@ def opened() -> list[str]:
     return found
 
 
-@contextmanager
-def limited(free: int) -> Iterator[None]:
-    """Let this process open so many more files."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(map(int, os.listdir("/proc/self/fd"))) + 1
-    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(used - len(os.listdir("/proc/self/fd")))]  # no gaps
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for fd in held:
-            os.close(fd)
-
-
 def test_all_parts_share_their_threads_and_each_has_one_descriptor_that_is_locked(made: Path) -> None:
     with open_checkpoint(made / rank_name(0)) as alone:
         threads = threading.active_count()
@@ -89,12 +72,15 @@ def test_all_parts_share_their_threads_and_each_has_one_descriptor_that_is_locke
 
 
 def test_few_descriptors_are_enough(made: Path) -> None:
-    with limited(WORLD + 16):
+    with limited_descriptors(WORLD + 16):
         assert load_sync(made, rank=WORLD - 1)["rank"] == WORLD - 1
 
 
 def test_too_few_descriptors_are_an_error_with_the_number_before_anything_is_read(made: Path) -> None:
-    with limited(WORLD + 2), pytest.raises(ReadError, match=rf"{WORLD - 1} and 4 more, .* may open \d+ more") as raised:
+    with (
+        limited_descriptors(WORLD + 2),
+        pytest.raises(ReadError, match=rf"{WORLD - 1} and 4 more, .* may open \d+ more") as raised,
+    ):
         load_sync(made)
     assert raised.value.errno == errno.EMFILE
     assert "ulimit -n" in str(raised.value)
@@ -104,18 +90,18 @@ def test_too_few_descriptors_are_an_error_with_the_number_before_anything_is_rea
 @pytest.mark.usefixtures("nothing_left_behind")
 def test_an_opening_that_fails_leaves_no_descriptor_and_no_thread(made: Path) -> None:
     for free in range(WORLD):  # wherever the first one is that cannot be had
-        with limited(free), pytest.raises(CheckpointError, match="ulimit -n"):
+        with limited_descriptors(free), pytest.raises(CheckpointError, match="ulimit -n"):
             open_checkpoint(made)
 
 
 def test_dcp_holds_one_part_at_a_time(made: Path) -> None:
-    with limited(16):
+    with limited_descriptors(16):
         metadata = dcp.StorageReader(made).read_metadata()
     assert metadata.state_dict_metadata
 
 
 def test_descriptors_that_are_left(made: Path) -> None:
-    with limited(20):
+    with limited_descriptors(20):
         before = available_descriptors()
         with open(made / "group.json", "rb"):
             assert available_descriptors() == before - 1
@@ -126,14 +112,8 @@ def test_too_few_descriptors_are_no_damage(tmp_path: Path) -> None:
     def restore(group: Group) -> tuple[str, list[int]]:
         state = {"w": torch.zeros(3), "step": 0}
         with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            used = limits[0] - available_descriptors()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, limits[1]))
-            try:
-                with pytest.raises(ReadError, match="ulimit -n") as caught:
-                    engine.restore(state)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            with limited_descriptors(4), pytest.raises(ReadError, match="ulimit -n") as caught:
+                engine.restore(state)
             engine.restore(state)
             assert state["step"] == 2
             engine.checkpoint(state, step=3).result()

@@ -52,9 +52,9 @@ from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
 from pccheck_async.store import read_at_once
-from tests.group.test_parts import limited
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, spoil, start_ranks, state_of_rank
+from tests.support.limits import limited_descriptors
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +392,7 @@ def test_a_copy_that_needs_too_many_descriptors_is_refused_before_it_begins(made
     for step in (1, 2, 3):
         before, said = sorted(target.rglob("*")), ""
         for free in count(12):  # enough for the loop that it runs on
-            with limited(free):
+            with limited_descriptors(free):
                 try:
                     copy_checkpoint(made, target, step=step)
                     break

@@ -27,6 +27,7 @@ from pccheck_async.format import NewerFormatError
 from pccheck_async.medium.mapping import Mapping
 from pccheck_async.shelf import format as layout
 from pccheck_async.transfer import PAGE_BYTES
+from tests.support.processes import forked
 from tests.support.state_strategies import difference
 from tests.support.warm import run_warm
 
@@ -319,21 +320,6 @@ def test_a_closed_shelf(filled: Path) -> None:
     unharmed(filled)
 
 
-def in_child(body: Callable[[], None]) -> int:
-    """Run something in a forked child; return its exit status, negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        except BaseException as error:  # noqa: BLE001 - it must not return into the test runner
-            os.write(2, f"{error!r}\n".encode())
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.slow
 def test_a_forked_child_reads_and_does_not_write(filled: Path) -> None:
     with Shelf(filled) as shelf:
@@ -350,12 +336,12 @@ def test_a_forked_child_reads_and_does_not_write(filled: Path) -> None:
             shelf.close()
 
         inside = False
-        assert in_child(body) == 0
+        assert forked(body) == 0
         assert x[3] == 3
         with suppress(InterruptedError), shelf.transaction("x"):
             x[3] = -1
             inside = True
-            assert in_child(body) == 0
+            assert forked(body) == 0
             raise InterruptedError
         with pytest.raises(StoreLockedError):
             Shelf(filled)

@@ -21,7 +21,6 @@ import torch
 from pccheck_async import (
     CorruptStoreError,
     NoCheckpointError,
-    ReadError,
     StoreError,
     StoreLockedError,
     SyncCheckpointEngine,
@@ -48,6 +47,7 @@ from pccheck_async.testing import (
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep import recover
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
+from tests.support.damage import BadBlocks
 from tests.support.state_strategies import difference
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
@@ -393,17 +393,6 @@ def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
     assert [info.step for info in recover_store(tmp_path).named] == [1]
 
 
-class BadSector(WrappingWriter):
-    """Fails every read that touches one byte of the first slot."""
-
-    bad = 0
-
-    async def read(self, file: Any, offset: int, into: memoryview) -> int:
-        if file.name == "slot-000" and offset <= self.bad < offset + len(into):
-            raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
-        return await super().read(file, offset, into)
-
-
 @pytest.mark.parametrize(("bad", "whole"), [(9000, [1]), (200_000, [1, 0])])
 def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int]) -> None:
     save(tmp_path, 0, 1)
@@ -412,9 +401,7 @@ def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int])
         file.write(bytes(300_000))  # behind the manifest, as a larger checkpoint leaves it
 
     def io(path: str, operations: Operations) -> Medium:
-        writer = BadSector(Files(path, operations))
-        writer.bad = bad
-        return writer
+        return BadBlocks(Files(path, operations), {"slot-000": {bad // CHUNK}})
 
     found = recover_store(tmp_path, io=io)
     assert [info.step for info in found.named] == whole

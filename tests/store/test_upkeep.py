@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from typer.testing import CliRunner
 from pccheck_async import (
     CorruptStoreError,
     NoCheckpointError,
-    ReadError,
     StoreError,
     StoreFullError,
     StoreLockedError,
@@ -43,11 +40,13 @@ from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import COMMIT_NBYTES, MOST_ENTRIES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
-from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, WrappingWriter, power_loss_images
+from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, power_loss_images
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep.reading import runs
 from pccheck_async.upkeep.verify import examine_records
 from tests.engine.test_inline_capture_engine import FOLDER, small
+from tests.support.damage import BadBlocks
+from tests.support.saving import saving
 from tests.support.state_strategies import difference, states
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
@@ -261,22 +260,11 @@ def test_a_damaged_manifest_and_a_short_and_a_missing_slot(tmp_path: Path) -> No
     assert not verify_checkpoints(tmp_path).whole
 
 
-class BadSector(WrappingWriter):
-    """Fails every read that touches one byte."""
-
-    bad = 9000
-
-    async def read(self, file: Any, offset: int, into: memoryview) -> int:
-        if file.name.startswith("slot") and offset <= self.bad < offset + len(into):
-            raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
-        return await super().read(file, offset, into)
-
-
 def test_a_sector_that_cannot_be_read(tmp_path: Path) -> None:
     save(tmp_path, 1)
 
     def bad(path: str, operations: Operations) -> Medium:
-        return BadSector(Files(path, operations))
+        return BadBlocks(Files(path, operations), {"slot-000": {2}})
 
     (checked,) = verify_checkpoints(tmp_path, io=bad).checkpoints
     (damage,) = checked.damage
@@ -331,29 +319,14 @@ def test_no_valid_record_points_to_recover(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_and_compare_beside_a_busy_writer(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
-        engine.checkpoint(state_of(0), step=0).result(60)
-        stop = threading.Event()
-
-        def commit() -> None:
-            step = 1
-            while not stop.is_set():
-                engine.checkpoint(state_of(step), step=step).result(60)
-                step += 1
-
-        committing = threading.Thread(target=commit)
-        committing.start()
-        try:
-            for _ in range(20):
-                found: Verification = verify_checkpoints(tmp_path, every=True)
-                assert found.whole, found
-                compared = compare_checkpoints(tmp_path)
-                wanted = {"a", "b", "step"} if compared.one.step != compared.other.step else set()
-                assert {each.path for each in compared.differences} == wanted
-                describe_checkpoint(tmp_path)
-        finally:
-            stop.set()
-            committing.join()
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine, saving(engine, state_of):
+        for _ in range(20):
+            found: Verification = verify_checkpoints(tmp_path, every=True)
+            assert found.whole, found
+            compared = compare_checkpoints(tmp_path)
+            wanted = {"a", "b", "step"} if compared.one.step != compared.other.step else set()
+            assert {each.path for each in compared.differences} == wanted
+            describe_checkpoint(tmp_path)
 
 
 # -- compare

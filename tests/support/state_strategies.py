@@ -20,6 +20,19 @@ TORCH_DTYPES = sorted(dtypes.STORABLE.values(), key=str)
 NUMPY_DTYPES = ["?", "i1", "<i4", ">i4", "u8", "f2", ">f8", "g", "c8", ">c16", "M8[ns]", "m8[D]", "S3", "<U5", "V7"]
 
 
+class Thing:
+    """A Stateful of the plainest kind."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.state = dict(state_dict)
+
+
 # -- comparison
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,9 @@ import torch
 from examples.paper import clustering, gmm
 from tests.support.clustering_harness import Comparison, Program, check_engine, check_savez_in_place, two_states
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # forked children have none but their first
+
 FLAGS = ("--k=5", "--threads=1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Forked children have none but their first, and are compared with what is computed here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from examples.paper import clustering, gmm, kmeans
 from examples.paper.lab.experiments.hpec import Place, ratios, saves
@@ -21,21 +19,14 @@ from tests.support.clustering_harness import Ended, Program
 
 pytest.importorskip("sklearn")
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # forked children have none but their first
+
 FLAGS = ("--k=3", "--samples=200", "--tolerance=0", "--max-iterations=6")
 PROGRAMS = {"kmeans": Program("kmeans", FLAGS), "gmm": Program("gmm", (*FLAGS, "--threads=1"))}
 TORN = [name for name, kind in CLUSTERING.items() if not kind.atomic]
 KILLS = 25
 BACKGROUND = ("pccheck", "pccheck mapped")
 """A save is still on its way when the next iteration begins."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Forked children have none but their first, and are compared with what is computed here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)

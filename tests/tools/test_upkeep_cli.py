@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
 from pccheck_async.cli.stores import Place, parse_place
 from tests.support.children import in_child
+from tests.support.limits import limited_descriptors
 
 EVIL = "e\x1b[31mv[red]i\nl\u202e\udc80"
 runner = CliRunner()
@@ -70,11 +70,10 @@ def save(path: Path, *steps: int) -> None:
 @pytest.mark.slow
 def test_too_few_descriptors_are_a_failure_and_no_damage(made: Path) -> None:
     def work() -> list[int]:
-        used, (_, hard) = len(os.listdir("/proc/self/fd")) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)
         codes = []
         for free in range(4, 20):  # none at all are too few to say so
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
-            codes.append(pccheck("verify", made).exit_code)
+            with limited_descriptors(free):
+                codes.append(pccheck("verify", made).exit_code)
         return codes
 
     codes = in_child(work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -416,17 +415,8 @@ def train(
     return losses, hits.float().mean().item()
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Steps this small take longest where threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")  # steps this small take longest where threads wait for each other
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_that_resumes_its_data_is_training_that_never_stopped(tmp_path: Path, workers: int) -> None:
     """CheckFreq, figure 6, on a small data set: a loader that starts over sees the start of an epoch ever again."""

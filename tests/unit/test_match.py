@@ -20,20 +20,7 @@ from pccheck_async.state import RNGState, allocate, as_bits, match
 from pccheck_async.state.restore.objects import like_parameters
 from tests.support import state_strategies
 from tests.support.round_trip import save
-from tests.support.state_strategies import array_bytes, difference, same
-
-
-class Thing:
-    """A Stateful of the plainest kind."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self.state = dict(state_dict)
+from tests.support.state_strategies import Thing, array_bytes, difference, same
 
 
 class Extra(nn.Linear):
