@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,29 +25,30 @@ from typing import Any, Final, Self
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-try:
-    import transformers
-    from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerCallback, TrainerState
-    from transformers.trainer_utils import compare_trainer_and_checkpoint_args
-except ImportError as error:
-    raise ImportError(
-        'this needs Hugging Face\'s transformers with accelerate: pip install "pccheck-async[transformers]"'
-    ) from error
-
 from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 from pccheck_async.integrations.stopped import log_stopped
+from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.training.data import ResumableLoader
 from pccheck_async.training.policy import EverySteps
 
-__all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "TESTED", "PCcheckCallback"]
+require("transformers", "5.24")
 
-TESTED: Final = ("5.24", "5.24")
-"""The first and the last version of transformers that were tested."""
+import transformers  # noqa: E402
+from transformers.trainer_callback import (  # noqa: E402
+    EarlyStoppingCallback,
+    ExportableState,
+    TrainerCallback,
+    TrainerState,
+)
+from transformers.trainer_utils import compare_trainer_and_checkpoint_args  # noqa: E402
+
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # noqa: E402
+
+__all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "PCcheckCallback"]
 
 METHODS: Final = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -151,10 +151,6 @@ class PCcheckCallback(TrainerCallback):
             TypeError: It lacks methods that are wrapped: it is no Trainer, or one of another version.
             ValueError: It trains in a way that cannot be resumed.
         """
-        first, last = ([*map(int, version.split("."))] for version in TESTED)
-        if not first <= [*map(int, transformers.__version__.split(".")[:2])] <= last:
-            text = "PCcheckCallback was tested with transformers %s to %s; this is %s"
-            warnings.warn(text % (*TESTED, transformers.__version__), stacklevel=2)
         if missing := [name for name in (*METHODS, "callback_handler") if not hasattr(trainer, name)]:
             kind, version = type(trainer).__qualname__, transformers.__version__
             raise TypeError(f"a {kind} of transformers {version} lacks {', '.join(missing)}, which attach wraps")
