@@ -25,7 +25,7 @@ from pccheck_async.engine import (
     scalars,
 )
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.group import Group, GroupCore, GroupTraining
+from pccheck_async.group import Group, Ranks
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import SpaceNeeded
@@ -96,14 +96,8 @@ class EngineBase:
         )
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)
-        self._core: EngineCore
-        self._training: TrainingRun
-        if group is None:
-            self._core = EngineCore(path, io, config)
-            self._training = TrainingRun(self._core, policy, save_last=save_last)
-        else:
-            core = GroupCore(path, io, config, Group.of(group))
-            self._core, self._training = core, GroupTraining(core, policy, save_last=save_last)
+        self._core = EngineCore(path, io, config, None if group is None else Ranks(Group.of(group)))
+        self._training = TrainingRun(self._core, policy, save_last=save_last)
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(

@@ -4,6 +4,7 @@ The engine sees a policy as a protocol, and training steps through :class:`Train
 It may import: store and the rooms below.
 """
 
+from pccheck_async.engine.alone import Alone
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
@@ -12,17 +13,19 @@ from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
+from pccheck_async.engine.peers import Candidate, Candidates, Joined, Peers, Private, StepEnd
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
-from pccheck_async.engine.restore import HOLDS_PARTS, Private, Reading, refuse_parts
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
-    "HOLDS_PARTS",
+    "Alone",
     "Assembly",
     "Auto",
     "Caller",
+    "Candidate",
+    "Candidates",
     "CheckpointProgress",
     "Decision",
     "Decisions",
@@ -33,12 +36,14 @@ __all__ = [
     "EngineStatistics",
     "Guard",
     "InlineCaptures",
+    "Joined",
+    "Peers",
     "PendingCheckpoint",
     "Policy",
     "Private",
-    "Reading",
     "SaveReport",
     "Scheduler",
+    "StepEnd",
     "StepHooks",
     "StepReport",
     "TrainingHooks",
@@ -49,7 +54,6 @@ __all__ = [
     "hooks_of_all",
     "note_closing_failure_on",
     "openmetrics",
-    "refuse_parts",
     "run",
     "scalars",
     "unwrapped",

@@ -10,13 +10,14 @@ from typing import Any
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import EngineConfig, decide
 from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
-from pccheck_async.store import Store, open_store
+from pccheck_async.store import open_store
 from pccheck_async.telemetry import Reporter, StageClock
 from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
@@ -42,7 +43,7 @@ class Assembly:
         path: str,
         io: IO,
         config: EngineConfig,
-        kind: type[Store],
+        peers: Peers,
         *,
         loop: EngineLoop,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
@@ -55,7 +56,7 @@ class Assembly:
 
         Raises the errors of :func:`open_store`; WriteError if the folder cannot be written.
         """
-        self.loop, self.reporter = loop, reporter
+        self.loop, self.reporter, self.peers = loop, reporter, peers
         cores, memory = share_of_machine()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Set before any file is open: a child forked meanwhile closes them.
@@ -70,7 +71,7 @@ class Assembly:
                 retention=config.retention,
                 max_in_flight=config.max_in_flight,
                 lock_timeout=config.lock_timeout,
-                kind=kind,
+                version=peers.record_version,
             )
             self.backend = backend = make_backend(opened.operations, config.device)
             pinning = backend.pinning
@@ -84,6 +85,7 @@ class Assembly:
             self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(
                 store=store,
+                peers=peers,
                 medium=opened.medium,
                 pool=self.pool,
                 planner=self.planner,
@@ -125,7 +127,7 @@ class Assembly:
                 self.scheduler.give_up(left)  # the rest of their states may change from now on
                 return False, left
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
-            await self.store.leave(rest)
+            await self.peers.leave(rest)
             ending = asyncio.ensure_future(self._end(closer, rest))
             await asyncio.wait((ending,), timeout=rest)
         except asyncio.CancelledError:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import torch
 
+from pccheck_async.engine.alone import Alone
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.caller import Caller, block_on
 from pccheck_async.engine.capture import Captures
@@ -22,10 +23,11 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.overlap import Guard
+from pccheck_async.engine.peers import Peers, Private
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.promise import Promise
-from pccheck_async.engine.restore import Private, restore
+from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
 from pccheck_async.engine.status_publisher import make_status
@@ -45,7 +47,7 @@ from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
-from pccheck_async.store import KeepAll, Store, only_rejected
+from pccheck_async.store import KeepAll
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
 
@@ -55,8 +57,11 @@ HOOKS_SECONDS = 1.0
 """Seconds that closing waits for hooks to get the last events."""
 
 
+@final
 class EngineCore:
     """One store, one loop, one scheduler; every method may be called from any thread.
+
+    ``peers`` are those it saves together with; by default it saves alone.
 
     Methods that take a :class:`.caller.Caller` run user code (``state_dict()``, ``load_state_dict()``) on the caller's
     thread, and the rest on the engine's loop; :func:`.caller.block_on` and :func:`.caller.run` call them.
@@ -69,11 +74,12 @@ class EngineCore:
         loop: The engine's, from :meth:`open` on.
     """
 
-    def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig) -> None:
+    def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig, peers: Peers | None = None) -> None:
         check_io(io)
+        self.peers: Peers = Alone() if peers is None else peers
         self.path = store_path(path) if isinstance(io, str) else os.fspath(path)
         self.config = config
-        self.keeps = config.retention
+        self.keeps = self.peers.retention(config)
         self.io = io
         self.made_at = _caller()
         self.training = TrainingHooks()
@@ -101,23 +107,27 @@ class EngineCore:
     # -- open and close
 
     async def open(self, caller: Caller) -> None:
-        """Lock (or create) the store, recover, and start the engine."""
+        """Lock (or create) the store, recover, meet the other ranks, and start the engine.
+
+        Collective if the group is a process group: an address is broadcast on the calling thread.
+        """
         if self.state != "new":
             state = "closed; make a new one" if self.state in ("closing", "closed") else "open already"
             raise ClosedError(f"the engine of {self.path} is {state}")
+        self.peers.meet(self.config)
         self.state = "opening"
         self.loop = EngineLoop()
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             await caller.run(self._open())
-            await self._join(caller)
             self._began = time.time()
             self.training.opened()
             infos = self.infos
             self._unrestored = [] if self.config.overwrite else [info for info in infos if not info.rejected]
             checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
-        except BaseException:
+        except BaseException as error:
             self.state = "closed"
+            self.peers.unopened(error)
             forget(self)
             try:
                 if self._assembly is not None:  # opened, and then the caller was cancelled before this returned
@@ -132,34 +142,24 @@ class EngineCore:
     async def _open(self) -> None:
         about.set({"store": self.path})
         await self._opening.open(
-            self.store_path,
+            self.peers.folder(self.path),
             self.io,
             self.config,
-            self.store_kind,
+            self.peers,
             loop=self.loop,
             ended=self._note_end,
             reporter=self.reporter,
             collect=self._status,
         )
-        self._assembly = self._opening
-        self.in_flight.counter = self._assembly.store.committed.largest_counter
-
-    store_kind: type[Store] = Store
-
-    @property
-    def store_path(self) -> str:
-        """The folder of the store."""
-        return self.path
-
-    async def _join(self, caller: Caller) -> None:
-        """Connect to the other ranks. Called once this engine's own store is open.
-
-        Nothing to do for one process; ``GroupCore`` overrides it.
-        """
+        self._assembly = parts = self._opening
+        self.in_flight.counter, self.captures.owners = await self.peers.join(
+            self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with
+        )
 
     def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
-        """Called when a checkpoint ended; ``GroupCore`` extends it."""
+        """Called when a checkpoint ended."""
         self.in_flight.note_end(pending, error, superseded, nbytes)
+        self.peers.ended(pending.counter, error)
 
     async def close(self, caller: Caller, deadline: float | None = None) -> None:
         """Drain, then close; idempotent. Raises failures that were not awaited.
@@ -294,11 +294,63 @@ class EngineCore:
         """Read the state and hand it to the scheduler, all on the caller's thread.
 
         The arguments are those of :meth:`pccheck_async.CheckpointEngine.checkpoint`. No checkpoint comes after the
-        ``last``: it is neither skipped, nor prevented by an earlier failure.
+        ``last``: it is neither skipped, nor prevented by an earlier failure. A call that raises fails it on all ranks.
 
         Returns:
             The checkpoint, and when the call began (of ``time.perf_counter()``), for ``stalls.note_call``.
         """
+        counter = self.in_flight.counter
+        try:
+            return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last)
+        except BaseException as error:
+            if self.peers.collective:
+                try:
+                    why = repr(error)  # before the lock: it may be a user's code
+                except Exception:  # noqa: BLE001 - the other ranks wait for this counter all the same
+                    why = type(error).__qualname__
+                self.fail_checkpoint(step, why, after=counter)
+            raise
+
+    def fail_checkpoint(self, step: int | None, why: str, *, after: int | None = None) -> None:
+        """Take part in a checkpoint that cannot be made here: it fails on all ranks, and they go on counting alike.
+
+        Nothing to do if this process saves alone, or if another checkpoint came ``after`` that counter.
+        """
+        if not self.peers.collective:
+            return
+        with self.in_flight.lock:
+            if self.state == "open" and after in (None, self.in_flight.counter):
+                self.in_flight.counter += 1
+                number = counted = self.in_flight.counter
+                with suppress(TypeError, ValueError):  # it may be the step that is wrong
+                    counted = number if step is None else new_step(step)
+                self.loop.post(self.peers.request_failed, number, counted, why)
+
+    def wait_prepared(self, pending: PendingCheckpoint) -> None:
+        """Block until this rank's part of a checkpoint is durable; the group then decides about it.
+
+        Raises its error if it fails before that. A process that saves alone waits until it is committed.
+        """
+        if not self.loop.call(self.peers.prepared(pending.counter)):
+            pending.result()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why no checkpoint of this opening can succeed any more; None while they can."""
+        failure = self.assembly.store.latch.failure
+        return self.peers.stopped or (None if failure is None else str(failure))
+
+    def _start(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        metadata: Metadata | None,
+        *,
+        name: str | None,
+        replace: bool,
+        overlap: bool,
+        last: bool,
+    ) -> tuple[PendingCheckpoint, float]:
         start = time.perf_counter()
         assembly = self.check_alive()
         last = self.training.before_checkpoint() or last
@@ -468,33 +520,36 @@ class EngineCore:
     @property
     def infos(self) -> list[CheckpointInfo]:
         """Committed checkpoints, newest first."""
-        return [entry.info for entry in self.assembly.store.entries]
+        _ = self.assembly  # raises ClosedError
+        return [entry.info for entry in self.peers.entries]
 
     async def pin(self, caller: Caller, step: int, pinned: bool) -> CheckpointInfo:
         """Exempt the newest checkpoint of a step from the rules, or subject it to them again."""
-        return (await caller.run(self.check_alive().store.pin(whole_step(step), pinned))).info
+        self.check_alive()
+        return (await caller.run(self.peers.pin(whole_step(step), pinned))).info
 
     async def remove(self, caller: Caller, which: Which, *, force: bool) -> list[CheckpointInfo]:
         """Remove checkpoints of a step or with a name, once those in flight that it needs have ended."""
         if which is None:
             raise TypeError("give the step or the name of what is to be removed")
-        assembly = self.check_alive()
+        self.check_alive()
         in_flight = self.in_flight.checkpoints()
         others = any(which not in (info.step, info.name) for info in self.infos if not info.rejected)
         for pending in in_flight:
             if which in (pending.step, pending.name) or not others:
                 await caller.wait(pending.ended_future())
-        removed = await caller.run(assembly.store.remove(which, force=force))
+        removed = await caller.run(self.peers.remove(which, force=force))
         self._unrestored = [info for info in self._unrestored if which not in (info.step, info.name)]
         return [entry.info for entry in removed]
 
     async def reject(self, caller: Caller, step: int) -> list[CheckpointInfo]:
         """Reject all from a step on that was saved before this call, in flight too."""
-        assembly, step = self.check_alive(), whole_step(step)
+        self.check_alive()
+        step = whole_step(step)
         with self.in_flight.lock:
             until = self.in_flight.counter
             in_flight = {pending.counter: pending.step for pending in self.in_flight.checkpoints()}
-        rejected = await caller.run(assembly.store.reject(step, in_flight, until))
+        rejected = await caller.run(self.peers.reject(step, in_flight, until))
         self.training.rejected()
         counters = {entry.counter for entry in rejected}
         self._unrestored = [info for info in self._unrestored if info.counter not in counters]
@@ -523,34 +578,16 @@ class EngineCore:
             for pending in reading:
                 await caller.wait(pending.captured_future())  # the restore would tear its capture
         self.guard.wait()
-        restored = await self._restore(
-            caller, assembly, state, which, progress, strict=strict, dtype=dtype, private=private
-        )
+        restored = await restore(
+            caller, assembly, self.captures.owners, self.peers.candidates(which), state, progress,
+            strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private,
+        )  # fmt: skip
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
         if restored is None:
             refuse_filling(state)  # now, and not only once there is a checkpoint to restore
         self._unrestored = []
         return restored
-
-    async def _restore(
-        self,
-        caller: Caller,
-        assembly: Assembly,
-        state: Mapping[str, Any],
-        which: Which,
-        progress: ReadProgress | None,
-        *,
-        strict: bool,
-        dtype: torch.dtype | None,
-        private: Private,
-    ) -> Restored | None:
-        """Restore from the store of one process; ``GroupCore`` overrides it."""
-        committed = assembly.store.committed
-        if error := only_rejected((*committed.record.entries, *committed.adopted), which, self.path):
-            raise error
-        pickles = self.config.allow_pickle
-        return await restore(caller, assembly, state, which, progress, strict=strict, dtype=dtype, allow_pickle=pickles)
 
     # -- statistics
 

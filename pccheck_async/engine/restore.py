@@ -1,38 +1,46 @@
-"""Restoring from the engine's own store: the choice of the checkpoint, and the way on if it is damaged."""
+"""Restoring: one loop over the candidates of this process, or of its group, until one fills the state."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.caller import Caller
-from pccheck_async.errors import DamagedError, StateMismatchError
-from pccheck_async.format import Entry, Restored, Which
+from pccheck_async.engine.peers import Candidate, Candidates, Private
+from pccheck_async.errors import CheckpointError, StateMismatchError, is_exhausted
+from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.state import JointTargets, Restoration, Targets, clear_gradients, match
+from pccheck_async.state import (
+    JointTargets,
+    Owners,
+    Restoration,
+    Targets,
+    broadcast_buffers,
+    clear_gradients,
+    match,
+    merge_parts,
+    paths,
+)
 from pccheck_async.store import (
     CheckpointReader,
-    Fallback,
-    OwnSlot,
     PartReader,
     Staging,
     UnreadableError,
-    choose,
+    first_few,
+    ranks_in_words,
     unreadable_errors,
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["HOLDS_PARTS", "Private", "Reading", "refuse_parts", "restore"]
+__all__ = ["restore"]
 
-HOLDS_PARTS = "reading a damaged checkpoint filled arrays: the state may hold parts of it"
+_HOLDS_PARTS = "reading a damaged checkpoint filled arrays: the state may hold parts of it"
 """A note on errors."""
-Private: TypeAlias = Literal["modulo"] | Sequence[str]
-"""Tensors that a rank of another world may restore of rank r modulo the old number: all, or globs over their paths."""
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
 
@@ -40,61 +48,68 @@ _NAMED = 5
 async def restore(
     caller: Caller,
     assembly: Assembly,
+    owners: Owners | None,
+    candidates: Candidates,
     state: Mapping[str, Any],
-    which: Which,
     progress: ReadProgress | None,
     *,
     strict: bool,
     dtype: torch.dtype | None,
     allow_pickle: bool,
+    private: Private,
 ) -> Restored | None:
-    """Restore the newest checkpoint (or the requested one), falling back if one is damaged; None: there is none.
+    """Restore the first candidate that is whole and matches the state; None: there is none.
 
-    The arguments after ``progress`` are for :func:`pccheck_async.state.match`.
+    The live arrays are filled while their chunks are verified. Objects and plain values change only once all is found
+    whole, on every rank (G5). After damage another checkpoint has to fill every array that was begun.
+
+    ``strict``, ``dtype`` and ``allow_pickle`` are for :func:`pccheck_async.state.match`; ``private`` is for values that
+    each rank of another world had for itself.
     """
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
-    fallback, committed = Fallback(which), assembly.store.committed
-
-    def find() -> tuple[Entry, bool] | None:
-        """Return the checkpoint to read, and whether it was superseded; damaged ones come last, for their error."""
-        entries, record = committed.entries, committed.record
-        if (entry := choose(entries, which, fallback.unreadable, record.superseded)) is not None:
-            return entry, entry not in entries
-        damaged = choose(record.entries, which, fallback.unreadable)
-        return None if damaged is None else (damaged, False)
-
-    while (found := find()) is not None:
-        entry, superseded = found
-        if superseded and fallback.failure is None:
-            fallback.failure = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
-        with fallback.trying(entry, superseded, find):
+    damaged = False  # whether that may be so
+    try:
+        while (candidate := await candidates.next(caller)) is not None:
+            one = Reading(assembly, candidate, progress)
             try:
-                restored = await _restore_one(
-                    caller, assembly, state, entry, superseded, progress, begun,
-                    strict=strict, dtype=dtype, allow_pickle=allow_pickle,
-                )  # fmt: skip
-            except UnreadableError as unreadable:
-                if isinstance(unreadable.error, DamagedError) and not superseded:  # else it may be read the next time
-                    assembly.loop.post(assembly.store.note_damaged, entry)
-                raise
-            except StateMismatchError as error:
-                if begun:
-                    error.add_note(HOLDS_PARTS)
-                raise
-            break
-    else:
-        return None
-    told = {"step": entry.step, "counter": entry.counter, "nbytes": entry.nbytes}
-    assembly.reporter.tell(events.Restored, **told, seconds=time.perf_counter() - start)
-    return restored
+                error: Exception | None = None
+                try:
+                    await one.match(
+                        caller, state, begun, strict=strict, dtype=dtype, allow_pickle=allow_pickle, private=private
+                    )
+                except (UnreadableError, CheckpointError, TypeError, ValueError) as failure:
+                    error = failure
+                if not await candidates.matched(caller, error):
+                    continue
+                begun += one.restoration.filled
+                begun += [each.path for each in one.restoration.resharded]
+                error = None
+                differing: Collection[int] = ()
+                try:
+                    differing = await one.fill(caller, state, owners)
+                except UnreadableError as failure:
+                    error = failure
+                damaged = bool(begun)  # unless all of it, on every rank, is whole
+                if not await candidates.filled(caller, error, differing):
+                    continue
+                damaged = False
+                restored = one.finish()
+            finally:
+                one.release()
+            told = {"step": restored.step, "counter": one.checkpoint.entry.counter, "nbytes": restored.nbytes}
+            assembly.reporter.tell(events.Restored, **told, seconds=time.perf_counter() - start)
+            return restored
+    except BaseException as error:
+        if damaged:
+            error.add_note(_HOLDS_PARTS)
+        await candidates.abandon(caller, error)
+        raise
+    return None
 
 
 class Reading:
-    """One checkpoint on its way into a state: the steps of a restore, in their order.
-
-    :meth:`match`, :meth:`begin` and :meth:`finish` run on the caller's thread, :meth:`release` on any, the others on
-    the engine's loop.
+    """One candidate on its way into a state: the steps of a restore, in their order.
 
     Attributes:
         checkpoint: Reads it.
@@ -102,66 +117,130 @@ class Reading:
     """
 
     restoration: Restoration
-    _targets: Targets | JointTargets
 
-    def __init__(self, assembly: Assembly, checkpoint: CheckpointReader, progress: ReadProgress | None = None) -> None:
+    def __init__(self, assembly: Assembly, candidate: Candidate, progress: ReadProgress | None) -> None:
         self._assembly = assembly
-        self.checkpoint = checkpoint
+        self._candidate = candidate
         self._progress = progress
+        staging = Staging(assembly.pool)
+        parts = {rank: PartReader(each, assembly.backend, staging) for rank, each in candidate.sources.items()}
+        self.checkpoint = CheckpointReader(parts, candidate.own, candidate.elsewhere)
 
-    async def hold(self) -> None:
-        """Keep its slot from being reused, and read its manifest. Raises UnreadableError."""
-        with unreadable_errors():
-            await self.checkpoint.hold()
-
-    async def verify(self) -> None:
-        """Read every chunk, and fill nothing. Raises UnreadableError."""
-        with unreadable_errors():
-            await self.checkpoint.own.verify()
-
-    def match(
+    async def match(
         self,
+        caller: Caller,
         state: Mapping[str, Any],
+        begun: Sequence[str],
         *,
         strict: bool,
         dtype: torch.dtype | None,
         allow_pickle: bool,
-        generators: bool = True,
-        merged: tuple[Manifest, Collection[str]] | None = None,
+        private: Private,
     ) -> None:
-        """Compare it with the live state, changing nothing. Raises StateMismatchError.
+        """Keep the slots from being reused, and compare with the live state, changing nothing.
 
-        ``merged`` is the result of :func:`merge_parts`; the rest is for :func:`pccheck_async.state.match`.
+        Raises UnreadableError, StateMismatchError.
         """
-        manifest, added = (self.checkpoint.manifest, ()) if merged is None else merged
-        self.restoration = match(
-            state,
-            manifest,
-            self._assembly.backend.by_address,
-            strict=strict,
-            dtype=dtype,
-            allow_pickle=allow_pickle,
-            generators=generators,
-            added=added,
-        )
+        candidate, checkpoint = self._candidate, self.checkpoint
+        generators = candidate.other_world is None
 
-    def begin(self) -> None:
-        """Mark the work queued on devices by now: the targets are filled after that, with the boxes in the own part."""
-        targets, boxes = self.restoration.targets, self.checkpoint.begin_boxes()
-        self._targets = targets if boxes is None else JointTargets(targets, boxes)
-        self._marks = self._assembly.backend.mark_queued_work(self._targets.devices)
+        def match_state(manifest: Manifest, added: Collection[str] = ()) -> None:
+            self.restoration = match(
+                state,
+                manifest,
+                self._assembly.backend.by_address,
+                strict=strict,
+                dtype=dtype,
+                allow_pickle=allow_pickle,
+                generators=generators,
+                added=added,
+            )
 
-    async def fill(self) -> None:
-        """Fill the targets; :meth:`finish` copies those not read in place to their live arrays.
+        await caller.run(self._hold())
+        try:
+            match_state(checkpoint.manifest)
+            lacks = self.restoration.missing
+        except StateMismatchError as error:
+            if len(candidate.sources) == 1 or not (lacks := error.missing):
+                raise
+        if lacks and len(candidate.sources) > 1:  # another stage of a pipeline may have it
+            with unreadable_errors():
+                manifests = await caller.run(checkpoint.manifests())
+            match_state(*merge_parts(candidate.own, manifests))
+        if candidate.other_world is not None:
+            await self._check_private(caller, state, candidate.other_world, private)
+        _refuse_parts(checkpoint.entry.step, self.restoration, begun)
+        if self.restoration.resharded:
+            with unreadable_errors():
+                await caller.run(checkpoint.match(self.restoration.resharded))
+
+    async def _hold(self) -> None:
+        with unreadable_errors():
+            await self.checkpoint.hold()
+            if self._candidate.must_verify:
+                await self.checkpoint.own.verify()
+                await self._assembly.store.adopt(self.checkpoint.entry)
+
+    async def _check_private(
+        self, caller: Caller, state: Mapping[str, Any], ranks: tuple[int, int], private: Private
+    ) -> None:
+        """Raise StateMismatchError if the parts have different tensors under one name, and UnreadableError.
+
+        It is undefined then which of them a rank of this world restores. Buffers that DistributedDataParallel makes
+        alike at the next forward may differ, and paths that the state lacks are not restored.
+        """
+        if private == "modulo":
+            return
+        unexpected = tuple(f"{path}." for path in self.restoration.unexpected)
+        allowed = broadcast_buffers(state)
+        matchers = [paths.matcher(glob, unescaped=escaped) for glob in private for escaped in (False, True)]
+
+        def among(path: str) -> bool:
+            return not (path in allowed or f"{path}.".startswith(unexpected) or any(match(path) for match in matchers))
+
+        with unreadable_errors():
+            found = await caller.run(self.checkpoint.differing(among, ranks))
+        if found:
+            elsewhere = self.checkpoint.elsewhere
+            named = ranks_in_words(tuple(elsewhere), len(elsewhere))
+            unseen = f" (those of {named} are not seen here)" if elsewhere else ""
+            raise StateMismatchError(
+                f"this checkpoint is of another number of ranks, which had different tensors{unseen} under one name: "
+                f'{first_few(found)}; restore(state, private="modulo") gives rank r those of rank r modulo the old '
+                "number, private=[...] does for the paths that match its globs",
+                mismatched=found,
+            )
+
+    async def fill(self, caller: Caller, state: Mapping[str, Any], owners: Owners | None) -> Collection[int]:
+        """Fill the live arrays, but for targets that :meth:`finish` copies; return hashes of ranks that differ.
+
+        Those saved different replicas, and are not believed to have them alike again: else the first checkpoint of
+        every run would be aborted. Ranks that see other parts, or share replicas with other ranks, find others: the
+        first checkpoint unites all of them.
 
         Raises UnreadableError; some targets are filled then.
         """
-        own = self.checkpoint.own
-        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in own.manifest.chunks))
-        with unreadable_errors():
-            with self._assembly.clock.timed("restore", own.manifest.payload_nbytes):
-                await own.fill(self._targets, self._marks, advance)
-            await self.checkpoint.fill_boxes()
+        checkpoint = self.checkpoint
+        apart = {} if owners is None else owners.saved_apart(state, checkpoint.manifest)
+        targets, boxes = self.restoration.targets, checkpoint.begin_boxes()
+        joint: Targets | JointTargets = targets if boxes is None else JointTargets(targets, boxes)
+        marks = self._assembly.backend.mark_queued_work(joint.devices)  # they are filled after the work queued by now
+
+        async def fill() -> list[str]:
+            own = checkpoint.own
+            advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in own.manifest.chunks))
+            with unreadable_errors():
+                with self._assembly.clock.timed("restore", own.manifest.payload_nbytes):
+                    await own.fill(joint, marks, advance)
+                await checkpoint.fill_boxes()
+                return await checkpoint.differing(apart.__contains__) if apart else []
+
+        try:
+            return {apart[path] for path in await caller.run(fill())}
+        except UnreadableError as error:
+            if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
+                raise error.error from None
+            raise
 
     def release(self) -> None:
         """Release its slots. Idempotent."""
@@ -191,42 +270,6 @@ class Reading:
         return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
 
 
-async def _restore_one(
-    caller: Caller,
-    assembly: Assembly,
-    state: Mapping[str, Any],
-    entry: Entry,
-    superseded: bool,
-    progress: ReadProgress | None,
-    begun: list[str],
-    *,
-    strict: bool,
-    dtype: torch.dtype | None,
-    allow_pickle: bool,
-) -> Restored:
-    """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    slot = OwnSlot(assembly.store, entry, superseded=superseded)
-    checkpoint = CheckpointReader({0: PartReader(slot, assembly.backend, Staging(assembly.pool))})
-    one = Reading(assembly, checkpoint, progress)
-
-    async def hold() -> None:
-        await one.hold()
-        if superseded:
-            await one.verify()
-            await assembly.store.adopt(entry)
-
-    try:
-        await caller.run(hold())
-        one.match(state, strict=strict, dtype=dtype, allow_pickle=allow_pickle)
-        refuse_parts(entry.step, one.restoration, begun)
-        begun += one.restoration.filled
-        one.begin()
-        await caller.run(one.fill())
-    finally:
-        one.release()
-    return one.finish()
-
-
 def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
     counts = [f"{number} of {all_} leaves of {name}" for name, (number, all_) in restoration.counts.items()]
     texts = _first_few(restoration.missing), _first_few(restoration.unexpected), _first_few(counts)
@@ -240,7 +283,7 @@ def _first_few(names: Sequence[str]) -> str:
     return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
 
 
-def refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> None:
+def _refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> None:
     """Raise StateMismatchError if arrays that stay as they are may have been filled from a damaged checkpoint."""
     kept = tuple(f"{path}." for path in restoration.missing)
     if paths := sorted({path for path in begun if f"{path}.".startswith(kept)}):

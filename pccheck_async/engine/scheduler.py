@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.overlap import Overlapped
+from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, NoCheckpointError, write_error
 from pccheck_async.format import CheckpointInfo, Entry, align, crc32
@@ -69,6 +70,7 @@ class Scheduler:
     """Runs admitted checkpoints on the engine's loop."""
 
     store: Store
+    peers: Peers
     medium: Medium
     pool: BufferPool
     planner: Planner
@@ -97,7 +99,7 @@ class Scheduler:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending, capture, refused = job.pending, job.capture, None
         try:
-            self.store.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
+            self.peers.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
         except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             refused = error
         task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {pending.counter}")
@@ -201,7 +203,7 @@ class Scheduler:
                     raise refused
                 await self._turns.acquire()
                 try:
-                    await self.store.admit(pending.counter)
+                    await self.peers.admitted(pending.counter)
                     info, superseded = await self._save(job)
                 finally:
                     self._turns.release()  # only after the slot that the commit freed is free
@@ -281,12 +283,12 @@ class Scheduler:
             start = time.perf_counter()
             try:
                 check = None if overlapped is None else overlapped.check
-                committed = await self.store.commit(slot, entry, rest, written, check, capture.sample)
+                committed = await self.peers.commit(slot, entry, rest, written, check, capture.sample)
             finally:
                 self.clock.note("commit", start, time.perf_counter())
             if committed:
                 return entry.info, False
-            if (newest := self.store.newest) is None:
+            if (newest := self.peers.newest) is None:
                 pending.failure_told = True  # the next call need not raise it: all were removed on purpose
                 raise NoCheckpointError(
                     f"the checkpoint of step {pending.step} was rejected, and no other is left: they were removed"

@@ -7,22 +7,21 @@ tuning and the rooms below.
 
 from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.core import GroupCore
 from pccheck_async.group.folder import (
     domain_of,
     parts_of,
     seen_stores,
     stored_domain,
+    write_parts,
 )
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
+from pccheck_async.group.ranks import Ranks
 from pccheck_async.group.reading import GroupListing, GroupReader, list_group
 from pccheck_async.group.rejecting import reject_in_group
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
-from pccheck_async.group.store import GroupStore
-from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
 from pccheck_async.store import is_group_folder, rank_folders, rank_name
 
@@ -32,17 +31,15 @@ __all__ = [
     "Complete",
     "Coordinator",
     "Group",
-    "GroupCore",
     "GroupListing",
     "GroupReader",
-    "GroupStore",
-    "GroupTraining",
     "Incomplete",
     "Key",
     "LeadSchedule",
     "Meeting",
     "Member",
     "Part",
+    "Ranks",
     "Run",
     "Schedule",
     "SeenStore",
@@ -64,4 +61,5 @@ __all__ = [
     "seen_stores",
     "stored_domain",
     "view_of",
+    "write_parts",
 ]  # fmt: skip

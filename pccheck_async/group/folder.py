@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreError, folder_error, read_error
@@ -26,7 +27,7 @@ from pccheck_async.format.record import (
 )
 from pccheck_async.group.parts import Applied, Part, SeenStore
 from pccheck_async.medium.folder import Folder, sync
-from pccheck_async.store import rank_folders, rank_name, read_at_once
+from pccheck_async.store import Store, rank_folders, rank_name, read_at_once
 
 __all__ = [
     "domain_of",
@@ -35,6 +36,7 @@ __all__ = [
     "remove_store",
     "seen_stores",
     "stored_domain",
+    "write_parts",
 ]
 
 _MAKING_SECONDS = 2.0
@@ -152,6 +154,11 @@ def record_of(parts: tuple[Part, ...], applied: Applied, before: Record) -> Reco
     memberships = tuple(Membership(part.run, part.rank, part.world, part.committed) for part in parts)
     entries = tuple(part.entry for part in parts)
     return Record(before.generation + 1, entries, before.entries, Parts(applied, memberships))
+
+
+async def write_parts(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
+    """Write the record of a rank that names these parts, newest first. Raises StoreFailedError: no further records."""
+    await store.rewrite(partial(record_of, parts, applied))
 
 
 def remove_store(folder: Path, rank: int) -> None:

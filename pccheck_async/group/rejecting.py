@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from pccheck_async.errors import StoreLockedError
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.group.folder import parts_of
+from pccheck_async.format.record import GROUP_VERSION
+from pccheck_async.group.folder import parts_of, write_parts
 from pccheck_async.group.reading import list_group
-from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import open_medium
-from pccheck_async.store import Retention, open_store, rank_folders, read_at_once
+from pccheck_async.store import Retention, Store, open_store, rank_folders, read_at_once
 
 __all__ = ["reject_in_group"]
 
@@ -29,7 +29,7 @@ async def reject_in_group(path: str | os.PathLike[str], step: int, lock_timeout:
     Raises the errors of :meth:`Retention.reject`; IncompleteCheckpointError if all lack parts, which are in other
     folders; StoreLockedError if a rank runs; StoreFailedError.
     """
-    stores: list[GroupStore] = []
+    stores: list[Store] = []
     async with AsyncExitStack() as stack:
         for folder in rank_folders(Path(path)).values():
             if read_at_once(folder) is None:  # it was never whole
@@ -42,11 +42,10 @@ async def reject_in_group(path: str | os.PathLike[str], step: int, lock_timeout:
                     retention=Retention(),
                     max_in_flight=1,
                     lock_timeout=lock_timeout,
-                    kind=GroupStore,
+                    version=GROUP_VERSION,
                 )
             except StoreLockedError as error:
                 raise StoreLockedError(f"{error}. The ranks of a group that runs call engine.reject(step)") from None
-            assert isinstance(store, GroupStore)
             stores.append(store)
         listing = list_group(path)  # only now, when none of the records can change any more
         if not listing.complete:
@@ -65,6 +64,6 @@ async def reject_in_group(path: str | os.PathLike[str], step: int, lock_timeout:
                 continue
             async with store.slots.lock:
                 await store.take_over()
-            await store.write_parts(tuple(parts), record.parts.applied)
+            await write_parts(store, tuple(parts), record.parts.applied)
         marked = [one for one in listing.complete if one.entry.counter in chosen]
         return tuple(listing.info(replace(one, entry=one.entry.as_rejected())) for one in marked)

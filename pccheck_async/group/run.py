@@ -20,8 +20,8 @@ from msgspec import structs
 
 from pccheck_async.engine import EngineConfig
 from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError, ReplicasDifferError, StoreError
-from pccheck_async.format import Applied, Entry, Key, Metadata, Which
-from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.format import Entry, Key, Metadata, Which
+from pccheck_async.format.record import GROUP_VERSION, MOST_ENTRIES
 from pccheck_async.group.actions import (
     Action,
     Admit,
@@ -44,10 +44,10 @@ from pccheck_async.group.actions import (
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.elsewhere import ReceivedPart, remove_fetched, send_part
-from pccheck_async.group.folder import domain_of, remove_store, seen_stores
+from pccheck_async.group.folder import domain_of, remove_store, seen_stores, write_parts
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, Ok, Preempted
-from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.parts import SeenStore
 from pccheck_async.group.schedule import Verdict
 from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.group.view import Complete
@@ -73,7 +73,7 @@ class GroupRun:
         rank: This one.
         world: Ranks in the group.
         config: Of the engine.
-        store: This rank's; ``write_parts`` writes its records.
+        store: This rank's.
         own: Of its newest record.
         cancel: Ends a checkpoint that is being written with an error.
         operations: Of the engine: they read the parts of other ranks, and call blocking functions on a thread, also
@@ -91,7 +91,6 @@ class GroupRun:
         world: int,
         config: EngineConfig,
         store: Store,
-        write_parts: Callable[[tuple[Part, ...], Applied], Coroutine[Any, Any, None]],
         own: SeenStore,
         cancel: Callable[[int, CheckpointError], None],
         operations: Operations,
@@ -103,7 +102,6 @@ class GroupRun:
         self.call = operations.call
         self._opened_folder = OpenMedium(operations, Files(folder, operations), "")
         self._loop = asyncio.get_running_loop()
-        self._write_parts = write_parts
         self.member = Member(
             rank, world, max_in_flight=config.max_in_flight, reserved=config.retention.reserved, own=own
         )
@@ -511,7 +509,7 @@ class GroupRun:
 
     async def _write_record(self, action: WriteRecord) -> None:
         try:
-            await self._write_parts(action.parts, action.applied)
+            await write_parts(self._store, action.parts, action.applied)
         except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._do(self.member.record_failed(str(error)))
         else:
@@ -541,7 +539,7 @@ class GroupRun:
                 retention=Retention(),
                 max_in_flight=1,
                 lock_timeout=self._config.lock_timeout,
-                kind=type(self._store),
+                version=GROUP_VERSION,
             )
             async with store.slots.lock:
                 await store.take_over()

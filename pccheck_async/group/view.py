@@ -21,16 +21,15 @@ from msgspec.structs import replace
 
 from pccheck_async.format import Entry
 from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash
-from pccheck_async.store import Retention
+from pccheck_async.store import Retention, ranks_in_words
 
-__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "ranks_in_words", "view_of"]
+__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "view_of"]
 
 _MOST_COMBINATIONS = 4096
 """Of stores that may have been the members of a run, before it is left unproven: if ranks swapped nodes often, each
 domain has folders of many ranks."""
 _MOST_NAMED = 1000
 """Ranks that lack their part of one checkpoint."""
-_MOST_SAID = 8
 
 
 class Complete(msgspec.Struct, frozen=True, array_like=True):
@@ -84,13 +83,6 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     """The number of this run."""
     error: str | None = None
     """Why nothing may be built on this."""
-
-
-def ranks_in_words(ranks: Sequence[int], count: int) -> str:
-    """Return the first of ``count`` ranks, for a message."""
-    few = ", ".join(map(str, ranks[:_MOST_SAID]))
-    more = f" and {count - _MOST_SAID} more" if count > _MOST_SAID else ""
-    return f"rank{'s' if count > 1 else ''} {few}{more}"
 
 
 def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:

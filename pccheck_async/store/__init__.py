@@ -22,8 +22,15 @@ Invariants, as comments name them:
 
 from pccheck_async.store.checkpoint_reader import CheckpointReader, check_descriptors
 from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
-from pccheck_async.store.differing import first_few, warn_of_others
-from pccheck_async.store.fallback import Fallback, UnreadableError, choose, only_rejected, unreadable_errors
+from pccheck_async.store.differing import first_few, ranks_in_words, warn_of_others
+from pccheck_async.store.fallback import (
+    DroppedMeanwhileError,
+    Fallback,
+    UnreadableError,
+    choose,
+    only_rejected,
+    unreadable_errors,
+)
 from pccheck_async.store.part_reader import OpenSlot, PartReader, Source, Staging, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
@@ -33,10 +40,44 @@ from pccheck_async.store.store import Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, no_store_in, read_at_once
 
 __all__ = [
-    "LOCK_SECONDS", "Best", "CheckpointReader", "Fallback", "FolderPart", "KeepAll", "OpenSlot", "OwnSlot",
-    "PartReader", "Retention", "SlotLease", "Source", "SpaceNeeded", "Staging", "Store", "StoreReader",
-    "StoreStatistics", "UnreadableError", "check_descriptors", "choose", "first_few", "is_group_folder",
-    "lock_commit", "make_best", "make_spaced", "no_store", "no_store_in", "only_rejected", "open_store",
-    "rank_folders", "rank_name", "read_at_once", "read_commit", "read_manifest", "stored_identity", "unread_record",
-    "unreadable_errors", "warn_of_others",
+    "LOCK_SECONDS",
+    "Best",
+    "CheckpointReader",
+    "DroppedMeanwhileError",
+    "Fallback",
+    "FolderPart",
+    "KeepAll",
+    "OpenSlot",
+    "OwnSlot",
+    "PartReader",
+    "Retention",
+    "SlotLease",
+    "Source",
+    "SpaceNeeded",
+    "Staging",
+    "Store",
+    "StoreReader",
+    "StoreStatistics",
+    "UnreadableError",
+    "check_descriptors",
+    "choose",
+    "first_few",
+    "is_group_folder",
+    "lock_commit",
+    "make_best",
+    "make_spaced",
+    "no_store",
+    "no_store_in",
+    "only_rejected",
+    "open_store",
+    "rank_folders",
+    "rank_name",
+    "ranks_in_words",
+    "read_at_once",
+    "read_commit",
+    "read_manifest",
+    "stored_identity",
+    "unread_record",
+    "unreadable_errors",
+    "warn_of_others",
 ]  # fmt: skip

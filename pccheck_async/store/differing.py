@@ -27,6 +27,7 @@ from pccheck_async.telemetry import write
 __all__ = ["differing", "first_few", "warn_of_others"]
 
 _MOST_NAMED: Final = 20
+_MOST_RANKS: Final = 8
 _BATCH_BYTES: Final = 16 << 20
 
 
@@ -96,6 +97,13 @@ async def differing(
 def first_few(names: Sequence[str]) -> str:
     """Return the first 20 paths for a message."""
     return f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}"
+
+
+def ranks_in_words(ranks: Sequence[int], count: int) -> str:
+    """Return the first of ``count`` ranks, for a message."""
+    few = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {count - _MOST_RANKS} more" if count > _MOST_RANKS else ""
+    return f"rank{'s' if count > 1 else ''} {few}{more}"
 
 
 def warn_of_others(names: Sequence[str], path: str | os.PathLike[str]) -> None:

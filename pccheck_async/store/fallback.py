@@ -89,21 +89,37 @@ class Fallback:
 
     @contextmanager
     def trying(self, entry: Entry, superseded: bool, older: Callable[[], tuple[Entry, bool] | None]) -> Iterator[None]:
-        """Read ``entry`` in this context, which swallows the error if the next one has to be tried, and warns of that.
+        """Read ``entry`` in this context, which swallows the error if the next one has to be tried.
+
+        Arguments and errors are those of :meth:`failed`.
+        """
+        try:
+            yield
+        except (DroppedMeanwhileError, UnreadableError) as error:
+            self.failed(entry, superseded, error, older)
+        else:
+            self.succeeded(entry, superseded)
+
+    def succeeded(self, entry: Entry, superseded: bool) -> None:
+        """Called when ``entry`` was read: warn if it is an older one that was superseded."""
+        if superseded and self.failure is not None:
+            _warn_damaged(self.failure[0], entry, self.failure[1])
+
+    def failed(
+        self,
+        entry: Entry,
+        superseded: bool,
+        failure: DroppedMeanwhileError | UnreadableError,
+        older: Callable[[], tuple[Entry, bool] | None],
+    ) -> None:
+        """Called when ``entry`` could not be read; returns, and warns, if the next one has to be tried.
 
         ``older`` returns the next checkpoint that is not ``unreadable``, and whether that was superseded. Raises the
         error inside :class:`UnreadableError` if nothing is left to try, or if the process ran out of a resource.
         """
-        try:
-            yield
-        except DroppedMeanwhileError:
+        if isinstance(failure, DroppedMeanwhileError):
             return  # newer ones were committed
-        except UnreadableError as unreadable:
-            error = unreadable.error
-        else:
-            if superseded and self.failure is not None:
-                _warn_damaged(self.failure[0], entry, self.failure[1])
-            return
+        error = failure.error
         if is_exhausted(error):
             raise error
         self.unreadable.add(entry.counter)

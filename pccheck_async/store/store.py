@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import final
 
 from pccheck_async.errors import StoreFailedError
-from pccheck_async.format import Entry, Metadata, Record, Which, align
+from pccheck_async.format import Entry, Record, Which, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import Medium, Part, Piece
-from pccheck_async.state import Sample
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
 from pccheck_async.store.retention import Committed, Retention
 from pccheck_async.store.slots import SlotLease, Slots, open_slots
@@ -110,11 +109,12 @@ async def open_store(
     retention: Retention,
     max_in_flight: int,
     lock_timeout: float,
-    kind: type[Store] | None = None,
+    version: int = FORMAT_VERSION,
 ) -> Store:
     """Lock the store, create it if there is none, and recover: the newest valid record decides.
 
-    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``kind`` makes the store.
+    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``version`` is that of the
+    records: a group, whose records are of another one, decides which checkpoints they name.
 
     Durability: opening an existing store writes nothing.
 
@@ -123,22 +123,26 @@ async def open_store(
         CorruptStoreError: the folder holds other data, or no valid record.
         StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
     """
-    make = kind or Store
-    file = await open_commit(medium, path, lock_timeout, make.version)
+    file = await open_commit(medium, path, lock_timeout, version)
     record = await read_record(medium, file.file, file.identity)
     repairs = None if file.is_new else await file.repairs(medium, record)
     committed = Committed(record, retention)
-    if make.version == FORMAT_VERSION:  # else a group decides which are dropped
+    if version == FORMAT_VERSION:  # else a group decides which are dropped
         committed.check_rules()
     latch = Latch()
     sync_names = partial(latch.flush, medium.sync_names)
     slots = await open_slots(medium, record, sync_names, in_flight=max_in_flight, kept=retention.reserved)
-    return make(medium, file, committed, slots, latch, repairs)
+    return Store(medium, file, committed, slots, latch, repairs)
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Store:
-    """The writing side of one store; one per folder and process. Made by :func:`open_store`."""
+    """The writing side of one store; one per folder and process. Made by :func:`open_store`.
+
+    In a group, which has one for each rank, the group decides which checkpoints a record names: it calls
+    :meth:`finish_data` and :meth:`rewrite` instead of :meth:`commit` and :meth:`amend`.
+    """
 
     medium: Medium
     file: CommitFile
@@ -155,9 +159,6 @@ class Store:
     superseded: int = 0
     """Checkpoints that newer ones replaced before they were committed."""
 
-    version: ClassVar[int] = FORMAT_VERSION
-    """Of its records."""
-
     @property
     def entries(self) -> Sequence[Entry]:
         """Durable checkpoints, newest first."""
@@ -172,17 +173,6 @@ class Store:
     def block_bytes(self) -> int:
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
-
-    def request(
-        self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
-    ) -> None:
-        """Called for each checkpoint, in the order of counters; the last two arguments are those of :class:`Tally`.
-
-        Nothing to do for one process; ``GroupStore`` overrides it.
-        """
-
-    async def admit(self, counter: int) -> None:
-        """Wait until a checkpoint may be written. Nothing to do for one process; ``GroupStore`` overrides it."""
 
     async def reserve(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one if needed.
@@ -207,7 +197,6 @@ class Store:
         rest: Sequence[Piece] = (),
         written: Callable[[], None] = lambda: None,
         check: Callable[[], None] | None = None,
-        sample: Sample | None = None,
     ) -> bool:
         """Commit a checkpoint; False if it is superseded (I6).
 
@@ -220,7 +209,6 @@ class Store:
             check: Called then, and before the record is written: its error ends the checkpoint, and nothing is
                 committed. Without it a small checkpoint is written in one chain with its record if no other commit
                 is under way.
-            sample: Of the tensors that other ranks are believed to have alike; ``GroupStore`` compares it.
 
         Durability: on True the checkpoint survives power loss. The comment at each step below describes a crash there,
             or a crash without the step.
@@ -233,16 +221,10 @@ class Store:
         """
         small = rest and sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES
         chain = bool(check is None and small and self.medium.chains and not self.lock.locked())
+        if not chain:
+            await self.finish_data(lease, entry, rest, written, check)
         deciding = False
         try:
-            if not chain:
-                # Make the data durable. Without this: a crash may leave a durable record that names bytes which were
-                # only in the device's cache (I2).
-                await self.make_data_durable(lease, rest)
-                written()
-                if check is not None:
-                    check()
-                await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
             async with self.lock:
                 deciding = True
                 self.latch.check()
@@ -269,11 +251,29 @@ class Store:
             written()
         return record is not None
 
-    async def leave(self, seconds: float | None) -> None:
-        """Called when no more checkpoints come; takes so many seconds at the most.
+    async def finish_data(
+        self,
+        lease: SlotLease,
+        entry: Entry,
+        rest: Sequence[Piece],
+        written: Callable[[], None],
+        check: Callable[[], None] | None,
+    ) -> None:
+        """Make all of a checkpoint durable in its slot, which no record names yet: the first half of a commit.
 
-        Nothing to do for one process; ``GroupStore`` overrides it.
+        Arguments and errors are those of :meth:`commit`; after an error the slot is free.
         """
+        try:
+            # Make the data durable. Without this: a crash may leave a durable record that names bytes which were only
+            # in the device's cache (I2).
+            await self.make_data_durable(lease, rest)
+            written()
+            if check is not None:
+                check()
+            await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
+        except BaseException:
+            await self.release(lease, entry.manifest_offset)
+            raise
 
     async def release(self, lease: SlotLease, manifest_offset: int | None = None) -> None:
         """Free the slot of a checkpoint that will not be committed, once nothing writes to it any more.
@@ -307,11 +307,6 @@ class Store:
 
         Durability: when this returns the change survives power loss.
         """
-
-        async def replace_record(record: Record) -> None:
-            await self.write_record(record)
-            self.publish(record)
-
         async with self.lock:
             self.latch.check()
             entries = tuple(change(self.committed.entries))
@@ -324,8 +319,24 @@ class Store:
                     if not self.took_over:  # by a reservation meanwhile
                         await self.take_over()
             if entries != self.committed.record.entries:
-                await uninterrupted(replace_record(self.committed.record_naming(entries)))
+                await self._replace_record(self.committed.record_naming(entries))
             return entries
+
+    async def rewrite(self, make: Callable[[Record], Record]) -> None:
+        """Replace the newest record by the one that ``make`` returns for it, for a group that decides what it names.
+
+        Slots that it does not name are free. Raises StoreFailedError: no further records.
+        """
+        async with self.lock:
+            self.latch.check()
+            await self._replace_record(make(self.committed.record))
+
+    async def _replace_record(self, record: Record) -> None:
+        async def replace() -> None:
+            await self.write_record(record)
+            self.publish(record)
+
+        await uninterrupted(replace())
 
     async def drop_damaged(self) -> None:
         """Free the slots of checkpoints found damaged: write a record without them, and with the adopted ones."""
@@ -372,7 +383,7 @@ class Store:
         await self.slots.remove_surplus()
         return [entry for entry in before if entry.counter not in left]
 
-    def note_damaged(self, entry: Entry) -> None:
+    async def note_damaged(self, entry: Entry) -> None:
         """Called when checksums of a checkpoint do not hold: the next record leaves it out."""
         self.committed.damaged.add(entry.counter)
 

@@ -272,6 +272,11 @@ class Preemption:
         self.limited = True
         self._engine.end_last_drains_at(until)
 
+    def follow(self) -> None:
+        """Send a signal to this process, if none came: another rank was preempted, and all end after the same step."""
+        if not self.pending and self.signals:
+            os.kill(os.getpid(), min(self.signals, default=signal.SIGTERM))
+
     def go_on(self) -> None:
         """Called when the engine is used: lifts the limit of drains if a previous handler kept the process alive."""
         if self.limited and self.request is not None and self.request.left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import torch
 
@@ -95,6 +96,7 @@ class TrainingStep:
             return {WINDOW_KEY: True}
 
 
+@final
 class TrainingRun(TrainingHooks):
     """Measures the training steps of one engine, lets its policy decide when to checkpoint, and saves the last step.
 
@@ -122,13 +124,14 @@ class TrainingRun(TrainingHooks):
         self._said: tuple[int | None, str] | None = None
         self._state_seen = False
         self._rejections = 0
-        best = core.config.retention.keep_best
-        self._metric = None if best is None else best.metric
+        self._last = False  # the last step of all ranks has come
+        collective, best = core.peers.collective, core.config.retention.keep_best
+        # In a group all ranks save after the same steps: which of them set a metric is not known, and clocks differ.
+        self._metric = None if best is None or collective else best.metric
+        self.most_postponed_seconds = math.inf if collective else MOST_POSTPONED_SECONDS
         self._with_metric = 0  # steps in a row that set it
         self._inside: dict[tuple[int, int], TrainingStep] = {}  # the open one of each thread and task
         core.training = self
-
-    most_postponed_seconds = MOST_POSTPONED_SECONDS
 
     # -- hooks that the engine calls
 
@@ -141,8 +144,8 @@ class TrainingRun(TrainingHooks):
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal requested the end of the process: this step is the last one."""
-        return self.preemption.pending
+        """Whether this step is the last one: a signal requested the end of this process, or of any rank's."""
+        return self._last if self.core.peers.collective else self.preemption.pending
 
     def before_checkpoint(self) -> bool:
         self.preemption.go_on()
@@ -161,6 +164,7 @@ class TrainingRun(TrainingHooks):
         self._accumulation.close()
 
     def ending(self, *, go: bool = True) -> AbstractContextManager[None]:
+        self.core.peers.end_steps()
         return self.preemption.ending(go=go)
 
     # -- steps
@@ -196,6 +200,7 @@ class TrainingRun(TrainingHooks):
         this.began = time.monotonic()
         this.inside = here
         self._inside[here] = this
+        core.peers.begin_step(this.step)
         return this
 
     def leave_step(self, this: TrainingStep) -> None:
@@ -280,7 +285,11 @@ class TrainingRun(TrainingHooks):
         )
         self._reported_stall = stall
         wanted = self._sets_metric(this) or this.wanted
-        self._due = self._policy.due(report) or self._due or wanted
+        save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
+        self._due = save or self._due or wanted
+        if last:
+            self._last = True
+            self.preemption.follow()
         self._say()
         this.why_not_whole = self._accumulation.end(this.step, this.window)
         this.whole = not this.why_not_whole

@@ -19,12 +19,11 @@ from pccheck_async.api import open_folder, open_reader
 from pccheck_async.errors import DamagedError, ReadError, StoreError, StoreFullError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Run, Which, align, crc32, which_one
 from pccheck_async.format.manifest import encode
-from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
+from pccheck_async.format.record import GROUP_VERSION, IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
     Applied,
     Complete,
     GroupReader,
-    GroupStore,
     Part,
     domain_of,
     is_group_folder,
@@ -33,6 +32,7 @@ from pccheck_async.group import (
     rank_name,
     seen_stores,
     view_of,
+    write_parts,
 )
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.medium.files import Files
@@ -225,7 +225,7 @@ async def _copy_group(
         check_descriptors(sum(there) + _TARGET_DESCRIPTORS * len(parts), "copying")
         domain_of(target)
         threads = await stack.enter_async_context(await open_folder(target, io))
-        stores: list[GroupStore] = []
+        stores: list[Store] = []
         for rank in range(len(parts)):
             folder = target / rank_name(rank)
             medium = Files(folder, threads.operations)
@@ -236,9 +236,8 @@ async def _copy_group(
                 retention=KeepAll(),
                 max_in_flight=1,
                 lock_timeout=LOCK_SECONDS,
-                kind=GroupStore,
+                version=GROUP_VERSION,
             )
-            assert isinstance(store, GroupStore)
             stores.append(store)
         return await _copy_parts(parts, stores, target, pinned, progress)
 
@@ -287,7 +286,7 @@ def _part(reader: GroupReader, chosen: Complete, rank: int) -> Held:
 
 
 async def _copy_parts(
-    parts: list[Held], stores: list[GroupStore], target: Path, pinned: bool | None, progress: Progress
+    parts: list[Held], stores: list[Store], target: Path, pinned: bool | None, progress: Progress
 ) -> CheckpointInfo:
     """Commit the parts by the group's protocol: all are prepared, and only then marked committed.
 
@@ -331,5 +330,5 @@ async def _copy_parts(
             for rank, (one, store) in enumerate(zip(written, stores, strict=True)):
                 leased[rank].pop_all()  # the record's from here on
                 part = Part(made, rank, len(parts), committed, one.entry)
-                await store.write_parts((part, *there[rank]), applied)
+                await write_parts(store, (part, *there[rank]), applied)
     return replace(entry.info, nbytes=sum(part.entry.nbytes for part in parts))

@@ -20,10 +20,12 @@ from matplotlib.patches import Patch
 from examples.paper.lab.timeline import recorded
 from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group import messages
+from pccheck_async.group import run as group_run
 from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.folder import write_parts
 from pccheck_async.group.parts import Applied, Part
 from pccheck_async.group.run import GroupRun
-from pccheck_async.group.store import GroupStore
+from pccheck_async.store import Store
 from tests.support.ranks import run_ranks
 
 LANES = {"capture": 0, "write": 1, "flush": 1, "prepare": 2, "vote": 2, "wait for the decision": 2, "apply": 2}
@@ -43,11 +45,11 @@ class Seen(NamedTuple):
 def observe() -> Seen:
     """Note from now on what this rank does in the protocol."""
     seen = Seen([], [], [], {})
-    write, receive, learn = GroupStore.write_parts, Coordinator.receive, GroupRun._learn
+    receive, learn = Coordinator.receive, GroupRun._learn
 
-    async def write_parts(self: GroupStore, parts: tuple[Part, ...], applied: Applied) -> None:
+    async def timed_write(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
         start = time.perf_counter()
-        await write(self, parts, applied)
+        await write_parts(store, parts, applied)
         seen.records.append((start, time.perf_counter()))
 
     def receive_vote(self: Coordinator, message: messages.AnyMessage) -> Any:
@@ -60,7 +62,7 @@ def observe() -> Seen:
             seen.learnt.append(time.perf_counter())
         learn(self, decision)
 
-    GroupStore.write_parts = write_parts  # type: ignore[method-assign]
+    vars(group_run)["write_parts"] = timed_write
     Coordinator.receive = receive_vote  # type: ignore[method-assign]
     GroupRun._learn = learn_decision  # type: ignore[method-assign]
     return seen

@@ -44,6 +44,7 @@ from pccheck_async import (
     recover_store,
     verify_checkpoints,
 )
+from pccheck_async.engine import Alone, Peers
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.errors import read_error, write_error
 from pccheck_async.format import Record
@@ -58,7 +59,6 @@ from pccheck_async.format.record import (
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
-from pccheck_async.store import Store
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
@@ -1066,12 +1066,12 @@ def test_who_waits_is_told_whatever_goes_wrong_in_counting(
 
 
 def test_who_waits_is_told_where_the_store_takes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Store, *_: object) -> None:
+    def fail(self: Peers, *_: object) -> None:
         raise MemoryError("no room for a request")
 
     with SyncCheckpointEngine(tmp_path) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(Store, "request", fail)
+            patched.setattr(Alone, "request", fail)
             with pytest.raises(MemoryError, match="no room for a request"):
                 engine.checkpoint({"a": torch.ones(30_000)}, step=1).result(30)
         assert engine.checkpoint({"a": torch.ones(30_000)}, step=2).result(30).step == 2

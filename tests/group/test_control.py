@@ -17,9 +17,9 @@ import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import CheckpointError, Group, GroupError, ReadError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async.group import Ranks
 from pccheck_async.group.control import Client, Server, reach
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.core import GroupCore
 from pccheck_async.group.messages import (
     AnyDecision,
     Broken,
@@ -216,8 +216,8 @@ def run_of(folder: Path, spoil: Callable[[TCPStore], None], group: Group) -> lis
     engine.checkpoint(state_of(group.rank, 0), step=0).result(SECONDS)
     if group.rank == 1:
         core = probe(engine).core
-        assert isinstance(core, GroupCore)
-        spoil(reach(core.address))
+        assert isinstance(core.peers, Ranks)
+        spoil(reach(core.peers.address))
     for step in range(1, 4):
         try:
             engine.checkpoint(state_of(group.rank, step), step=step).result(SECONDS)

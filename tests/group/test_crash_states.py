@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from pccheck_async.group import Applied, Member, Part, Run
+from pccheck_async.format import Record
+from pccheck_async.group import Member, Run
 from pccheck_async.group.actions import Action, WriteRecord
-from pccheck_async.group.folder import record_of
-from pccheck_async.group.store import GroupStore
 from pccheck_async.store import Store
 from tests.group.mutants import QUORUM, vote_before_the_flush
 from tests.support.group_crash import Life, Scenario, explore
@@ -40,14 +39,14 @@ def test_no_power_loss_breaks_a_promise(scenario: Scenario, tmp_path: Path) -> N
     assert len(found.verdicts) > 400
 
 
-async def write_without_flush(self: GroupStore, lease: Any, rest: Any) -> None:
+async def write_without_flush(self: Store, lease: Any, rest: Any) -> None:
     for offset, data in rest:
         await self.medium.write(lease.file, offset, data)
 
 
-async def free_before_the_flush(self: GroupStore, parts: tuple[Part, ...], applied: Applied) -> None:
+async def free_before_the_flush(self: Store, make: Callable[[Record], Record]) -> None:
     async with self.lock:
-        record = record_of(parts, applied, self.committed.record)
+        record = make(self.committed.record)
         self.publish(record)
         await self.write_record(record)
 
@@ -72,11 +71,11 @@ async def take_nothing_over(self: Store) -> None:
 
 
 MUTANTS: dict[str, tuple[tuple[Patch, ...], Scenario]] = {
-    "data is not flushed": (((GroupStore, "make_data_durable", write_without_flush),), Scenario(2)),
+    "data is not flushed": (((Store, "make_data_durable", write_without_flush),), Scenario(2)),
     "ok before the flush": (((Member, "_advance", vote_before_the_flush),), Scenario(2, 2)),
     "slots are free before the flush": (  # with the permit and the room of what the record drops, else nobody comes
         (
-            (GroupStore, "write_parts", free_before_the_flush),
+            (Store, "rewrite", free_before_the_flush),
             (Member, "_advance", admit_to_what_is_not_free),
             (Member, "_record_due", end_with_the_record),
         ),
@@ -84,7 +83,7 @@ MUTANTS: dict[str, tuple[tuple[Patch, ...], Scenario]] = {
     ),
     "all oks but one decide": ((QUORUM,), Scenario(2, 2, lives=(Life(8),))),
     "stores are not taken over": (  # harms after a process death that left a record in the page cache alone
-        ((GroupStore, "take_over", take_nothing_over),),
+        ((Store, "take_over", take_nothing_over),),
         Scenario(2, lives=(Life(3), Life(6, "flushing"), Life(6, "flushing"))),
     ),
 }

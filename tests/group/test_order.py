@@ -13,7 +13,6 @@ from pccheck_async.errors import CheckpointError
 from pccheck_async.format.record import IDENTITY_NAME, decode_identity
 from pccheck_async.group import Group, rank_name
 from pccheck_async.group.control import Server
-from pccheck_async.group.store import GroupStore
 from pccheck_async.store import Store
 from tests.support.ranks import run_ranks, wait_for
 
@@ -89,7 +88,7 @@ def test_the_store_of_a_rank_that_is_not_there_is_taken_over_before_a_record_is_
             done.append(f"record of {store.file.identity.store_id}")
             await write_record(store, *args)
 
-        Store.take_over, GroupStore.write_record = note_take_over, note_record  # type: ignore[assignment,method-assign]
+        Store.take_over, Store.write_record = note_take_over, note_record  # type: ignore[assignment,method-assign]
         with SyncCheckpointEngine(folder, group=group) as engine:
             engine.checkpoint({"x": torch.ones(3)}, step=3 - group.world_size).result(60)
         return done

@@ -46,12 +46,12 @@ from pccheck_async.cli import app
 from pccheck_async.cli.watch import GroupView, View
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format.record import region_offsets
-from pccheck_async.group import Applied, Group, GroupStore, Part, list_group, rank_name, reading
-from pccheck_async.group.folder import seen_stores
+from pccheck_async.group import Applied, Group, Part, list_group, rank_name, reading
+from pccheck_async.group.folder import seen_stores, write_parts
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
-from pccheck_async.store import read_at_once
+from pccheck_async.store import Store, read_at_once
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, spoil, start_ranks, state_of_rank
 from tests.support.limits import limited_descriptors
@@ -520,16 +520,16 @@ def test_a_copy_that_was_cut_short_is_no_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed when some ranks' records name their parts; the next copy takes the place of these."""
-    target, written = tmp_path / "copy", GroupStore.write_parts
+    target = tmp_path / "copy"
     copy_checkpoint(folder, target, step=1)
 
-    async def cut_short(store: GroupStore, parts: tuple[Part, ...], applied: Applied) -> None:
+    async def cut_short(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
         if parts[0].rank == 1:
             raise RuntimeError("ends here")
-        await written(store, parts, applied)
+        await write_parts(store, parts, applied)
 
     with monkeypatch.context() as patched:
-        patched.setattr(GroupStore, "write_parts", cut_short)
+        patched.setattr("pccheck_async.upkeep.copying.write_parts", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
             copy_checkpoint(folder, target, step=2)
     listing = list_group(target)
@@ -547,15 +547,15 @@ def test_a_copy_is_complete_once_all_records_name_its_parts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second round of records only calls them committed."""
-    target, written = tmp_path / "copy", GroupStore.write_parts
+    target = tmp_path / "copy"
 
-    async def cut_short(store: GroupStore, parts: tuple[Part, ...], applied: Applied) -> None:
+    async def cut_short(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
         if (parts[0].rank, parts[0].committed) == (1, True):
             raise RuntimeError("ends here")
-        await written(store, parts, applied)
+        await write_parts(store, parts, applied)
 
     with monkeypatch.context() as patched:
-        patched.setattr(GroupStore, "write_parts", cut_short)
+        patched.setattr("pccheck_async.upkeep.copying.write_parts", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
             copy_checkpoint(folder, target, step=2)
     listing = list_group(target)

@@ -413,7 +413,7 @@ def swap(model: Model) -> None:
 def move(model: Model) -> None:
     with torch.no_grad():
         for parameter in model.state["model"].parameters():
-            parameter.set_(torch.zeros_like(parameter))  # type: ignore[call-overload]
+            parameter.set_(torch.zeros_like(parameter))
 
 
 AFTER: dict[str, tuple[Callable[[SyncCheckpointEngine, Model], Any], int | None]] = {

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from pccheck_async.engine import EngineConfig, EngineCore, PendingCheckpoint, block_on
 from pccheck_async.errors import CheckpointError, GroupError
 from pccheck_async.format import Metadata
-from pccheck_async.group import Address, Group, GroupCore, Meeting, is_group_folder, reach
+from pccheck_async.group import Address, Group, Meeting, Ranks, is_group_folder, reach
 from pccheck_async.integrations.dcp.ids import ID_KEY, step_of
 from pccheck_async.state import Owners
 
@@ -63,7 +63,7 @@ class Saves:
     @property
     def alone(self) -> bool:
         """Whether no other rank saves; while it is open."""
-        return not isinstance(self._core, GroupCore)
+        return self._core is not None and not self._core.peers.collective
 
     @property
     def step(self) -> int:
@@ -79,13 +79,13 @@ class Saves:
         self._count()
 
     def _give_up_round(self) -> None:
-        if not self._writing and isinstance(self._core, GroupCore):
+        if not self._writing:
             self.fail("torch.distributed.checkpoint did not come to the writing on this rank")
         self._writing = True
 
     def fail(self, why: str) -> None:
         """Fail the round's checkpoint on all ranks, where nothing of it was written here."""
-        if isinstance(self._core, GroupCore):
+        if self._core is not None:
             self._core.fail_checkpoint(self._step, why)
 
     def _count(self) -> None:
@@ -105,12 +105,11 @@ class Saves:
                 "the plan of this save was made for another StorageWriter, and enable_plan_caching reuses it: "
                 "use planners of different classes for different writers, or none that cache"
             )
-        config = self.settings.config
-        if place.address is None:
-            core = EngineCore(self._root, "auto", config)
-        else:
+        peers = None
+        if place.address is not None:
             store = PrefixStore(f"{self._root}/{self._round}", reach(place.address))
-            core = GroupCore(self._root, "auto", config, Group(rank, place.world, store, timeout=self.settings.timeout))
+            peers = Ranks(Group(rank, place.world, store, timeout=self.settings.timeout))
+        core = EngineCore(self._root, "auto", self.settings.config, peers)
         block_on(core, core.open)
         if place.address is None:
             core.captures.owners = Owners(0, (0,), (0,), ())  # a plan may have boxes of tensors here, too
@@ -137,10 +136,7 @@ class Saves:
         try:
             pending.wait_eager_captured()
             core.stalls.note_call(pending, start)
-            if isinstance(core, GroupCore):
-                core.wait_prepared(pending)
-            else:
-                pending.result()
+            core.wait_prepared(pending)
         except Exception:
             raise
         except BaseException:  # KeyboardInterrupt
@@ -171,11 +167,7 @@ class Saves:
 
 
 def _ended(core: EngineCore) -> bool:
-    if not core.is_open:
-        return True
-    if isinstance(core, GroupCore):
-        return core.stopped is not None
-    return core.assembly.store.latch.failure is not None
+    return not core.is_open or core.stopped is not None
 
 
 def _close(core: EngineCore) -> None:

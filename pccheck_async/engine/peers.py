@@ -1,0 +1,237 @@
+"""Those who save a checkpoint together: the questions that an engine asks them.
+
+:class:`.alone.Alone` answers for one process, ``Ranks`` of the room ``group`` by agreement with the other ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+from pccheck_async.engine.caller import Caller
+from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.policy import Policy, StepReport
+from pccheck_async.errors import CheckpointError
+from pccheck_async.format import Entry, Metadata, Which
+from pccheck_async.medium import Piece
+from pccheck_async.state import Owners, Sample
+from pccheck_async.store import (
+    Retention,
+    SlotLease,
+    Source,
+    Store,
+    UnreadableError,
+)
+from pccheck_async.transfer.operations import Operations
+
+__all__ = ["Candidate", "Candidates", "Joined", "Peers", "Private", "StepEnd"]
+
+Private: TypeAlias = Literal["modulo"] | Sequence[str]
+"""Tensors that a rank of another world may restore of rank r modulo the old number: all, or globs over their paths."""
+
+
+class Joined(NamedTuple):
+    """The result of joining.
+
+    Attributes:
+        counter: The largest one that any checkpoint had; the next one is greater.
+        owners: Which ranks save which replicas; None if this process saves everything.
+    """
+
+    counter: int
+    owners: Owners | None
+
+
+class StepEnd(NamedTuple):
+    """The actions after a training step.
+
+    Attributes:
+        save: Whether to checkpoint.
+        last: Whether it is the last step of all ranks, because one was preempted.
+    """
+
+    save: bool
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that may be restored.
+
+    Attributes:
+        sources: The parts that can be read here, by the ranks that saved them.
+        own: The rank whose part this one restores.
+        elsewhere: The ranks whose parts cannot be read here.
+        must_verify: Whether it never was committed: it counts only if all of it is whole.
+        other_world: This rank and the number of ranks, if another number of ranks saved it.
+    """
+
+    sources: Mapping[int, Source]
+    own: int = 0
+    elsewhere: Sequence[int] = ()
+    must_verify: bool = False
+    other_world: tuple[int, int] | None = None
+
+
+class Candidates(ABC):
+    """The checkpoints that one restore may take, the best one first; all ranks try the same one at a time.
+
+    All methods raise the error that ends the restore, on all ranks.
+    """
+
+    @abstractmethod
+    async def next(self, caller: Caller) -> Candidate | None:
+        """Return the next one to try; None: there is no checkpoint."""
+
+    @abstractmethod
+    async def matched(self, caller: Caller, error: Exception | None) -> bool:
+        """Called when the candidate was compared with the state; returns whether it is to fill the state.
+
+        ``error``: UnreadableError, or why it cannot.
+        """
+
+    @abstractmethod
+    async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
+        """Called when the state's arrays were filled, or could not be; returns whether all ranks restored it.
+
+        ``differing``: hashes of ranks found to have saved different replicas.
+        """
+
+    async def abandon(self, caller: Caller, error: BaseException) -> None:
+        """Called when an error ends the restore: the others need not wait for this rank."""
+
+
+class Peers(ABC):
+    """Those who save together, as one engine sees them. Methods that are not abstract have nothing to do by default.
+
+    Coroutines run on the engine's loop; the other methods on the caller's thread if nothing else is said.
+
+    Attributes:
+        collective: Whether all ranks call everything alike: then none may decide by itself to save, or not to.
+        record_version: Of the records of this engine's store.
+    """
+
+    collective: ClassVar[bool]
+    record_version: ClassVar[int]
+
+    # -- opening and closing
+
+    @abstractmethod
+    def retention(self, config: EngineConfig) -> Retention:
+        """Return the rules of retention. Raises ValueError: the settings are not for these peers."""
+
+    @abstractmethod
+    def folder(self, path: str) -> str:
+        """Return the folder of this engine's own store."""
+
+    def meet(self, config: EngineConfig) -> None:
+        """Find the others. Called before the opening; collective if the group is a process group."""
+
+    @abstractmethod
+    async def join(
+        self,
+        path: str,
+        config: EngineConfig,
+        store: Store,
+        operations: Operations,
+        end_with: Callable[[int, CheckpointError], None],
+    ) -> Joined:
+        """Connect to the others, once this engine's own store is open. Raises GroupError.
+
+        ``end_with`` ends a checkpoint that is being written with an error, by its counter.
+        """
+
+    def unopened(self, error: BaseException) -> None:
+        """Called when the opening failed: the others need not wait for this one."""
+
+    async def leave(self, seconds: float | None) -> None:
+        """Called when no more checkpoints come; takes so many seconds at the most."""
+
+    @property
+    @abstractmethod
+    def stopped(self) -> str | None:
+        """Why no checkpoint of this opening can succeed any more; None while they can."""
+
+    # -- one checkpoint
+
+    def request(
+        self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
+    ) -> None:
+        """Called for each checkpoint on the engine's loop, in the order of counters.
+
+        ``sums`` and ``differing`` are those of a :class:`~pccheck_async.engine.capture.Capture`.
+        """
+
+    def request_failed(self, counter: int, step: int, why: str) -> None:
+        """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here."""
+
+    async def admitted(self, counter: int) -> None:
+        """Wait until a checkpoint may be written. Raises GroupError: it failed on another rank."""
+
+    @abstractmethod
+    async def commit(
+        self,
+        lease: SlotLease,
+        entry: Entry,
+        rest: Sequence[Piece],
+        written: Callable[[], None],
+        check: Callable[[], None] | None,
+        sample: Sample | None,
+    ) -> bool:
+        """Commit a checkpoint; False if it is superseded.
+
+        Arguments, errors, durability and cancellation are those of :meth:`Store.commit`; ``sample`` is of the tensors
+        that ranks are believed to have alike. Besides it raises GroupError: another rank's part failed, or rank 0 is
+        gone; ReplicasDifferError: those tensors differ.
+
+        Durability: on True the parts of all ranks survive power loss.
+        """
+
+    @abstractmethod
+    async def prepared(self, counter: int) -> bool:
+        """Wait until a durable record names this rank's part; False if the checkpoint ended before, or has no parts."""
+
+    def ended(self, counter: int, error: Exception | None) -> None:
+        """Called on the engine's loop when nothing of a checkpoint is being written any more."""
+
+    # -- committed checkpoints
+
+    @abstractmethod
+    def candidates(self, which: Which) -> Candidates:
+        """Return the checkpoints that a restore may take: the newest ones, or that of a step or name."""
+
+    @property
+    @abstractmethod
+    def entries(self) -> Sequence[Entry]:
+        """Durable checkpoints, newest first."""
+
+    @property
+    @abstractmethod
+    def newest(self) -> Entry | None:
+        """The newest checkpoint that is durable and, if there is such a one, not rejected; None: all were removed."""
+
+    @abstractmethod
+    async def pin(self, step: int, pinned: bool) -> Entry:
+        """See :meth:`Store.pin`."""
+
+    @abstractmethod
+    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
+        """See :meth:`Store.reject`."""
+
+    @abstractmethod
+    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
+        """See :meth:`Store.remove`."""
+
+    # -- training steps
+
+    def begin_step(self, step: int) -> None:
+        """Called when a training step begins."""
+
+    @abstractmethod
+    def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
+        """Return what to do after a step. ``preempted``: a signal requested the end of this process."""
+
+    def end_steps(self) -> None:
+        """Called when no more steps come, also if the engine is not open."""
