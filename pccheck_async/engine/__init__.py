@@ -13,7 +13,7 @@ from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
-from pccheck_async.engine.peers import Candidate, Candidates, Joined, Peers, Private, StepEnd
+from pccheck_async.engine.peers import Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
 from pccheck_async.engine.scheduler import Scheduler
@@ -24,9 +24,8 @@ __all__ = [
     "Assembly",
     "Auto",
     "Caller",
-    "Candidate",
-    "Candidates",
     "CheckpointProgress",
+    "Connected",
     "Decision",
     "Decisions",
     "Distribution",
@@ -36,11 +35,12 @@ __all__ = [
     "EngineStatistics",
     "Guard",
     "InlineCaptures",
-    "Joined",
     "Peers",
     "PendingCheckpoint",
     "Policy",
     "Private",
+    "RestoreCandidate",
+    "RestoreCandidates",
     "SaveReport",
     "Scheduler",
     "StepEnd",

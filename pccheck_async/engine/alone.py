@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.config import EngineConfig
-from pccheck_async.engine.peers import Candidate, Candidates, Joined, Peers, StepEnd
+from pccheck_async.engine.peers import Connected, Peers, RestoreCandidate, RestoreCandidates, StepEnd
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
 from pccheck_async.format import Entry, Which
@@ -52,9 +52,9 @@ class Alone(Peers):
         store: Store,
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
-    ) -> Joined:
+    ) -> Connected:
         self._store, self._path = store, path
-        return Joined(store.committed.largest_counter, None)
+        return Connected(store.committed.largest_counter, None)
 
     async def commit(
         self,
@@ -70,7 +70,7 @@ class Alone(Peers):
     async def prepared(self, counter: int) -> bool:
         return False
 
-    def candidates(self, which: Which) -> Candidates:
+    def candidates(self, which: Which) -> RestoreCandidates:
         return _OwnCandidates(self._store, self._path, which)
 
     @property
@@ -94,7 +94,7 @@ class Alone(Peers):
         return StepEnd(policy.due(report))
 
 
-class _OwnCandidates(Candidates):
+class _OwnCandidates(RestoreCandidates):
     """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last."""
 
     def __init__(self, store: Store, path: str, which: Which) -> None:
@@ -114,14 +114,14 @@ class _OwnCandidates(Candidates):
         damaged = choose(record.entries, self._which, unreadable)
         return None if damaged is None else (damaged, False)
 
-    async def next(self, caller: Caller) -> Candidate | None:
+    async def next(self, caller: Caller) -> RestoreCandidate | None:
         if (found := self._find()) is None:
             return None
         self._entry, self._superseded = entry, superseded = found
         if superseded and self._fallback.failure is None:
             newest, error = self._store.committed.record.entries[0], DamagedError("found damaged by an earlier restore")
             self._fallback.failure = newest, error
-        return Candidate({0: OwnSlot(self._store, entry, superseded=superseded)}, must_verify=superseded)
+        return RestoreCandidate({0: OwnSlot(self._store, entry, superseded=superseded)}, must_verify=superseded)
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         if error is None:

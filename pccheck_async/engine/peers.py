@@ -26,13 +26,13 @@ from pccheck_async.store import (
 )
 from pccheck_async.transfer.operations import Operations
 
-__all__ = ["Candidate", "Candidates", "Joined", "Peers", "Private", "StepEnd"]
+__all__ = ["Connected", "Peers", "Private", "RestoreCandidate", "RestoreCandidates", "StepEnd"]
 
 Private: TypeAlias = Literal["modulo"] | Sequence[str]
 """Tensors that a rank of another world may restore of rank r modulo the old number: all, or globs over their paths."""
 
 
-class Joined(NamedTuple):
+class Connected(NamedTuple):
     """The result of joining.
 
     Attributes:
@@ -57,7 +57,7 @@ class StepEnd(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RestoreCandidate:
     """A checkpoint that may be restored.
 
     Attributes:
@@ -75,14 +75,14 @@ class Candidate:
     other_world: tuple[int, int] | None = None
 
 
-class Candidates(ABC):
+class RestoreCandidates(ABC):
     """The checkpoints that one restore may take, the best one first; all ranks try the same one at a time.
 
     All methods raise the error that ends the restore, on all ranks.
     """
 
     @abstractmethod
-    async def next(self, caller: Caller) -> Candidate | None:
+    async def next(self, caller: Caller) -> RestoreCandidate | None:
         """Return the next one to try; None: there is no checkpoint."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Peers(ABC):
         store: Store,
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
-    ) -> Joined:
+    ) -> Connected:
         """Connect to the others, once this engine's own store is open. Raises GroupError.
 
         ``end_with`` ends a checkpoint that is being written with an error, by its counter.
@@ -199,7 +199,7 @@ class Peers(ABC):
     # -- committed checkpoints
 
     @abstractmethod
-    def candidates(self, which: Which) -> Candidates:
+    def candidates(self, which: Which) -> RestoreCandidates:
         """Return the checkpoints that a restore may take: the newest ones, or that of a step or name."""
 
     @property

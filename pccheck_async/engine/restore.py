@@ -11,7 +11,7 @@ import torch
 
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.caller import Caller
-from pccheck_async.engine.peers import Candidate, Candidates, Private
+from pccheck_async.engine.peers import Private, RestoreCandidate, RestoreCandidates
 from pccheck_async.errors import CheckpointError, StateMismatchError, is_exhausted
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
@@ -49,7 +49,7 @@ async def restore(
     caller: Caller,
     assembly: Assembly,
     owners: Owners | None,
-    candidates: Candidates,
+    candidates: RestoreCandidates,
     state: Mapping[str, Any],
     progress: ReadProgress | None,
     *,
@@ -118,7 +118,7 @@ class Reading:
 
     restoration: Restoration
 
-    def __init__(self, assembly: Assembly, candidate: Candidate, progress: ReadProgress | None) -> None:
+    def __init__(self, assembly: Assembly, candidate: RestoreCandidate, progress: ReadProgress | None) -> None:
         self._assembly = assembly
         self._candidate = candidate
         self._progress = progress

@@ -11,12 +11,12 @@ from typing import ClassVar, Final, Literal
 
 from pccheck_async.engine import (
     Caller,
-    Candidate,
-    Candidates,
+    Connected,
     EngineConfig,
-    Joined,
     Peers,
     Policy,
+    RestoreCandidate,
+    RestoreCandidates,
     StepEnd,
     StepReport,
 )
@@ -96,7 +96,7 @@ class Ranks(Peers):
         store: Store,
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
-    ) -> Joined:
+    ) -> Connected:
         group, self._store = self.group, store
         own = seen_store(group.rank, store.file.identity, store.committed.record)
         self.run = run = GroupRun(Path(path), group.rank, group.world_size, config, store, own, end_with, operations)
@@ -106,7 +106,7 @@ class Ranks(Peers):
             group.rank, run.member.homes, group.world_ranks(), config.replicated, config.trusted_replicas,
             lambda: run.member.differing,
         )  # fmt: skip
-        return Joined(run.member.counter, owners)
+        return Connected(run.member.counter, owners)
 
     def unopened(self, error: BaseException) -> None:
         if hasattr(self, "run"):  # this rank said hello
@@ -164,7 +164,7 @@ class Ranks(Peers):
 
     # -- committed checkpoints
 
-    def candidates(self, which: Which) -> Candidates:
+    def candidates(self, which: Which) -> RestoreCandidates:
         return _AgreedCandidates(self.group, self.run, which)
 
     @property
@@ -236,7 +236,7 @@ class Ranks(Peers):
             self.run.end_schedule()  # no step is agreed on that this rank would not reach
 
 
-class _AgreedCandidates(Candidates):
+class _AgreedCandidates(RestoreCandidates):
     """The candidates that rank 0 proposes: all ranks restore the same one, or none and raise the same error."""
 
     def __init__(self, group: Group, run: GroupRun, which: Which) -> None:
@@ -247,7 +247,7 @@ class _AgreedCandidates(Candidates):
         self._next: MatchManifest | FillArrays | ChangeState | EndRestore | None = None
         self._mismatch: Exception | None = None
 
-    async def next(self, caller: Caller) -> Candidate | None:
+    async def next(self, caller: Caller) -> RestoreCandidate | None:
         if not self._asked:
             await caller.run(self._run.ask_restore(self._which))
             self._asked = True
@@ -294,14 +294,14 @@ class _AgreedCandidates(Candidates):
         if self._asked and not self._agreed:  # the others wait for an answer
             await caller.run(self._run.tell_ended(f"the restore ended: {error!r}"))
 
-    def _candidate(self, key: Key) -> Candidate | None:
+    def _candidate(self, key: Key) -> RestoreCandidate | None:
         """Return a checkpoint, of which this rank restores one part; None if that is gone."""
         run = self._run
         if (source := run.source(key)) is None:
             return None
         own, (sources, elsewhere) = run.own_part(key), run.sources(key)
         other_world = None if run.has_world_of(key) else self._ranks
-        return Candidate({**sources, own: source}, own, elsewhere, other_world=other_world)
+        return RestoreCandidate({**sources, own: source}, own, elsewhere, other_world=other_world)
 
 
 def _error(reason: str, why: str) -> Exception:
