@@ -7,11 +7,9 @@ from pccheck_async.api.engine import CheckpointEngine
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.api.lazy_load import Connection, OpenCheckpoint, StoredState, StoredTensor, open_checkpoint, rows
 from pccheck_async.api.loading import list_checkpoints, load, load_sync
-from pccheck_async.api.reading import chunk_pool, open_folder, open_reader
 from pccheck_async.api.sync import SyncCheckpointEngine
 
 __all__ = [
     "CheckpointEngine", "Connection", "EngineBase", "OpenCheckpoint", "StoredState", "StoredTensor",
-    "SyncCheckpointEngine", "chunk_pool", "list_checkpoints", "load", "load_sync", "open_checkpoint", "open_folder",
-    "open_reader", "rows",
+    "SyncCheckpointEngine", "list_checkpoints", "load", "load_sync", "open_checkpoint", "rows",
 ]  # fmt: skip

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api.reading import open_reader, staging_for
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
+from pccheck_async.group import open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import (
     Allocation,
@@ -127,8 +127,7 @@ class Connection:
             raise
 
     async def _open(self, which: Which, rank: int | None, host_memory: int | Auto, io: IO) -> None:
-        reader = await open_reader(self.path, io, host_memory, which=which, rank=rank)
-        opened = reader.opened
+        place = await open_place(self.path, io, host_memory, rank=rank)
         try:
 
             async def use(checkpoint: CheckpointReader) -> CheckpointReader:
@@ -136,14 +135,14 @@ class Connection:
                 checkpoint.own.keeps = True
                 return checkpoint
 
-            self.checkpoint = await reader.read(self.path, which, use, staging_for(reader, host_memory), keep=True)
+            self.checkpoint = await place.read(which, use, host_memory, keep=True)
             self.entry, self.manifest = self.checkpoint.entry, self.checkpoint.manifest
         except BaseException:
-            await opened.close()
+            await place.close()
             raise
-        self.opened = opened
+        self.opened = place.opened
         # A lock that no code can release any more would block the writer for as long as this process lives.
-        self._forgotten = weakref.finalize(self, _let_go, self._loop, opened, self.path, self._pid)
+        self._forgotten = weakref.finalize(self, _let_go, self._loop, place.opened, self.path, self._pid)
         self._forgotten.atexit = False
         self._closed = False
 

@@ -8,14 +8,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pccheck_async.api.reading import open_folder, open_reader, staging_for
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Which, which_one
-from pccheck_async.group import is_group_folder, list_group
+from pccheck_async.group import open_place, read_place
 from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import Restoration, allocate, select
 from pccheck_async.state.restore.tree import leaves
-from pccheck_async.store import CheckpointReader, StoreReader, read_at_once, warn_of_others
+from pccheck_async.store import CheckpointReader, warn_of_others
 from pccheck_async.telemetry import ReadProgress, reading_progress
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
@@ -120,19 +119,14 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     """
     check_io(io)
     if isinstance(io, str):
-        if is_group_folder(path):
-            listing = list_group(path)
-            return [listing.info(one) for one in listing.complete]
-        found = read_at_once(path)
-        return [] if found is None else [entry.info for entry in found[1].entries]
+        return read_place(path).infos
+
+    async def read() -> list[CheckpointInfo]:
+        async with await open_place(path, io) as place:
+            return place.infos
+
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(_list_of_medium(path, io))
-
-
-async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
-    async with await open_folder(path, io) as opened:
-        reader = await StoreReader.open(opened)
-        return [entry.info for entry in (await reader.record()).entries] if reader else []
+        return loop.call(read())
 
 
 async def _load(
@@ -147,8 +141,7 @@ async def _load(
     progress: ReadProgress | None,
 ) -> Restoration:
     """Read a checkpoint into new memory. The caller makes the state of it, on its own thread."""
-    reader = await open_reader(path, io, host_memory, which=which, rank=rank)
-    async with reader.opened:
+    async with await open_place(path, io, host_memory, rank=rank) as place:
 
         async def read(checkpoint: CheckpointReader) -> Restoration:
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in checkpoint.manifest.chunks))
@@ -162,4 +155,4 @@ async def _load(
             loading.move()
             return loading
 
-        return await reader.read(path, which, read, staging_for(reader, host_memory))
+        return await place.read(which, read, host_memory)

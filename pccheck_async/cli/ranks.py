@@ -15,7 +15,7 @@ from rich.table import Table
 from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duration, size, table
 
 if TYPE_CHECKING:
-    from pccheck_async.group import GroupListing
+    from pccheck_async.group import Place
     from pccheck_async.medium.status_file import Status
     from pccheck_async.state import ShardBox, ShardedLeaf
 
@@ -26,29 +26,29 @@ _LACKING = "x"
 _MOST_BOXES = 8
 
 
-def group_listing(path: Path) -> GroupListing | None:
-    """Return the contents of the records in a group's folder, None if it is another folder."""
-    from pccheck_async.group import is_group_folder, list_group
+def read_place(path: Path) -> Place:
+    """Return the contents of the records in a folder. Imports torch, which ``pccheck --help`` does not wait for."""
+    from pccheck_async.group import read_place as read
 
-    return list_group(path) if is_group_folder(path) else None
+    return read(path)
 
 
-def rank_of_store(path: Path) -> str:
-    """Return a sentence on the group's parts that a store holds; empty for a store of its own."""
-    from pccheck_async.store import read_at_once
-
-    found = read_at_once(path)
-    if found is None or found[1].parts is None:
+def rank_of_store(place: Place) -> str:
+    """Return a sentence on the group's parts that the store of one rank holds; empty for other places."""
+    if place.of_group or all(record.parts is None for _, record in place.stores.values()):
         return ""
     return (
-        f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {os.path.normpath(path / '..')}` "
-        "says which of them are complete."
+        f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls "
+        f"{os.path.normpath(place.path / '..')}` says which of them are complete."
     )
 
 
-def incomplete_as_json(listing: GroupListing) -> list[dict[str, Any]]:
-    """Return checkpoints that lack parts."""
-    return [
+def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
+    """Return the output of ``ls``: a list of checkpoints, and of a group's folder those that lack parts beside it."""
+    if not place.of_group:
+        return [as_json(info) for info in place.infos]
+    complete = [as_json(place.info(one)) | {"world_size": one.world} for one in place.complete]
+    incomplete = [
         {
             "step": one.step,
             "counter": one.key.counter,
@@ -56,19 +56,14 @@ def incomplete_as_json(listing: GroupListing) -> list[dict[str, Any]]:
             "missing_count": one.missing,
             "was_complete": one.committed,
         }
-        for one in listing.incomplete
+        for one in place.incomplete
     ]
+    return {"checkpoints": complete, "incomplete": incomplete}
 
 
-def group_as_json(listing: GroupListing) -> dict[str, Any]:
-    """Return the output of ``ls`` for a group's folder."""
-    complete = [as_json(listing.info(one)) | {"world_size": one.world} for one in listing.complete]
-    return {"checkpoints": complete, "incomplete": incomplete_as_json(listing)}
-
-
-def describe_incomplete(listing: GroupListing) -> Iterator[str]:
+def describe_incomplete(place: Place) -> Iterator[str]:
     """Yield for each checkpoint that is not complete the ranks that lack their parts, and its fate."""
-    for one in listing.incomplete:
+    for one in place.incomplete:
         fate = "it is being saved, or was when the ranks ended"
         if one.committed:
             fate = "it was complete once"
@@ -123,17 +118,15 @@ def _numbers(numbers: list[int]) -> str:
 
 def heat_map(path: Path) -> Report:
     """Return each rank's part of each checkpoint, and the times of its stages while its engine runs."""
-    from pccheck_async.group import rank_name
     from pccheck_async.medium.status_file import read_status
 
-    listing = group_listing(path)
-    if listing is None:
-        raise ValueError(f"{path} is no folder of a group's checkpoints: --ranks shows the ranks of a group")
-    published = {rank: read_status(path / rank_name(rank)) for rank in listing.stores}
+    place = read_place(path)
+    place.check_group("--ranks shows the ranks of a group")
+    published = {rank: read_status(path / place.folder(rank)) for rank in place.stores}
     times = {rank: stage_times(one.status) for rank, one in published.items() if one is not None and one.alive}
-    steps = {one.key: one.entry.step for one in listing.complete} | {one.key: one.step for one in listing.incomplete}
+    steps = {one.key: one.entry.step for one in place.complete} | {one.key: one.step for one in place.incomplete}
     nbytes = {
-        key: {rank: part.entry.nbytes for rank, part in listing.parts(key).items()} for key in sorted(steps)
+        key: {rank: part.entry.nbytes for rank, part in place.parts(key).items()} for key in sorted(steps)
     }  # oldest first
     document = {
         "checkpoints": [
@@ -144,10 +137,10 @@ def heat_map(path: Path) -> Report:
         "slowest": slowest(times),
     }
     if not nbytes:
-        complain(listing.nothing(None))
+        complain(place.nothing(None))
         return Report(document, (), NOTHING)
     columns = [(steps[key], parts) for key, parts in nbytes.items()]
-    return Report(document, _drawn(columns, sorted(listing.stores), times))
+    return Report(document, _drawn(columns, sorted(place.stores), times))
 
 
 def _drawn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import re
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -30,7 +31,6 @@ from pccheck_async.cli.output import (
     captured_at,
     complain,
     json_value,
-    nothing_in,
     parse_path,
     parse_size,
     path_argument,
@@ -39,21 +39,14 @@ from pccheck_async.cli.output import (
     progress_bar,
     reporting,
     size,
-    status_of,
     table,
 )
-from pccheck_async.cli.ranks import (
-    describe_incomplete,
-    group_as_json,
-    group_listing,
-    heat_map,
-    placement,
-    rank_of_store,
-)
-from pccheck_async.errors import NoCheckpointError
-from pccheck_async.store import first_few
+from pccheck_async.cli.ranks import describe_incomplete, heat_map, place_as_json, placement, rank_of_store, read_place
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError
+from pccheck_async.format.record import slot_name
 
 if TYPE_CHECKING:
+    from pccheck_async.group import Place
     from pccheck_async.state import ShardedLeaf, StoredLeaf
 
 _MOST_LEAVES = 8
@@ -74,21 +67,18 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
     """
-    listing = group_listing(path)
-    infos = pccheck.list_checkpoints(path) if listing is None else [listing.info(one) for one in listing.complete]
-    notes, gone = [rank_of_store(path)] if listing is None else list(describe_incomplete(listing)), dict[int, str]()
-    if listing is not None or not notes[0]:
-        gone = _missing_slots(path) if listing is None else {}
-        lost = [f"LOST: step {info.step}: {gone[info.counter]} is gone." for info in infos if info.counter in gone]
-        notes = [*notes, *lost, _restart(infos, gone)]
-    document = [as_json(info) for info in infos] if listing is None else group_as_json(listing)
+    place = read_place(path)
+    infos, document, notes, gone = place.infos, place_as_json(place), [*describe_incomplete(place)], dict[int, str]()
     if not infos:
-        if listing is not None:
-            complain(listing.nothing(None))
-            return Report(document, notes, NOTHING)
-        why = nothing_in(path)
+        why = place.nothing(None)
         complain(f"no committed checkpoint: {why}")
-        return Report(document, (), status_of(why))
+        return Report(document, notes, DIFFERENT if isinstance(why, CorruptStoreError) else NOTHING)
+    if note := rank_of_store(place):
+        notes.append(note)
+    else:
+        gone = _missing_slots(place) and _missing_slots(read_place(path))  # a writer may have removed one meanwhile
+        lost = [f"LOST: step {info.step}: {gone[info.counter]} is gone." for info in infos if info.counter in gone]
+        notes += [*lost, _restart(infos, gone)]
     names = ("name",) if any(info.name is not None for info in infos) else ()
     rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
     for info in infos:
@@ -99,20 +89,18 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         )
         name = [printable(info.name or "")] if names else []
         rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
-    return Report(document, [rows, *filter(None, notes)], DIFFERENT if gone else 0)
+    return Report(document, [rows, *notes], DIFFERENT if gone else 0)
 
 
-def _missing_slots(path: Path) -> dict[int, str]:
-    """Return the slots of the store of one process whose files are gone, by the counters of their checkpoints."""
-    from pccheck_async.format.record import slot_name
-    from pccheck_async.store import read_at_once
-
-    def gone() -> dict[int, str]:
-        found = read_at_once(path)
-        slots = {} if found is None else {entry.counter: slot_name(entry.slot) for entry in found[1].entries}
-        return {counter: slot for counter, slot in slots.items() if not (path / slot).exists()}
-
-    return gone() and gone()  # once more: a writer may have removed one after its record was read
+def _missing_slots(place: Place) -> dict[int, str]:
+    """Return the slots that the records name and whose files are gone, by the counters of their checkpoints."""
+    slots = {
+        one.key.counter: [os.path.join(place.folder(rank), slot_name(part.entry.slot)) for rank, part in parts.items()]
+        for one in place.complete
+        if (parts := place.parts(one.key))
+    }
+    gone = {counter: [slot for slot in each if not (place.path / slot).exists()] for counter, each in slots.items()}
+    return {counter: ", ".join(each) for counter, each in gone.items() if each}
 
 
 def _restart(
@@ -172,6 +160,8 @@ def show(
         return heat_map(path)
     description = pccheck.describe_checkpoint(path, step=step, name=name, rank=rank)
     if description.differing:
+        from pccheck_async.store import first_few
+
         few = printable(first_few(description.differing))
         complain(f"this is the part of rank 0, and other ranks have different tensors: {few}; see --rank")
     document = {
@@ -297,14 +287,14 @@ def verify(
         ],
         **pick(verification, "nbytes", "seconds", "direct"),
     }
-    lines = [*_verified(verification)]
-    if group_listing(path) is not None or not rank_of_store(path):
+    lines, place = [*_verified(verification)], read_place(path)
+    if not rank_of_store(place):
         lost = {each.info.counter for each in verification.checkpoints if each.damage}
         whole = {
             each.info.counter: each.slot if each.rank is None else "the parts of all its ranks"
             for each in verification.checkpoints
         }
-        lines.append(_restart(pccheck.list_checkpoints(path), lost, whole))
+        lines.append(_restart(place.infos, lost, whole))
     return Report(document, lines, 0 if verification.whole else DIFFERENT)
 
 
@@ -343,19 +333,19 @@ def _of_rank(rank: int | None) -> str:
 # -- diff
 
 
-class Place(NamedTuple):
+class Side(NamedTuple):
     """A checkpoint by its store and step; no folder for the store of the other one, no step for the newest."""
 
     path: Path | None
     step: int | None
 
 
-def parse_place(text: str) -> Place:
+def parse_side(text: str) -> Side:
     """Return the store and the step of ``PATH``, ``PATH@STEP`` or ``@STEP``; a folder of that very name is a path."""
     match = _PLACE.fullmatch(text)
     if match is None or Path(text).is_dir():
-        return Place(parse_path(text), None)
-    return Place(parse_path(match[1]) if match[1] else None, int(match[2]))
+        return Side(parse_path(text), None)
+    return Side(parse_path(match[1]) if match[1] else None, int(match[2]))
 
 
 @reporting
@@ -378,7 +368,7 @@ def diff(
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
     differ, or something is lost or damaged.
     """
-    first, second = parse_place(one), parse_place(other)
+    first, second = parse_side(one), parse_side(other)
     if first.path is None:
         raise typer.BadParameter(f"{one!r} names no folder: the first place is PATH or PATH@STEP")
     with progress_bar("comparing") as progress:
@@ -475,13 +465,14 @@ def copy(
     with progress_bar("copying") as progress:
         info = pccheck.copy_checkpoint(source, target, step=step, name=name, rank=rank, pinned=pin, progress=progress)
     seconds = time.perf_counter() - start
-    listing = group_listing(target)
-    whose = "" if listing is None else f", the parts of {listing.complete[0].world} ranks"
+    there = read_place(target)
+    world = there.complete[0].world
+    whose = f", the parts of {world} ranks" if world > 1 else ""
     lines = [
         f"Step {info.step} ({size(info.nbytes)}{whose}) copied and verified in {seconds:.2f} s; it is the newest "
         f"checkpoint in {target}, counter {info.counter}{', pinned' if info.pinned else ''}."
     ]
-    if later := [other for other in pccheck.list_checkpoints(target)[1:] if other.step > info.step]:
+    if later := [other for other in there.infos[1:] if other.step > info.step]:
         lines.append(f"Older there now: step {_steps(later)}. A trainer resumes from step {info.step}.")
     return Report(as_json(info), lines)
 
@@ -505,8 +496,9 @@ def rm(
     steps, names = steps or [], names or []
     if not steps and not names:
         raise typer.BadParameter("say which: steps, or --name")
-    if not (infos := pccheck.list_checkpoints(path)):
-        raise nothing_in(path)
+    place = read_place(path)
+    if not (infos := place.infos):
+        raise place.nothing(None)
     if missing := sorted(set(steps) - {info.step for info in infos}):
         raise NoCheckpointError(f"{path} holds no checkpoint of step {', '.join(map(str, missing))}")
     if unknown := sorted(set(names) - {info.name for info in infos}):
@@ -514,11 +506,8 @@ def rm(
     doomed = [info for info in infos if info.step in steps or info.name in names]
     what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
     nbytes = size(sum(info.nbytes for info in doomed))
-    if (
-        not yes
-        and group_listing(path) is None
-        and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True)
-    ):
+    place.check_one_process()
+    if not yes and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True):
         complain("nothing was removed")
         return FAILED
     removal = pccheck.remove_checkpoints(path, steps, names=names, force=force)

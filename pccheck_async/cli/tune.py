@@ -18,7 +18,6 @@ from pccheck_async.cli.output import (
     binary_size,
     complain,
     duration,
-    nothing_in,
     parse_path,
     parse_size,
     path_argument,
@@ -28,6 +27,7 @@ from pccheck_async.cli.output import (
     table,
     terminal,
 )
+from pccheck_async.cli.ranks import read_place
 
 
 @reporting
@@ -76,9 +76,10 @@ def tune(
     from pccheck_async.tuning import tune as measure
 
     config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
-    nbytes = nbytes or next((info.nbytes for info in pccheck.list_checkpoints(path)), None)
+    if nbytes is None and (place := read_place(path)).complete:
+        nbytes = place.infos[0].nbytes
     if nbytes is None:
-        why = nothing_in(path)
+        why = place.nothing(None)
         complain(f"no committed checkpoint to take the size from, so say it with --size: {why}")
         return status_of(why)
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

@@ -141,6 +141,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         """Return it with the mark."""
         return self if self.rejected else replace(self, metadata=self.metadata | {REJECTED_KEY: True})
 
+    def marked_as(self, other: Entry) -> Entry:
+        """Return it with the pin of another entry, and its rejection."""
+        marked = self if self.pinned == other.pinned else replace(self, pinned=other.pinned)
+        return marked.as_rejected() if other.rejected else marked
+
     @property
     def info(self) -> CheckpointInfo:
         """The part that users see."""

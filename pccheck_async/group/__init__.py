@@ -18,9 +18,9 @@ from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
+from pccheck_async.group.place import Place, chunk_pool, open_folder, open_place, read_place
 from pccheck_async.group.ranks import Ranks
-from pccheck_async.group.reading import GroupListing, GroupReader, list_group
-from pccheck_async.group.rejecting import reject_in_group
+from pccheck_async.group.rejecting import mark_rejected
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
 from pccheck_async.store import is_group_folder, rank_folders, rank_name
@@ -31,33 +31,35 @@ __all__ = [
     "Complete",
     "Coordinator",
     "Group",
-    "GroupListing",
-    "GroupReader",
     "Incomplete",
     "Key",
     "LeadSchedule",
     "Meeting",
     "Member",
     "Part",
+    "Place",
     "Ranks",
     "Run",
     "Schedule",
     "SeenStore",
     "Verdict",
     "View",
+    "chunk_pool",
     "decode_decision",
     "decode_message",
     "domain_of",
     "encode",
     "is_group_folder",
-    "list_group",
+    "mark_rejected",
     "members_digest",
+    "open_folder",
+    "open_place",
     "parts_of",
     "pinned_keys",
     "rank_folders",
     "rank_name",
     "reach",
-    "reject_in_group",
+    "read_place",
     "seen_stores",
     "stored_domain",
     "view_of",

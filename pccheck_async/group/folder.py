@@ -27,11 +27,13 @@ from pccheck_async.format.record import (
 )
 from pccheck_async.group.parts import Applied, Part, SeenStore
 from pccheck_async.medium.folder import Folder, sync
-from pccheck_async.store import Store, rank_folders, rank_name, read_at_once
+from pccheck_async.medium.open_medium import OpenMedium
+from pccheck_async.store import Store, StoreReader, at_once, rank_folders, rank_name
 
 __all__ = [
     "domain_of",
     "parts_of",
+    "read_stores",
     "record_of",
     "remove_store",
     "seen_stores",
@@ -123,15 +125,23 @@ def seen_stores(folder: Path) -> Iterator[SeenStore]:
 
     Raises CorruptStoreError if a store has no valid record, ReadError.
     """
+    for rank, found in at_once(folder, lambda opened: read_stores(opened, folder)).items():
+        yield seen_store(rank, *found)
+
+
+async def read_stores(opened: OpenMedium, folder: Path) -> dict[int, tuple[Identity, Record]]:
+    """Return identity and newest record of every rank's store in a folder, by rank. Raises as :func:`seen_stores`."""
+    stores = dict[int, tuple[Identity, Record]]()
     for rank, path in rank_folders(folder).items():
         try:
-            found = read_at_once(path)
+            found = await StoreReader.newest(opened, path.name)
         except CorruptStoreError as error:
             if not path.exists():  # it was removed meanwhile
                 continue
             raise CorruptStoreError(f"{path}: {error}") from None
         if found is not None:
-            yield seen_store(rank, *found)
+            stores[rank] = found
+    return stores
 
 
 def seen_store(rank: int, identity: Identity, record: Record) -> SeenStore:

@@ -2,7 +2,7 @@
 
 It may import medium and the rooms below; no engine, loop or trainer. While an engine runs, only this package decides
 which checkpoints a commit record names, and flushes through the store's medium; ``upkeep.recover`` rewrites a store
-that is not open. :class:`Store` writes, :class:`StoreReader` reads, also beside a writer in another process.
+that is not open. :class:`Store` writes, :class:`CheckpointReader` reads, also beside a writer in another process.
 
 Invariants, as comments name them:
 
@@ -37,7 +37,7 @@ from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded,
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, open_store
-from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, no_store_in, read_at_once
+from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store, no_store_in, read_at_once
 
 __all__ = [
     "LOCK_SECONDS",
@@ -59,6 +59,7 @@ __all__ = [
     "StoreReader",
     "StoreStatistics",
     "UnreadableError",
+    "at_once",
     "check_descriptors",
     "choose",
     "first_few",

@@ -100,7 +100,7 @@ class CheckpointReader:
         *,
         of_group: bool = False,
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self.elsewhere = elsewhere
         self.of_group = of_group
         self.own_rank = own_rank
@@ -113,7 +113,12 @@ class CheckpointReader:
     @property
     def own(self) -> PartReader:
         """The part that is read first."""
-        return self._parts[self.own_rank]
+        return self.parts[self.own_rank]
+
+    @property
+    def named_rank(self) -> int | None:
+        """The rank of the own part; None if one process saved the checkpoint."""
+        return self.own_rank if self.of_group else None
 
     @property
     def entry(self) -> Entry:
@@ -135,18 +140,18 @@ class CheckpointReader:
     async def manifests(self) -> dict[int, Manifest]:
         """Lock all parts, and return their manifests. Raises DamagedError, ReadError."""
         await self.hold()
-        if wanted := self._parts.keys() - self._held:
+        if wanted := self.parts.keys() - self._held:
             check_descriptors(len(wanted))
             for rank in sorted(wanted):
                 try:
-                    await self._parts[rank].hold()
+                    await self.parts[rank].hold()
                 except DamagedError as error:
                     raise DamagedError(f"the part of rank {rank}: {error}") from error
                 self._held.add(rank)
             # One pool for all, made before anything is read. Two buffers: the own part may keep a chunk in one.
-            largest = max(part.largest_chunk for part in self._parts.values())
+            largest = max(part.largest_chunk for part in self.parts.values())
             self.own.staging.pool_for(largest, buffers=2)
-        return {rank: part.manifest for rank, part in self._parts.items()}
+        return {rank: part.manifest for rank, part in self.parts.items()}
 
     async def differing(
         self, among: Callable[[str], bool] = lambda _: True, share: tuple[int, int] = (0, 1), *, is_needed: bool = True
@@ -157,7 +162,7 @@ class CheckpointReader:
         """
         await self.manifests()
         try:
-            return await differing(self._parts, among, share=share, incomplete=bool(self.elsewhere))
+            return await differing(self.parts, among, share=share, incomplete=bool(self.elsewhere))
         except (DamagedError, ReadError) as error:
             if is_needed or is_exhausted(error):
                 raise
@@ -175,7 +180,7 @@ class CheckpointReader:
         needed = await self.manifests() if any(one.mesh is not None for one in wanted) else (self.own_rank,)
         for rank in needed:
             if rank not in self._boxes:
-                self._boxes[rank] = stored_boxes(self._parts[rank].manifest, rank)
+                self._boxes[rank] = stored_boxes(self.parts[rank].manifest, rank)
         self._plan = reshard(wanted, self._boxes, self.own_rank, by_address=self.own.backend.by_address)
         if troubles := self._plan.troubles:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
@@ -196,7 +201,7 @@ class CheckpointReader:
     async def fill_boxes(self) -> None:
         """Fill the planned boxes; :meth:`finish` follows. Raises DamagedError, ReadError; some are filled then."""
         for rank, targets in self._plan.targets.items():
-            await self._parts[rank].fill(targets, self._marks.get(rank))
+            await self.parts[rank].fill(targets, self._marks.get(rank))
 
     def finish(self) -> None:
         """Copy into the tensors that could not be filled in place. Called on the caller's thread."""
@@ -272,12 +277,12 @@ class CheckpointReader:
 
     async def close(self) -> None:
         """Unlock and close all parts."""
-        for part in self._parts.values():
+        for part in self.parts.values():
             await part.close()
 
     def release(self) -> None:
         """Close all parts without waiting. Idempotent."""
-        for part in self._parts.values():
+        for part in self.parts.values():
             part.release()
 
 

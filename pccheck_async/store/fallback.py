@@ -81,10 +81,10 @@ class Fallback:
         failure: The newest one of them, and its error; a superseded one only if there is no other.
     """
 
-    def __init__(self, which: Which) -> None:
+    def __init__(self, which: Which, falls_back: bool = True) -> None:
         self.unreadable: set[int] = set()
         self.failure: tuple[Entry, Exception] | None = None
-        self._which = which
+        self._falls_back = falls_back and which is None
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
 
     @contextmanager
@@ -126,7 +126,7 @@ class Fallback:
         if self.failure is None or not superseded:
             self.failure = entry, error
         chosen = older()
-        if self._which is not None or chosen is None:
+        if not self._falls_back or chosen is None:
             raise self.failure[1] from None
         if self._unread is not None and isinstance(error, ReadError):
             self._unread.add(entry.counter)

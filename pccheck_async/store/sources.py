@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pccheck_async.errors import DamagedError
-from pccheck_async.format import Entry, Key
+from pccheck_async.format import Entry, Key, Record
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store.fallback import DroppedMeanwhileError
@@ -65,27 +65,35 @@ class FolderPart(Source):
         opened: The medium of the group's folder, which is prepared; all parts share it, and its threads.
         folder: The name of the rank's folder in it; empty for a store that is that folder itself.
         key: The checkpoint.
+        listed: Its entry in a list of complete checkpoints, which has the group's pins and rejections.
+        superseded: Whether it is one that the newest record has superseded.
     """
 
-    def __init__(self, opened: OpenMedium, folder: str, key: Key) -> None:
+    def __init__(
+        self, opened: OpenMedium, folder: str, key: Key, listed: Entry | None = None, *, superseded: bool = False
+    ) -> None:
         self._opened, self.medium = opened, opened.medium
-        self._folder = f"{folder}/" if folder else ""
-        self._key = key
+        self._folder = folder
+        self._key, self._listed, self._superseded = key, listed, superseded
 
     async def acquire(self) -> File:
         """Lock the slot."""
         reader = await StoreReader.open(self._opened, self._folder)
         counter, found = self._key.counter, None
+
+        def pick(record: Record) -> Entry | None:
+            entries = record.superseded if self._superseded else record.entries
+            return next((entry for entry in entries if entry.counter == counter), None)
+
         if reader is not None:
             try:
-                found = await reader.lock(
-                    lambda record: next((e for e in record.entries if e.counter == counter), None)
-                )
+                found = await reader.lock(pick)
             finally:
                 await self.medium.close(reader.commit)
         if reader is None or found is None:
             raise DamagedError(f"{self._folder or 'the store'} has no part of checkpoint {counter} any more")
-        self.entry, file = found
+        entry, file = found
+        self.entry = entry if self._listed is None else entry.marked_as(self._listed)
         if not isinstance(file, File):
             raise file
         self._file, self.block_bytes = file, reader.identity.block_bytes

@@ -1,14 +1,14 @@
-"""A store opened for reading, also beside a running writer of another process. Nothing here writes."""
+"""The records of a store, and the lock on a slot, also beside a writer of another process. Nothing here writes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pccheck_async.errors import (
     CheckpointError,
@@ -18,19 +18,15 @@ from pccheck_async.errors import (
     ReadError,
     is_exhausted,
 )
-from pccheck_async.format import Entry, Identity, Record, Which, describe_which
+from pccheck_async.format import Entry, Identity, Record
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.store.checkpoint_reader import CheckpointReader
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.fallback import Fallback, UnreadableError, choose, only_rejected, unreadable_errors
-from pccheck_async.store.part_reader import OpenSlot, PartReader, Staging
-from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "no_store_in", "read_at_once"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "no_store_in", "read_at_once"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -87,6 +83,7 @@ class StoreReader:
 
         A medium that has a ``folder`` for each of several stores is prepared by the code that opens it.
         """
+        folder = f"{folder}/" if folder else ""
         identity = await read_identity(opened.medium, folder)
         if identity is None:
             return None
@@ -98,6 +95,20 @@ class StoreReader:
             text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
             raise CorruptStoreError(text) from None
         return cls(opened, identity, commit, folder)
+
+    @classmethod
+    async def newest(cls, opened: OpenMedium, folder: str = "") -> tuple[Identity, Record] | None:
+        """Return the identity and the newest record of a store; None if there is no (complete) one.
+
+        Raises CorruptStoreError, ReadError.
+        """
+        reader = await cls.open(opened, folder)
+        if reader is None:
+            return None
+        try:
+            return reader.identity, await reader.record()
+        finally:
+            await opened.medium.close(reader.commit)
 
     async def record(self) -> Record:
         """Return the newest record as it is now. Raises CorruptStoreError if there is none."""
@@ -147,76 +158,26 @@ class StoreReader:
                 raise ReadError(f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)")
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def read(
-        self,
-        path: str | os.PathLike[str],
-        which: Which,
-        use: Callable[[CheckpointReader], Awaitable[T]],
-        staging: Staging,
-        *,
-        keep: bool = False,
-    ) -> T:
-        """Lock the newest checkpoint and use it; the next older one if it is damaged, also a superseded one.
 
-        With a step or a name that one is used, and damage raises. ``keep`` leaves the checkpoint open and locked if
-        ``use`` returned; ``path`` is for messages.
+def at_once(path: str | os.PathLike[str], read: Callable[[OpenMedium], Coroutine[Any, Any, T]]) -> T:
+    """Read from a folder on this thread: operations end before they return. The medium is closed afterwards."""
+    operations = OperationsAtOnce()
+    opened = OpenMedium(operations, Files(path, operations), "")
 
-        Raises:
-            NoCheckpointError: there is none, or not the requested one.
-            DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to.
-            CorruptStoreError: this version does not understand it.
-        """
-        fallback = Fallback(which)
-        record: Record
+    async def work() -> T:
+        try:
+            return await read(opened)
+        finally:
+            await opened.medium.close()
 
-        def pick(found: Record) -> Entry | None:
-            nonlocal record
-            record = found
-            # If all are rejected, the one that was superseded last was removed on purpose.
-            superseded = () if all(entry.rejected for entry in found.entries) else found.superseded
-            return choose(found.entries, which, fallback.unreadable, superseded)
-
-        def older() -> tuple[Entry, bool] | None:
-            chosen = pick(record)
-            return None if chosen is None else (chosen, chosen in record.superseded)
-
-        while (locked := await self.lock(pick)) is not None:
-            entry, file = locked
-            superseded, used = entry in record.superseded, False
-            with fallback.trying(entry, superseded, older):
-                if not isinstance(file, File):
-                    pick(await self.record())  # for older()
-                    raise UnreadableError(file) from file
-                reader = self.checkpoint(entry, file, staging)
-                try:
-                    with unreadable_errors():
-                        await reader.hold()
-                        if superseded:
-                            await reader.own.verify()
-                        result = await use(reader)
-                    used = True
-                    return result
-                except UnreadableError as unreadable:
-                    if not is_exhausted(unreadable.error):
-                        pick(await self.record())
-                    raise
-                finally:
-                    if not (used and keep):
-                        await reader.close()
-        raise only_rejected(record.entries, which, path) or self.nothing(path, which)
-
-    def checkpoint(self, entry: Entry, file: File, staging: Staging) -> CheckpointReader:
-        """Return the reader of a checkpoint whose slot is locked; close it."""
-        return CheckpointReader({0: self.part(entry, file, staging)})
-
-    def part(self, entry: Entry, file: File, staging: Staging) -> PartReader:
-        """Return the reader of a locked slot."""
-        slot = OpenSlot(self.opened.medium, file, entry, self.identity.block_bytes)
-        return PartReader(slot, CopyBackend(self.opened.operations), staging)
-
-    def nothing(self, path: str | os.PathLike[str], which: Which) -> NoCheckpointError:
-        """Return the error if there is no checkpoint, or not the requested one."""
-        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{describe_which(which)}")
+    working = work()
+    try:
+        working.send(None)  # no loop is around it: these operations never suspend
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    working.close()
+    raise RuntimeError("it waits for something")
 
 
 def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:
@@ -224,24 +185,7 @@ def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None
 
     Raises CorruptStoreError, ReadError.
     """
-    operations = OperationsAtOnce()
-    opened = OpenMedium(operations, Files(path, operations), "")
-
-    async def read() -> tuple[Identity, Record] | None:
-        try:
-            reader = await StoreReader.open(opened)
-            return None if reader is None else (reader.identity, await reader.record())
-        finally:
-            await opened.medium.close()
-
-    work = read()
-    try:
-        work.send(None)  # no loop is around it: these operations never suspend
-    except StopIteration as end:
-        found: tuple[Identity, Record] | None = end.value
-        return found
-    work.close()
-    raise RuntimeError("it waits for something")
+    return at_once(path, StoreReader.newest)
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:

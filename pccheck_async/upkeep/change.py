@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pccheck_async.api import open_reader
-from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError
+from pccheck_async.errors import NoCheckpointError, StoreLockedError
 from pccheck_async.format import CheckpointInfo, Entry, check_name, describe_which, whole_step
-from pccheck_async.format.record import slot_number
-from pccheck_async.group import is_group_folder, reject_in_group
+from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, slot_number
+from pccheck_async.group import Place, mark_rejected, open_place
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.store import KeepAll, Retention, Store, open_store
 from pccheck_async.upkeep.reading import LOCK_SECONDS, run
 
 __all__ = ["Removal", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +75,13 @@ def remove_checkpoints(
         removed[:] = [entry for entry in entries if entry not in kept]
         return kept
 
-    async def drop(store: Store) -> None:
-        await store.amend(change)
-        await store.slots.remove_surplus()
+    async def drop() -> None:
+        async with _writing(path, io) as (_, (store,)):
+            await store.amend(change)
+            await store.slots.remove_surplus()
 
     before = slot_bytes(Path(path))
-    _with_store(path, io, drop)
+    run(drop())
     return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
 
 
@@ -98,10 +97,11 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
     """
     number = whole_step(step)
 
-    async def pin(store: Store) -> CheckpointInfo:
-        return (await store.pin(number, pinned)).info
+    async def pin() -> CheckpointInfo:
+        async with _writing(path, io) as (_, (store,)):
+            return (await store.pin(number, pinned)).info
 
-    return _with_store(path, io, pin)
+    return run(pin())
 
 
 def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:
@@ -122,35 +122,55 @@ def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "aut
         StoreFailedError: the record could not be written.
     """
     number = whole_step(step)
-    if isinstance(io, str) and is_group_folder(path):
-        return run(reject_in_group(path, number, LOCK_SECONDS))
 
-    async def reject(store: Store) -> tuple[CheckpointInfo, ...]:
-        rejected = await store.reject(number, {}, store.committed.largest_counter)
-        return tuple(entry.info for entry in rejected)
+    async def reject() -> tuple[CheckpointInfo, ...]:
+        async with _writing(path, io, by_ranks_alone=False) as (place, stores):
+            await place.look()  # only now, when none of the records can change any more
+            if not place.complete:
+                raise place.nothing(None)
+            others = {one.key.counter: one.step for one in place.incomplete}
+            entries = [one.entry for one in place.complete]
+            chosen = Retention.reject(entries, number, others, max([*others, *(entry.counter for entry in entries)]))
+            for store in stores:
+                await mark_rejected(store, chosen)
+            await place.look()
+            return tuple(info for info in place.infos if info.counter in chosen)
 
-    return _with_store(path, io, reject)
+    return run(reject())
 
 
-def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
-    """Open an existing store for writing, and never make one."""
-    if is_group_folder(path):
-        raise StoreError(
-            f"{os.fspath(path)} holds a group's checkpoints, which only its ranks can change together: engine.pin(), "
-            "engine.unpin() and engine.remove() on all of them; keep_last and the other rules drop what is neither "
-            "pinned nor kept"
-        )
+@asynccontextmanager
+async def _writing(
+    path: str | os.PathLike[str], io: IO, *, by_ranks_alone: bool = True
+) -> AsyncIterator[tuple[Place, list[Store]]]:
+    """Open all stores of a place for writing, and never make one.
 
-    async def change() -> T:
-        reader = await open_reader(path, io)
-        async with reader.opened as opened:
-            committed = len((await reader.record()).entries)
-            await opened.medium.close(reader.commit)
-            slots = sum(1 for name in await opened.medium.names() if slot_number(name) is not None)
-            free = max(0, slots - committed)  # as many stay free: the trainer reserved them
+    Raises StoreError for a group's if the change is one that ``by_ranks_alone`` is made.
+    """
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(await open_place(path, io))
+        if by_ranks_alone:
+            place.check_one_process()
+        if not place.stores:
+            raise place.nothing(None)
+        stores: list[Store] = []
+        for rank, (_, record) in place.stores.items():
+            folder, medium = place.path / place.folder(rank), place.opened.medium
+            if place.of_group:
+                medium = Files(folder, place.opened.operations)
+                stack.push_async_callback(medium.close)
+            slots = sum(1 for name in await medium.names() if slot_number(name) is not None)
+            free = max(0, slots - len(record.entries))  # as many stay free: the trainer reserved them
             try:
-                store = await open_store(
-                    opened.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
+                stores.append(
+                    await open_store(
+                        medium,
+                        path=folder,
+                        retention=KeepAll(),
+                        max_in_flight=free,
+                        lock_timeout=LOCK_SECONDS,
+                        version=GROUP_VERSION if place.of_group else FORMAT_VERSION,
+                    )
                 )
             except StoreLockedError as error:
                 raise StoreLockedError(
@@ -158,6 +178,4 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
                     "engine.unpin(step), engine.remove(step=step) and engine.reject(step); what none of its rules "
                     "keeps goes with its next commit"
                 ) from None
-            return await work(store)
-
-    return run(change())
+        yield place, stores

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -17,10 +17,12 @@ import torch
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.group import open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
+from pccheck_async.store import CheckpointReader
 from pccheck_async.transfer import Tasks
-from pccheck_async.upkeep.reading import Held, Progress, hold, run
+from pccheck_async.upkeep.reading import Progress, run
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]
 
@@ -143,7 +145,9 @@ def compare_checkpoints(
         other, other_rank = path, rank if other_rank is None else other_rank
 
     async def compare() -> Comparison:
-        async with _side(path, step, io, rank) as one, _side(other, other_step, io, other_rank) as two:
+        async with AsyncExitStack() as stack:
+            one = await _side(stack, path, step, io, rank)
+            two = await _side(stack, other, other_step, io, other_rank)
             comparing = _Comparing(one.opened, one, two, progress)
             differences = tuple(await comparing.run())
             return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences, one.rank, two.rank)
@@ -154,13 +158,12 @@ def compare_checkpoints(
 class _Side:
     """One of the two checkpoints."""
 
-    def __init__(self, held: Held) -> None:
-        self.info = held.entry.info
-        self.rank = held.checkpoint.own_rank if held.checkpoint.of_group else None
-        self.opened = held.reader.opened
-        self._step = held.entry.step
-        self._listing = list_leaves(held.checkpoint.manifest)
-        self._checkpoint = held.checkpoint
+    def __init__(self, opened: OpenMedium, checkpoint: CheckpointReader) -> None:
+        self.info = checkpoint.entry.info
+        self.rank = checkpoint.named_rank
+        self.opened = opened
+        self._listing = list_leaves(checkpoint.manifest)
+        self._checkpoint = checkpoint
         self.branches = self._listing.branches
         self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
 
@@ -177,18 +180,18 @@ class _Side:
             leaves = self._listing.within(low, high)
             raise DamagedError(
                 f"{error}; it holds {', '.join(leaves[:5])}{', ...' if len(leaves) > 5 else ''} of step "
-                f"{self._step}; `pccheck verify` names all damage"
+                f"{self.info.step}; `pccheck verify` names all damage"
             ) from None
         return memoryview(whole)
 
 
-@asynccontextmanager
-async def _side(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None) -> AsyncIterator[_Side]:
-    """Hold one; of a group's, tensors that lie on several ranks are in full."""
-    async with hold(path, which, io, rank) as held:
-        await held.checkpoint.merge()
-        held.checkpoint.own.keeps = True
-        yield _Side(held)
+async def _side(stack: AsyncExitStack, path: str | os.PathLike[str], which: Which, io: IO, rank: int | None) -> _Side:
+    """Hold one until the stack is left; of a group's, tensors that lie on several ranks are in full."""
+    place = await stack.enter_async_context(await open_place(path, io, rank=rank))
+    checkpoint = await stack.enter_async_context(place.hold(which))
+    await checkpoint.merge()
+    checkpoint.own.keeps = True
+    return _Side(place.opened, checkpoint)
 
 
 class _Comparing:

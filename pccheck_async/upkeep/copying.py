@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
 
-from pccheck_async.api import open_folder, open_reader
-from pccheck_async.errors import DamagedError, ReadError, StoreError, StoreFullError
-from pccheck_async.format import CheckpointInfo, Entry, Key, Run, Which, align, crc32, which_one
+from pccheck_async.errors import DamagedError, StoreError, StoreFullError
+from pccheck_async.format import CheckpointInfo, Entry, Key, Run, align, crc32, which_one
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import GROUP_VERSION, IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
     Applied,
-    Complete,
-    GroupReader,
     Part,
+    Place,
     domain_of,
-    is_group_folder,
     members_digest,
+    open_folder,
+    open_place,
     pinned_keys,
     rank_name,
     seen_stores,
@@ -36,31 +33,19 @@ from pccheck_async.group import (
 )
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.medium.files import Files
-from pccheck_async.medium.open_medium import IO, store_path
+from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.state import refuse_boxes
-from pccheck_async.store import (
-    CheckpointReader,
-    FolderPart,
-    KeepAll,
-    PartReader,
-    SlotLease,
-    Staging,
-    Store,
-    check_descriptors,
-    open_store,
-)
+from pccheck_async.store import KeepAll, PartReader, SlotLease, Store, check_descriptors, open_store
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.transfer.copying import CopyBackend
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, check_chunks, hold, run
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, check_chunks, run
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
 
-_HOLD_SECONDS = 30.0
-"""For which it is tried to hold the parts of all ranks of one checkpoint while they save."""
-
 _TARGET_DESCRIPTORS = 3
 """Of each rank in the target: its folder, its records and the new slot; those of its other slots are open, too."""
+
+_LEAVE_OUT = "copy the parts of all ranks: leave the rank out"
 
 
 def copy_checkpoint(
@@ -121,28 +106,21 @@ def copy_checkpoint(
     with suppress(OSError):
         if os.path.samefile(source, target):
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
-    if rank is None and isinstance(io, str) and is_group_folder(source):
-        return run(_copy_group(source, Path(target), which, pinned, progress, io))
 
     async def copy() -> CheckpointInfo:
-        async with hold(source, which, io, rank) as held, await open_folder(target, io) as opened:
-            if rank is None:
-                refuse_boxes(held.manifest.skeleton)
-            else:
-                refuse_boxes(held.manifest.skeleton, "copy the parts of all ranks: leave the rank out")
-            return await _copy(held, opened.medium, target, pinned, progress)
+        async with (
+            await open_place(source, io, rank=rank) as place,
+            place.hold(which, every=rank is None) as checkpoint,
+            await open_folder(target, io) as opened,
+        ):
+            whole = place.of_group and rank is None
+            copying = _Copying(place, [*checkpoint.parts.values()] if whole else [checkpoint.own], pinned, progress)
+            if whole:
+                return await copying.into_group(Path(target), opened)
+            refuse_boxes(checkpoint.manifest.skeleton, *(() if rank is None else (_LEAVE_OUT,)))
+            return await copying.into_store(target, opened.medium)
 
     return run(copy())
-
-
-async def _copy(held: Held, medium: Medium, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
-    store = await open_store(medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
-    there = store.committed.entries
-    _check_room(held.entry, there, path)
-    counter = max(held.entry.counter, store.committed.largest_counter + 1)
-    written = await _write(held, store, counter, pinned, progress)
-    await store.commit(written.lease, written.entry, [written.manifest])
-    return written.entry.info
 
 
 def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[str]) -> None:
@@ -162,173 +140,136 @@ class _Written(NamedTuple):
     manifest: Piece
 
 
-async def _write(held: Held, store: Store, counter: int, pinned: bool | None, progress: Progress) -> _Written:
-    """Write the payload of a checkpoint that is held into a new slot, as the checkpoint of that counter."""
-    manifest = structs.replace(held.manifest, counter=counter)
-    data, block = encode(manifest), store.block_bytes
-    offset = align(manifest.payload_nbytes, block)
-    lease = await store.reserve(offset + align(len(data), block))
-    try:
-        await _write_payload(held, store.medium, lease, progress)
-    except BaseException:
-        await store.release(lease)
-        raise
-    padded = aligned_buffer(align(len(data), block))
-    padded[: len(data)] = data
-    entry = structs.replace(
-        held.entry,
-        counter=counter,
-        pinned=held.entry.pinned if pinned is None else pinned,
-        slot=lease.slot,
-        manifest_offset=offset,
-        manifest_nbytes=len(data),
-        manifest_checksum=crc32(data),
-    )
-    return _Written(lease, entry, (offset, padded))
+class _Copying:
+    """A checkpoint on its way into another place: all its parts, or one, which are held.
 
+    Args:
+        source: Where it is.
+        parts: Those to copy, by their ranks in the target.
+        pinned: Whether the copy is pinned; None: as in the source.
+        progress: Of the bytes of all parts.
+    """
 
-async def _write_payload(held: Held, medium: Medium, lease: SlotLease, progress: Progress) -> None:
-    manifest, done = held.manifest, 0
+    def __init__(self, source: Place, parts: Sequence[PartReader], pinned: bool | None, progress: Progress) -> None:
+        self._source, self._parts, self._pinned, self._progress = source, parts, pinned, progress
+        self._done, self._total = 0, sum(part.manifest.payload_nbytes for part in parts)
 
-    def damaged(index: int, reason: str) -> None:
-        chunk = manifest.chunks[index]
-        raise DamagedError(
-            f"{held.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
-            f"checkpoint of step {held.entry.step} is damaged ({reason}); nothing was copied"
+    async def _write(self, part: PartReader, store: Store, counter: int) -> _Written:
+        """Write the payload of a part into a new slot, as one of the checkpoint of that counter."""
+        manifest = structs.replace(part.manifest, counter=counter)
+        data, block = encode(manifest), store.block_bytes
+        offset = align(manifest.payload_nbytes, block)
+        lease = await store.reserve(offset + align(len(data), block))
+        try:
+            await self._write_payload(part, store.medium, lease)
+        except BaseException:
+            await store.release(lease)
+            raise
+        padded = aligned_buffer(align(len(data), block))
+        padded[: len(data)] = data
+        entry = structs.replace(
+            part.entry,
+            counter=counter,
+            pinned=part.entry.pinned if self._pinned is None else self._pinned,
+            slot=lease.slot,
+            manifest_offset=offset,
+            manifest_nbytes=len(data),
+            manifest_checksum=crc32(data),
         )
+        return _Written(lease, entry, (offset, padded))
 
-    async def write(run: ChunkRun, view: memoryview) -> None:
-        # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
-        # goes on without O_DIRECT.
-        nonlocal done
-        await medium.write(lease.file, run.offset, view)
-        done += run.nbytes
-        progress(done, manifest.payload_nbytes)
+    async def _write_payload(self, part: PartReader, medium: Medium, lease: SlotLease) -> None:
+        def damaged(index: int, reason: str) -> None:
+            chunk = part.manifest.chunks[index]
+            raise DamagedError(
+                f"{part.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
+                f"checkpoint of step {part.entry.step} is damaged ({reason}); nothing was copied"
+            )
 
-    await check_chunks(held.reader.opened, held.file, manifest, damaged=damaged, checked=write)
+        async def write(run: ChunkRun, view: memoryview) -> None:
+            # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
+            # goes on without O_DIRECT.
+            await medium.write(lease.file, run.offset, view)
+            self._done += run.nbytes
+            self._progress(self._done, self._total)
 
+        await check_chunks(self._source.opened, part.file, part.manifest, damaged=damaged, checked=write)
 
-# -- groups
+    async def into_store(self, path: str, medium: Medium) -> CheckpointInfo:
+        """Commit the one part to the store of one process."""
+        (part,) = self._parts
+        store = await open_store(medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+        _check_room(part.entry, store.committed.entries, path)
+        one = await self._write(part, store, max(part.entry.counter, store.committed.largest_counter + 1))
+        await store.commit(one.lease, one.entry, [one.manifest])
+        return one.entry.info
 
+    async def into_group(self, target: Path, opened: OpenMedium) -> CheckpointInfo:
+        """Commit the parts of all ranks to a group's folder by the group's protocol.
 
-async def _copy_group(
-    source: str | os.PathLike[str], target: Path, which: Which, pinned: bool | None, progress: Progress, io: IO
-) -> CheckpointInfo:
-    if (target / IDENTITY_NAME).exists():
-        raise StoreError(
-            f"{target} holds the checkpoints of one process, and {os.fspath(source)} those of a group: copy into "
-            "another folder, or the part of one rank alone (--rank, rank=)"
-        )
-    async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(_hold_parts(source, which, io))
+        All are prepared, and only then marked committed. The rest of a copy that was cut short is provably no
+        checkpoint, and is dropped.
+        """
+        if (target / IDENTITY_NAME).exists():
+            raise StoreError(
+                f"{target} holds the checkpoints of one process, and {self._source.path} those of a group: copy into "
+                "another folder, or the part of one rank alone (--rank, rank=)"
+            )
+        parts = self._parts
         there = (len(list((target / rank_name(rank)).glob("slot-*"))) for rank in range(len(parts)))
         check_descriptors(sum(there) + _TARGET_DESCRIPTORS * len(parts), "copying")
         domain_of(target)
-        threads = await stack.enter_async_context(await open_folder(target, io))
-        stores: list[Store] = []
-        for rank in range(len(parts)):
-            folder = target / rank_name(rank)
-            medium = Files(folder, threads.operations)
-            stack.push_async_callback(medium.close)
-            store = await open_store(
-                medium,
-                path=folder,
-                retention=KeepAll(),
-                max_in_flight=1,
-                lock_timeout=LOCK_SECONDS,
-                version=GROUP_VERSION,
-            )
-            stores.append(store)
-        return await _copy_parts(parts, stores, target, pinned, progress)
-
-
-@asynccontextmanager
-async def _hold_parts(source: str | os.PathLike[str], which: Which, io: IO) -> AsyncIterator[list[Held]]:
-    """Hold the parts of all ranks of one complete checkpoint.
-
-    A part that is locked, and that the record of its rank reads after locking still names, keeps its bytes. Ranks that
-    save meanwhile may replace the checkpoint before all parts are locked. Then the one that replaced it is tried.
-    """
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + _HOLD_SECONDS
-    reader = await open_reader(source, io, which=which, rank=0)
-    assert isinstance(reader, GroupReader)
-    async with reader.opened:
-        while True:
-            chosen = reader.listing.choose(which)
-            check_descriptors(chosen.world, "copying")
-            async with AsyncExitStack() as locks:
-                parts = [_part(reader, chosen, rank) for rank in range(chosen.world)]
-                try:
-                    for part in parts:
-                        locks.push_async_callback(part.checkpoint.close)
-                        await part.checkpoint.hold()
-                except (DamagedError, ReadError):
-                    await reader.record()
-                    if any(one.key == chosen.key for one in reader.listing.complete):
-                        raise  # nothing replaced it
-                else:
-                    for part in parts:
-                        entry = structs.replace(part.entry, pinned=chosen.entry.pinned)
-                        part.checkpoint.own.source.entry = entry.as_rejected() if chosen.entry.rejected else entry
-                    yield parts
-                    return
-            if clock() > deadline:
-                raise ReadError(
-                    f"the ranks of {os.fspath(source)} save faster than all parts of one checkpoint can be locked"
+        async with AsyncExitStack() as stack:
+            stores: list[Store] = []
+            for rank in range(len(parts)):
+                folder = target / rank_name(rank)
+                medium = Files(folder, opened.operations)
+                stack.push_async_callback(medium.close)
+                store = await open_store(
+                    medium,
+                    path=folder,
+                    retention=KeepAll(),
+                    max_in_flight=1,
+                    lock_timeout=LOCK_SECONDS,
+                    version=GROUP_VERSION,
                 )
+                stores.append(store)
+            return await self._into_stores(stores, target)
 
-
-def _part(reader: GroupReader, chosen: Complete, rank: int) -> Held:
-    source = FolderPart(reader.opened, rank_name(rank), chosen.key)
-    part = PartReader(source, CopyBackend(reader.opened.operations), Staging())
-    return Held(reader, CheckpointReader({rank: part}, rank))
-
-
-async def _copy_parts(
-    parts: list[Held], stores: list[Store], target: Path, pinned: bool | None, progress: Progress
-) -> CheckpointInfo:
-    """Commit the parts by the group's protocol: all are prepared, and only then marked committed.
-
-    The stores are locked. The rest of a copy that was cut short is provably no checkpoint, and is dropped.
-    """
-    seen = {store.rank: store for store in seen_stores(target)}
-    view = view_of(list(seen.values()), [0], [])
-    if view.error is not None:
-        raise StoreError(f"{target}: {view.error}")
-    dead = {one.key for one in view.incomplete if one.proven}
-    rejected = {one.key for one in view.complete if one.entry.rejected}
-    there = [[part for part in seen[rank].parts if part.key not in dead] for rank in range(len(stores))]
-    for named in there:  # a checkpoint rejected on one rank is so on all
-        marked = [part.entry.as_rejected() if part.key in rejected else part.entry for part in named]
-        _check_room(parts[0].entry, marked, target)
-    counter = max(parts[0].entry.counter, view.base + 1)
-    members = members_digest((rank, store.file.identity.id_bytes) for rank, store in enumerate(stores))
-    made = Run(view.number, secrets.randbits(64), members)
-    total, done = sum(part.manifest.payload_nbytes for part in parts), 0
-
-    def advance(before: int, nbytes: int, _: int) -> None:
-        progress(before + nbytes, total)
-
-    async with AsyncExitStack() as stack:  # on an error slots are free again that no record may name
-        leased: list[AsyncExitStack] = []
-        written: list[_Written] = []
-        for held, store in zip(parts, stores, strict=True):
-            one = await _write(held, store, counter, pinned, partial(advance, done))
-            leased.append(await stack.enter_async_context(AsyncExitStack()))
-            leased[-1].push_async_callback(store.release, one.lease, one.entry.manifest_offset)
-            written.append(one)
-            done += held.manifest.payload_nbytes
-        for one, store in zip(written, stores, strict=True):
-            await store.make_data_durable(one.lease, [one.manifest])
-            await store.medium.unlock(one.lease.file)  # all writes ended: readers of a record may lock the slot
-        entry = written[0].entry
-        pins = pinned_keys(seen.values()) | ({Key(counter, made)} if entry.pinned else set())
-        applied = Applied(made, 1, tuple(sorted(pins)))
-        for committed in (False, True):
-            # Crash: parts that are called committed, of a checkpoint that never was complete, count as lost.
-            for rank, (one, store) in enumerate(zip(written, stores, strict=True)):
-                leased[rank].pop_all()  # the record's from here on
-                part = Part(made, rank, len(parts), committed, one.entry)
-                await write_parts(store, (part, *there[rank]), applied)
-    return replace(entry.info, nbytes=sum(part.entry.nbytes for part in parts))
+    async def _into_stores(self, stores: Sequence[Store], target: Path) -> CheckpointInfo:
+        """Commit the parts to stores that are locked."""
+        parts = self._parts
+        seen = {store.rank: store for store in seen_stores(target)}
+        view = view_of(list(seen.values()), [0], [])
+        if view.error is not None:
+            raise StoreError(f"{target}: {view.error}")
+        dead = {one.key for one in view.incomplete if one.proven}
+        rejected = {one.key for one in view.complete if one.entry.rejected}
+        there = [[part for part in seen[rank].parts if part.key not in dead] for rank in range(len(stores))]
+        for named in there:  # a checkpoint rejected on one rank is so on all
+            marked = [part.entry.as_rejected() if part.key in rejected else part.entry for part in named]
+            _check_room(parts[0].entry, marked, target)
+        counter = max(parts[0].entry.counter, view.base + 1)
+        members = members_digest((rank, store.file.identity.id_bytes) for rank, store in enumerate(stores))
+        made = Run(view.number, secrets.randbits(64), members)
+        async with AsyncExitStack() as stack:  # on an error slots are free again that no record may name
+            leased: list[AsyncExitStack] = []
+            written: list[_Written] = []
+            for read, store in zip(parts, stores, strict=True):
+                one = await self._write(read, store, counter)
+                leased.append(await stack.enter_async_context(AsyncExitStack()))
+                leased[-1].push_async_callback(store.release, one.lease, one.entry.manifest_offset)
+                written.append(one)
+            for one, store in zip(written, stores, strict=True):
+                await store.make_data_durable(one.lease, [one.manifest])
+                await store.medium.unlock(one.lease.file)  # all writes ended: readers of a record may lock the slot
+            entry = written[0].entry
+            pins = pinned_keys(seen.values()) | ({Key(counter, made)} if entry.pinned else set())
+            applied = Applied(made, 1, tuple(sorted(pins)))
+            for committed in (False, True):
+                # Crash: parts that are called committed, of a checkpoint that never was complete, count as lost.
+                for rank, (one, store) in enumerate(zip(written, stores, strict=True)):
+                    leased[rank].pop_all()  # the record's from here on
+                    part = Part(made, rank, len(parts), committed, one.entry)
+                    await write_parts(store, (part, *there[rank]), applied)
+        return replace(entry.info, nbytes=sum(part.entry.nbytes for part in parts))

@@ -1,30 +1,25 @@
-"""Opening a store, holding a checkpoint and describing it, and checking the chunks of its payload.
-
-A checkpoint that is held has its slot locked shared, so that no writer reuses that meanwhile.
-"""
+"""Describing a checkpoint, and checking the chunks of its payload."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from pccheck_async.api import open_reader
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import ReadError
-from pccheck_async.format import CheckpointInfo, Entry, Which, combine, piece_sums, which_one
+from pccheck_async.format import CheckpointInfo, combine, piece_sums, which_one
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
+from pccheck_async.group import open_place
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves, stored_boxes
-from pccheck_async.store import CheckpointReader, Staging, StoreReader, choose
+from pccheck_async.store import CheckpointReader, Staging
 from pccheck_async.transfer import Tasks
 
-__all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["run", "runs"]
+__all__ = ["LOCK_SECONDS", "Description", "Progress", "Run", "check_chunks", "describe_checkpoint", "run", "runs"]
 
 T = TypeVar("T")
 
@@ -36,52 +31,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Block until ``work`` is done, on a loop of its own."""
     with EngineLoop("pccheck-read") as loop:
         return loop.call(work)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A committed checkpoint, held for reading, and the store that it is in."""
-
-    reader: StoreReader
-    checkpoint: CheckpointReader
-
-    @property
-    def entry(self) -> Entry:
-        """Its entry in the record."""
-        return self.checkpoint.entry
-
-    @property
-    def file(self) -> File:
-        """The slot; of a group's checkpoint, of the part that is read first."""
-        return self.checkpoint.file
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of that part."""
-        return self.checkpoint.own.manifest
-
-
-@asynccontextmanager
-async def hold(path: str | os.PathLike[str], which: Which, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
-    """Hold the newest checkpoint, or the requested one, until the context is left; of a group, a rank's part.
-
-    Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank
-    if the folder is not a group's.
-    """
-    reader = await open_reader(path, io, which=which, rank=rank)
-    async with reader.opened:
-        held = await reader.lock(lambda record: choose(record.entries, which))
-        if held is None:
-            raise reader.nothing(path, which)
-        entry, file = held
-        if not isinstance(file, File):
-            raise file
-        checkpoint = reader.checkpoint(entry, file, Staging())
-        try:
-            await checkpoint.hold()
-            yield Held(reader, checkpoint)
-        finally:
-            await checkpoint.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +104,22 @@ def describe_checkpoint(
     which = which_one(step, name)
 
     async def describe() -> Description:
-        async with hold(path, which, io, rank) as held:
-            listing = list_leaves(held.manifest)
-            sharded = tuple([leaf async for leaf in _with_boxes(held, listing)])
-            differing = tuple(await held.checkpoint.differing(is_needed=False)) if rank is None else ()
+        async with await open_place(path, io, rank=rank) as place, place.hold(which) as checkpoint:
+            entry, listing = checkpoint.entry, list_leaves(checkpoint.manifest)
+            sharded = tuple([leaf async for leaf in _with_boxes(checkpoint, listing)])
+            differing = tuple(await checkpoint.differing(is_needed=False)) if rank is None else ()
             return Description(
-                info=held.entry.info,
+                info=entry.info,
                 leaves=tuple(listing.leaves),
                 branches=listing.branches,
-                slot=slot_name(held.entry.slot),
-                slot_nbytes=held.file.nbytes,
-                chunks=held.manifest.chunks,
-                manifest_offset=held.entry.manifest_offset,
-                manifest_nbytes=held.entry.manifest_nbytes,
-                store_id=held.reader.identity.store_id,
-                block_bytes=held.reader.identity.block_bytes,
-                rank=held.checkpoint.own_rank if held.checkpoint.of_group else None,
+                slot=slot_name(entry.slot),
+                slot_nbytes=checkpoint.file.nbytes,
+                chunks=checkpoint.manifest.chunks,
+                manifest_offset=entry.manifest_offset,
+                manifest_nbytes=entry.manifest_nbytes,
+                store_id=place.identity.store_id,
+                block_bytes=place.identity.block_bytes,
+                rank=checkpoint.named_rank,
                 sharded=sharded,
                 differing=differing,
             )
@@ -178,11 +127,11 @@ def describe_checkpoint(
     return run(describe())
 
 
-async def _with_boxes(held: Held, listing: Listing) -> AsyncIterator[ShardedLeaf]:
+async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIterator[ShardedLeaf]:
     """Yield the tensors that lie on several ranks; none where only one rank's store is known."""
-    if not listing.sharded or not held.checkpoint.of_group:
+    if not listing.sharded or not checkpoint.of_group:
         return
-    manifests = await held.checkpoint.manifests()
+    manifests = await checkpoint.manifests()
     stored = {rank: stored_boxes(manifest, rank) for rank, manifest in sorted(manifests.items())}
     for leaf in listing.sharded:
         boxes = {}

@@ -13,7 +13,6 @@ from typing import Literal
 
 from msgspec import structs
 
-from pccheck_async.api import open_folder
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -42,7 +41,7 @@ from pccheck_async.format.record import (
     slot_name,
     slot_number,
 )
-from pccheck_async.group import is_group_folder, list_group, stored_domain
+from pccheck_async.group import is_group_folder, open_folder, read_place, stored_domain
 from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
@@ -206,9 +205,7 @@ async def _recover_group(medium: Medium, folder: Path, write: bool, search: bool
         if is_exhausted(error) or is_forbidden(error):
             raise
         state = "damaged"
-    listing = list_group(folder)
-    named = tuple(listing.info(one) for one in listing.complete)
-    recovery = Recovery(state, "valid", (), named, identity_name=GROUP_NAME)
+    recovery = Recovery(state, "valid", (), tuple(read_place(folder).infos), identity_name=GROUP_NAME)
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pccheck_async.api import open_reader
 from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, which_one
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
-from pccheck_async.group import is_group_folder, list_group, parts_of, rank_name
+from pccheck_async.group import open_place
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, list_leaves
-from pccheck_async.store import StoreReader, choose, read_manifest
+from pccheck_async.store import StoreReader, read_manifest
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.reading import Progress, check_chunks, run
 
@@ -149,41 +148,28 @@ def verify_checkpoints(
     which = which_one(step, name)
 
     async def verify() -> Verification:
-        async with (reader := await open_reader(path, io)).opened as opened:
-            copies, record = await _records(reader)
-            reading = _Reading(progress)
-            checks: list[CheckedCheckpoint] = []
-            while not checks:  # a running writer may drop all of them before they can be held
-                wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, which)) else []
-                if not wanted:
-                    raise reader.nothing(path, which)
-                reading.total = sum(map(_nbytes, wanted))
-                checks = [checked for entry in wanted if (checked := await _check(reader, entry, reading.add))]
-                if not checks:
-                    record = await reader.record()
-            return reading.verification(copies, checks, opened.medium.statistics().direct)
+        async with await open_place(path, io) as place:
+            while True:  # a running writer may drop all of them before they can be held
+                chosen, reading = place.choose(which), _Reading(progress)
+                wanted = [place.parts(one.key) for one in (place.complete if every else (chosen,))]
+                reading.total = sum(_nbytes(part.entry) for parts in wanted for part in parts.values())
+                copies: list[RecordCopy] = []
+                checks: list[CheckedCheckpoint] = []
+                for rank in place.stores:
+                    reader = await StoreReader.open(place.opened, place.folder(rank))
+                    if reader is None:
+                        continue  # it was removed meanwhile
+                    of_rank = rank if place.of_group else None
+                    copies += (replace(copy, rank=of_rank) for copy in await _records(reader))
+                    for part in (parts[rank] for parts in wanted if rank in parts):
+                        if checked := await _check(reader, part.entry, reading.add):
+                            checks.append(replace(checked, rank=of_rank))
+                    await place.opened.medium.close(reader.commit)
+                if checks:
+                    return reading.verification(copies, checks, place.opened.medium.statistics().direct)
+                await place.look()
 
-    async def verify_group() -> Verification:
-        while True:
-            listing, reading = list_group(path), _Reading(progress)
-            chosen = listing.choose(which)
-            keys = {one.key for one in (listing.complete if every else (chosen,))}
-            reading.total = sum(_nbytes(part.entry) for key in keys for part in listing.parts(key).values())
-            copies: list[RecordCopy] = []
-            checks: list[CheckedCheckpoint] = []
-            direct = True
-            for rank in listing.stores:
-                async with (reader := await open_reader(listing.folder / rank_name(rank), io)).opened as opened:
-                    found, record = await _records(reader)
-                    copies += (replace(copy, rank=rank) for copy in found)
-                    for part in parts_of(record):
-                        if part.key in keys and (checked := await _check(reader, part.entry, reading.add)):
-                            checks.append(replace(checked, rank=rank))
-                    direct &= opened.medium.statistics().direct
-            if checks:
-                return reading.verification(copies, checks, direct)
-
-    return run(verify_group() if isinstance(io, str) and is_group_folder(path) else verify())
+    return run(verify())
 
 
 class _Reading:
@@ -228,7 +214,7 @@ def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ..
     return tuple(copies)
 
 
-async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]:
+async def _records(reader: StoreReader) -> tuple[RecordCopy, ...]:
     """Look at the commit file until it is whole, or stays as it is."""
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
@@ -243,10 +229,9 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
         if all(copy.state != "damaged" for copy in copies) or same >= _LOOKS:
             break
         await asyncio.sleep(_LOOK_SECONDS)
-    record = newest_record(image, reader.identity.id_bytes)
-    if record is None:
-        record = await reader.record()  # raises, unless a writer was at work all the time
-    return copies, record
+    if newest_record(image, reader.identity.id_bytes) is None:
+        await reader.record()  # raises, unless a writer was at work all the time
+    return copies
 
 
 async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None]) -> CheckedCheckpoint | None:
@@ -284,7 +269,8 @@ async def check_payload(
     def damaged(index: int, reason: str) -> None:
         chunk = manifest.chunks[index]
         leaves = tuple(listing.within(chunk.offset, chunk.offset + chunk.nbytes))
-        damages[index] = Damage(file.name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
+        name = os.path.basename(file.name)
+        damages[index] = Damage(name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
 
     await check_chunks(opened, file, manifest, damaged=damaged, read=read)
     return tuple(damages[index] for index in sorted(damages))

@@ -25,7 +25,7 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.format.record import slot_name
-from pccheck_async.group import GroupListing, list_group, rank_name
+from pccheck_async.group import Place, rank_name, read_place
 from pccheck_async.transfer.operations import Operations
 from tests.group.test_sharded import mesh_of
 from tests.support.ranks import run_ranks
@@ -48,11 +48,11 @@ def whole(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(float(shape[0] * shape[1]), dtype=torch.float32).reshape(shape)
 
 
-def payload_of(listing: GroupListing) -> dict[str, int]:
+def payload_of(listing: Place) -> dict[str, int]:
     """Return the bytes of the newest checkpoint's parts, by the paths of their slots."""
     parts = listing.parts(listing.complete[0].key)
     return {
-        str(listing.folder / rank_name(rank) / slot_name(part.entry.slot)): part.entry.nbytes
+        str(listing.path / rank_name(rank) / slot_name(part.entry.slot)): part.entry.nbytes
         for rank, part in parts.items()
     }
 
@@ -60,7 +60,7 @@ def payload_of(listing: GroupListing) -> dict[str, int]:
 @contextmanager
 def counted(folder: Path) -> Iterator[Callable[[], int]]:
     """Count the bytes of payloads that this process reads, where the system is asked for them."""
-    payloads, read = payload_of(list_group(folder)), Operations.read
+    payloads, read = payload_of(read_place(folder)), Operations.read
     count = 0
 
     async def counting(self: Operations, fd: int, offset: int, into: memoryview) -> int:
@@ -121,7 +121,7 @@ def restore(folder: Path, shape: tuple[int, ...], placement: Shard, group: Group
 
 def flip(run: Path, rank: int, at: int) -> None:
     """Damage a byte of a rank's part."""
-    path = next(path for path in payload_of(list_group(run)) if f"/{rank_name(rank)}/" in path)
+    path = next(path for path in payload_of(read_place(run)) if f"/{rank_name(rank)}/" in path)
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)
@@ -195,7 +195,7 @@ def test_columns(saved: Saved, tmp_path: Path, world: int, shape: tuple[int, ...
 def test_the_same_ranks_read_their_own_parts_whole(saved: Saved, tmp_path: Path) -> None:
     run = saved(2, ROWS)
     reads = run_ranks(2, partial(restore, tmp_path, ROWS, Shard(0)))
-    assert sum(reads) == sum(payload_of(list_group(run)).values())
+    assert sum(reads) == sum(payload_of(read_place(run)).values())
 
 
 def test_damage_is_found_by_who_reads_it(saved: Saved) -> None:

@@ -46,7 +46,7 @@ from pccheck_async import (
 from pccheck_async.cli import app
 from pccheck_async.cli.ranks import placement
 from pccheck_async.format import Entry
-from pccheck_async.group import GroupListing, list_group
+from pccheck_async.group import Place, read_place
 from pccheck_async.state import PlannedBoxes, ShardBox, ShardedLeaf
 from pccheck_async.state.boxes import local_tensors
 from tests.support.group_folders import spoil
@@ -483,7 +483,7 @@ def test_a_copy_of_all_parts_has_the_tensors_in_full(grids: dict[str, Path], tmp
     for grid in ("grid", "rows"):  # four ranks, then three into the same folder
         copy_checkpoint(grids[grid], tmp_path / "copy")
         assert not compare_checkpoints(grids[grid], tmp_path / "copy").differences
-    assert [len(one.places) for one in list_group(tmp_path / "copy").complete] == [3, 4]
+    assert [len(one.places) for one in read_place(tmp_path / "copy").complete] == [3, 4]
     for rank in range(3):
         own = load_sync(tmp_path / "copy", rank=rank, keys=["t"])["t"]["own"]
         assert own.tolist() == [rank + 0.5]
@@ -655,7 +655,7 @@ def replicas(folder: Path, group: Group) -> tuple[list[Tensor], Tensor]:
 def test_replicas_are_saved_once_on_each_filesystem(tmp_path: Path) -> None:
     found = run_ranks(3, partial(replicas, tmp_path))
     assert not torch.equal(found[0][1], found[1][1])  # buffers are each rank's own
-    nbytes = [entry.nbytes for listing in (list_group(tmp_path / "run"),) for entry in _entries(listing)]
+    nbytes = [entry.nbytes for listing in (read_place(tmp_path / "run"),) for entry in _entries(listing)]
     whole = 3 * 4 * (300 * 400 + 3 * 400)
     assert sum(nbytes) < 1.1 * whole + 3 * 4 * 5_000 + 3 * (1 << 16)
     assert max(nbytes) < 0.5 * sum(nbytes)
@@ -664,7 +664,7 @@ def test_replicas_are_saved_once_on_each_filesystem(tmp_path: Path) -> None:
     assert state["alike"].tolist() == [3.0] * 5_000
 
 
-def _entries(listing: GroupListing) -> list[Entry]:
+def _entries(listing: Place) -> list[Entry]:
     return [part.entry for part in listing.parts(listing.complete[0].key).values()]
 
 

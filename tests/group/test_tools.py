@@ -45,11 +45,13 @@ from pccheck_async import (
 from pccheck_async.cli import app
 from pccheck_async.cli.watch import GroupView, View
 from pccheck_async.errors import IncompleteCheckpointError
+from pccheck_async.format import Identity, Record
 from pccheck_async.format.record import region_offsets
-from pccheck_async.group import Applied, Group, Part, list_group, rank_name, reading
-from pccheck_async.group.folder import seen_stores, write_parts
+from pccheck_async.group import Applied, Group, Part, Place, place, rank_name, read_place
+from pccheck_async.group.folder import record_of, seen_stores, write_parts
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
 from pccheck_async.store import Store, read_at_once
 from tests.store.test_status_file import EXAMPLE, published
@@ -224,18 +226,26 @@ def test_worlds_of_two_sizes_in_one_folder(folder: Path) -> None:
 def test_records_that_change_while_they_are_read(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's was read before step 3 was prepared there, that of rank 1 afterwards and then when step 2 went."""
     one, other = seen_stores(made)
+    stores = read_place(made).stores
     prepared, dropped = replace(other.parts[0], committed=False), replace(other.parts[0], committed=True)
-    for torn in ([(prepared, *other.parts[1:])], [(prepared, *other.parts[1:]), (dropped, other.parts[2])]):
-        reads = iter([[replace(one, parts=one.parts[1:]), replace(other, parts=parts)] for parts in torn])
-        monkeypatch.setattr(
-            reading, "seen_stores", lambda folder, reads=reads: next(reads, None) or seen_stores(folder)
-        )
+    torn: list[tuple[tuple[Part, ...], ...]] = []  # of rank 0 and 1, look by look
+
+    async def read(opened: OpenMedium, folder: Path) -> dict[int, tuple[Identity, Record]]:
+        now = torn.pop(0) if torn else (one.parts, other.parts)
+        found: dict[int, tuple[Identity, Record]] = {}
+        for (rank, (identity, record)), parts in zip(stores.items(), now, strict=True):
+            assert record.parts is not None
+            assert record.parts.applied is not None
+            found[rank] = identity, record_of(parts, record.parts.applied, record)
+        return found
+
+    monkeypatch.setattr(place, "read_stores", read)
+    for late in ([(prepared, *other.parts[1:])], [(prepared, *other.parts[1:]), (dropped, other.parts[2])]):
+        torn += [(one.parts[1:], parts) for parts in late]
         assert [info.step for info in list_checkpoints(made)] == [3, 2, 1]
-        assert list(reads) == []
-    first = [replace(one, parts=one.parts[1:]), replace(other, parts=(prepared, *other.parts[1:]))]
-    reads = iter([first, [replace(one, parts=(one.parts[0], one.parts[2])), other]])
-    monkeypatch.setattr(reading, "seen_stores", lambda folder: next(reads))
-    listing = list_group(made)  # step 2 was dropped between the last two reads, and lacks nothing
+        assert torn == []
+    torn += [(one.parts[1:], (prepared, *other.parts[1:])), ((one.parts[0], one.parts[2]), other.parts)]
+    listing = read_place(made)  # step 2 was dropped between the last two reads, and lacks nothing
     assert [one.entry.step for one in listing.complete] == [3, 1]
     assert listing.incomplete == ()
 
@@ -369,14 +379,14 @@ def test_the_parts_of_a_copy_are_locked_by_one_look_at_the_records(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looks that grow with the ranks take longer than ranks that save need to replace it."""
-    looks = []
+    looks, look = [], Place.look
 
-    def listed(path: Path) -> reading.GroupListing:
-        looks.append(path)
-        return list_group(path)
+    async def looked(self: Place) -> None:
+        looks.append(self.path)
+        await look(self)
 
     save_in_group(tmp_path / "four", 4, 1)
-    monkeypatch.setattr(reading, "list_group", listed)
+    monkeypatch.setattr(Place, "look", looked)
     counts = []
     for source in (made, tmp_path / "four"):
         looks.clear()
@@ -428,7 +438,7 @@ def test_a_copy_keeps_the_pins_of_what_is_not_all_there(folder: Path, tmp_path: 
     target = tmp_path / "copy"
     copy_checkpoint(folder, target, step=1)
     (target / "rank-00001").rename(tmp_path / "aside")  # a disk that is not mounted now
-    assert [one.proven for one in list_group(target).incomplete] == [False]
+    assert [one.proven for one in read_place(target).incomplete] == [False]
     copy_checkpoint(folder, target, step=2)
     assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(2, False)]
     shutil.rmtree(target / "rank-00001")
@@ -532,11 +542,11 @@ def test_a_copy_that_was_cut_short_is_no_checkpoint(
         patched.setattr("pccheck_async.upkeep.copying.write_parts", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
             copy_checkpoint(folder, target, step=2)
-    listing = list_group(target)
+    listing = read_place(target)
     assert [one.entry.step for one in listing.complete] == [1]
     assert [(one.step, one.ranks, one.committed, one.proven) for one in listing.incomplete] == [(2, (1,), False, True)]
     copy_checkpoint(folder, target, step=3)
-    listing = list_group(target)
+    listing = read_place(target)
     assert ([one.entry.step for one in listing.complete], listing.incomplete) == ([3, 1], ())
     assert verify_checkpoints(target, every=True).whole
     copy_checkpoint(folder, target, step=2)
@@ -558,7 +568,7 @@ def test_a_copy_is_complete_once_all_records_name_its_parts(
         patched.setattr("pccheck_async.upkeep.copying.write_parts", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
             copy_checkpoint(folder, target, step=2)
-    listing = list_group(target)
+    listing = read_place(target)
     assert ([one.entry.step for one in listing.complete], listing.incomplete) == ([2], ())
     assert verify_checkpoints(target, every=True).whole
     copy_checkpoint(folder, target, step=3)

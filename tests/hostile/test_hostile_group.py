@@ -42,7 +42,7 @@ from pccheck_async.format.record import (
     REGION_NBYTES,
     decode_identity,
 )
-from pccheck_async.group import Group, list_group, rank_name
+from pccheck_async.group import Group, rank_name, read_place
 from pccheck_async.group.folder import domain_of
 from pccheck_async.store import read_at_once
 from tests.hostile.test_hostile import in_a_cage
@@ -211,7 +211,7 @@ def set_worlds(folder: Path, world: int) -> None:
 @pytest.mark.parametrize("world", [2**40, 0, -1, 1, 2**64 - 1])
 def test_a_record_of_an_impossible_world_is_none(folder: Path, world: int) -> None:
     set_worlds(folder, world)
-    for look in (list_checkpoints, load_sync, verify_checkpoints, list_group):
+    for look in (list_checkpoints, load_sync, verify_checkpoints, read_place):
         with pytest.raises(CorruptStoreError, match="rank-0000"):
             look(folder)
     for command in ("ls", "show", "verify", "recover"):
@@ -226,7 +226,7 @@ def test_a_record_of_a_huge_world_costs_what_is_there(folder: Path, world: int, 
     def look(_: random.Random, __: int, log: Callable[[str], None]) -> Counter[str]:
         log("a huge world")
         assert list_checkpoints(folder) == []
-        listing = list_group(folder)
+        listing = read_place(folder)
         assert [(one.step, one.missing) for one in listing.incomplete] == [(2, world - 2), (1, world - 2)]
         with pytest.raises(IncompleteCheckpointError, match=rf"ranks 2, 3, 4, 5, 6, 7, 8, 9 and {world - 10} more"):
             load_sync(folder)

@@ -24,7 +24,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
-from pccheck_async.cli.stores import Place, parse_place
+from pccheck_async.cli.stores import Side, parse_side
 from tests.support.children import in_child
 from tests.support.limits import limited_descriptors
 
@@ -216,11 +216,11 @@ def test_diff_of_hostile_names_and_forms(tmp_path: Path) -> None:
 
 def test_places(tmp_path: Path) -> None:
     (tmp_path / "run@7").mkdir()
-    assert parse_place(f"{tmp_path}/run@7") == Place(tmp_path / "run@7", None)
-    assert parse_place(f"{tmp_path}/run@7@8") == Place(tmp_path / "run@7", 8)
-    assert parse_place("a@b@-3") == Place(Path("a@b"), -3)
-    assert parse_place("@12") == Place(None, 12)
-    assert parse_place("a@b") == Place(Path("a@b"), None)
+    assert parse_side(f"{tmp_path}/run@7") == Side(tmp_path / "run@7", None)
+    assert parse_side(f"{tmp_path}/run@7@8") == Side(tmp_path / "run@7", 8)
+    assert parse_side("a@b@-3") == Side(Path("a@b"), -3)
+    assert parse_side("@12") == Side(None, 12)
+    assert parse_side("a@b") == Side(Path("a@b"), None)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import storage
@@ -16,30 +16,28 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pccheck_async.api import chunk_pool, open_folder
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointError, ReadError, StateMismatchError
-from pccheck_async.format import Entry, Key, Run
+from pccheck_async.format import Entry, Key
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.group import is_group_folder, list_group, rank_name
+from pccheck_async.group import chunk_pool, open_place, read_place
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
 from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
-from pccheck_async.store import FolderPart, PartReader, Staging, no_store_in, only_rejected, read_at_once
-from pccheck_async.transfer.copying import CopyBackend
+from pccheck_async.store import PartReader, Staging, only_rejected
 
 __all__ = ["StorageReader"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """A checkpoint, and the folders in ``root`` that have its parts, by rank; "" for that of one process."""
+    """A checkpoint under ``root``, and the number of its parts."""
 
     root: str
     key: Key
     step: int
-    folders: dict[int, str]
+    world: int
 
 
 class StorageReader(storage.StorageReader):
@@ -127,19 +125,12 @@ class StorageReader(storage.StorageReader):
 
 
 def _choose(root: str, name: str | None) -> _Chosen:
-    if is_group_folder(root):
-        listing = list_group(root)
-        complete = {one.entry.counter: one for one in listing.complete}
-        if not complete:
-            raise listing.nothing(None)
-        entry = _named([one.entry for one in listing.complete], root, name)
-        one = complete[entry.counter]
-        return _Chosen(root, one.key, entry.step, {rank: rank_name(rank) for rank in range(one.world)})
-    found = read_at_once(root)
-    if found is None:
-        raise no_store_in(root)
-    entry = _named(found[1].entries, root, name)
-    return _Chosen(root, Key(entry.counter, Run(0, 0, 0)), entry.step, {0: ""})
+    place = read_place(root)
+    if not place.complete:
+        raise place.nothing(None)
+    entry = _named([one.entry for one in place.complete], root, name)
+    one = next(one for one in place.complete if one.entry is entry)
+    return _Chosen(root, one.key, entry.step, one.world)
 
 
 def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
@@ -158,39 +149,22 @@ def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
 async def _manifests(chosen: _Chosen) -> dict[int, Manifest]:
     """Return the manifests of all parts. Raises CorruptStoreError, ReadError."""
     found = {}
-    async with _Reading(chosen) as reading:
-        for rank in chosen.folders:
-            async with reading.part(rank) as part:
+    async with await open_place(chosen.root, "auto") as place:
+        staging = Staging(chunk_pool(MIN_BLOCK))
+        for rank in range(chosen.world):
+            async with _held(place.part(chosen.key, rank, staging)) as part:
                 found[rank] = part.manifest
     return found
 
 
-class _Reading:
-    """Opens the parts of a checkpoint, one after the other."""
-
-    def __init__(self, chosen: _Chosen) -> None:
-        self._chosen = chosen
-
-    async def __aenter__(self) -> Self:
-        self._opened = await open_folder(self._chosen.root, "auto")
-        await self._opened.medium.prepare(create=False)
-        self.backend = CopyBackend(self._opened.operations)
-        self._staging = Staging(chunk_pool(MIN_BLOCK))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._opened.close()
-
-    @asynccontextmanager
-    async def part(self, rank: int) -> AsyncGenerator[PartReader]:
-        """Lock the part of a rank against reuse while it is read. Raises CorruptStoreError, ReadError."""
-        source = FolderPart(self._opened, self._chosen.folders[rank], self._chosen.key)
-        part = PartReader(source, self.backend, self._staging)
-        try:
-            await part.hold()
-            yield part
-        finally:
-            await part.close()
+@asynccontextmanager
+async def _held(part: PartReader) -> AsyncGenerator[PartReader]:
+    """Lock a part against reuse while it is read. Raises CorruptStoreError, ReadError."""
+    try:
+        await part.hold()
+        yield part
+    finally:
+        await part.close()
 
 
 class _Load:
@@ -248,14 +222,17 @@ class _Load:
             self._planner.load_bytes(item, buffer)
 
     async def _fill(self, chosen: _Chosen) -> Resharding:
-        async with _Reading(chosen) as reading:
-            plan = reshard(self._wanted, self._boxes, min(self._boxes), by_address=reading.backend.by_address)
+        async with await open_place(chosen.root, "auto") as place:
+            parts, staging = dict[int, PartReader](), Staging(chunk_pool(MIN_BLOCK))
+            for rank in self._boxes:
+                parts[rank] = place.part(chosen.key, rank, staging)
+            plan = reshard(self._wanted, self._boxes, first := min(parts), by_address=parts[first].backend.by_address)
             if plan.troubles:
                 raise StateMismatchError(f"what is to be loaded does not fit: {', '.join(plan.troubles)}")
             begun = False
             for rank, targets in plan.targets.items():
                 try:
-                    async with reading.part(rank) as part:
+                    async with _held(parts[rank]) as part:
                         begun = True
                         await part.fill(targets)
                 except (CorruptStoreError, ReadError) as error:

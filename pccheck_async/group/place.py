@@ -1,0 +1,382 @@
+"""The one door for reading without an engine, also beside running writers. Nothing here writes.
+
+A *place* is a folder with checkpoints: the store of one process, the folder of a group with the stores of its ranks, or
+the folder of one such rank. Each checkpoint is a set of parts; in the store of one process it has one, that of rank 0.
+
+Checkpoints of a group that are listed as complete have all their parts in this folder. Parts of ranks on other hosts in
+folders of their own are not seen: there, a folder of one rank can be read for itself, as if one process had saved it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+from pccheck_async.engine import Auto, EngineConfig, decide
+from pccheck_async.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    NoCheckpointError,
+    ReadError,
+    StoreError,
+    is_exhausted,
+)
+from pccheck_async.format import CheckpointInfo, Entry, Identity, Key, Record, Run, Which, describe_which
+from pccheck_async.format.record import MIN_BLOCK
+from pccheck_async.group.folder import read_stores, seen_store
+from pccheck_async.group.parts import Applied, Part, SeenStore
+from pccheck_async.group.view import Complete, Incomplete, view_of
+from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
+from pccheck_async.store import (
+    LOCK_SECONDS,
+    CheckpointReader,
+    DroppedMeanwhileError,
+    Fallback,
+    FolderPart,
+    PartReader,
+    Staging,
+    StoreReader,
+    UnreadableError,
+    at_once,
+    choose,
+    is_group_folder,
+    no_store,
+    only_rejected,
+    rank_name,
+    unreadable_errors,
+)
+from pccheck_async.transfer import BufferPool, share_of_cores, share_of_machine
+from pccheck_async.transfer.copying import CopyBackend
+
+__all__ = ["Place", "chunk_pool", "open_folder", "open_place", "read_place"]
+
+T = TypeVar("T")
+_ALONE: Final = Run(0, 0, 0)
+"""Of all checkpoints in a store of one process."""
+
+
+class Place:
+    """A folder with checkpoints, as its records were at the last look. Use it as a context manager, or close it.
+
+    Args:
+        path: The folder.
+        opened: Its medium.
+        of_group: Whether the stores of a group's ranks are in it.
+        rank: The rank whose part of a group's checkpoint is read first; by default 0.
+
+    Attributes:
+        stores: Identity and newest record of each store, by rank. None if there is no store, or none that is whole.
+        complete: The checkpoints that have all their parts, newest first.
+        incomplete: Those that lack some, newest first. Beside a running group, those being saved are among them.
+
+    Raises ValueError: ``rank`` for a folder that is no group's.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], opened: OpenMedium, *, of_group: bool, rank: int | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.opened = opened
+        self.of_group = of_group
+        if rank is not None:
+            self.check_group(f"rank={rank} means nothing there")
+        self.rank = rank or 0
+        self.stores: dict[int, tuple[Identity, Record]] = {}
+        self.complete: tuple[Complete, ...] = ()
+        self.incomplete: tuple[Incomplete, ...] = ()
+        self._parts = defaultdict[Key, dict[int, Part]](dict)
+
+    async def look(self) -> None:
+        """Read the records of all stores.
+
+        They are read one after the other while ranks may write them. One that is read early may lack what later ones
+        name, so nothing is incomplete before all were read again. And a complete one may have been dropped from one
+        that is read late; that one names a newer checkpoint as committed, and all are read again until this is
+        complete, too.
+
+        Raises:
+            CorruptStoreError: a store has no valid record, or ``store.json`` is damaged.
+            StoreError: the records contradict each other.
+            ReadError: the device failed, or the records change all the time.
+        """
+        deadline = time.monotonic() + LOCK_SECONDS
+        before: dict[int, list[tuple[Key, bool]]] = {}
+        incomplete: set[Key] = set()
+        while True:
+            seen = await self._seen()
+            view = view_of([*seen.values()], [0], [])
+            if view.error is not None:
+                raise StoreError(f"{self.path}: {view.error}")
+            named = {rank: [(part.key, part.committed) for part in store.parts] for rank, store in seen.items()}
+            committed = max((key for parts in named.values() for key, applied in parts if applied), default=None)
+            newest = view.complete[0].key if view.complete else None
+            up_to_date = committed is None or (newest is not None and newest >= committed)
+            if not view.incomplete or named == before or (before and up_to_date):
+                self.complete = view.complete
+                self.incomplete = tuple(one for one in view.incomplete if one.key in incomplete)
+                return
+            if time.monotonic() > deadline:
+                text = f"the records in {self.path} change faster than all of them can be read ({LOCK_SECONDS} s)"
+                raise ReadError(text)
+            before, incomplete = named, {one.key for one in view.incomplete}
+
+    async def _seen(self) -> dict[int, SeenStore]:
+        """Read the records; all checkpoints that one process committed are of one run of one rank."""
+        if self.of_group:
+            self.stores = await read_stores(self.opened, self.path)
+            seen = {rank: seen_store(rank, *found) for rank, found in self.stores.items()}
+        else:
+            found = await StoreReader.newest(self.opened)
+            self.stores = {} if found is None else {0: found}
+            seen = {rank: _seen_alone(*found) for rank, found in self.stores.items()}
+        self._parts = defaultdict(dict)
+        for rank, store in seen.items():
+            for part in store.parts:
+                self._parts[part.key][rank] = part
+        return seen
+
+    # -- contents
+
+    def parts(self, key: Key) -> dict[int, Part]:
+        """Return the parts of a checkpoint by rank."""
+        return self._parts[key]
+
+    def info(self, one: Complete) -> CheckpointInfo:
+        """Return the info of a complete checkpoint for users: the bytes of all ranks; the rest is rank 0's."""
+        return replace(one.entry.info, nbytes=sum(part.entry.nbytes for part in self.parts(one.key).values()))
+
+    @property
+    def infos(self) -> list[CheckpointInfo]:
+        """All complete checkpoints, newest first."""
+        return [self.info(one) for one in self.complete]
+
+    def choose(self, which: Which) -> Complete:
+        """Return the newest complete checkpoint that is not rejected, or the requested one.
+
+        Raises the error of :meth:`nothing`; NoCheckpointError if it has no part of :attr:`rank`.
+        """
+        entry = choose([one.entry for one in self.complete], which)
+        if entry is None:
+            raise self.nothing(which)
+        one = next(one for one in self.complete if one.entry.counter == entry.counter)
+        if not 0 <= self.rank < one.world:
+            what = "newest complete checkpoint" if which is None else f"checkpoint{describe_which(which)}"
+            there = f"the ranks 0 to {one.world - 1}" if one.world > 1 else "rank 0 alone"
+            raise NoCheckpointError(f"the {what} in {self.path} has {there}, and no rank {self.rank}")
+        return one
+
+    def nothing(self, which: Which) -> CheckpointError:
+        """Return the error if there is no complete checkpoint, or not the requested one.
+
+        StoreError if all are rejected; IncompleteCheckpointError; NoCheckpointError; CorruptStoreError if a store lost
+        its identity.
+        """
+        if error := only_rejected([one.entry for one in self.complete], which, self.path):
+            return error
+        lacking = [one for one in self.incomplete if which in (None, one.step)]
+        if lacking:
+            what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
+            return IncompleteCheckpointError(
+                f"{self.path} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
+                f"from its own folder, such as {self.path / rank_name(min(self.stores))}"
+            )
+        if not self.stores and not self.of_group:
+            return no_store(self.opened, self.path)
+        return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}")
+
+    # -- reading
+
+    @property
+    def identity(self) -> Identity:
+        """The identity of the store that is read first."""
+        return self.stores[self.rank][0]
+
+    def folder(self, rank: int) -> str:
+        """Return the folder of a rank's store in this one; empty for the store of one process."""
+        return rank_name(rank) if self.of_group else ""
+
+    def part(
+        self, key: Key, rank: int, staging: Staging, listed: Entry | None = None, *, superseded: bool = False
+    ) -> PartReader:
+        """Return the reader of one part; close it. It gets pin and rejection of the ``listed`` entry."""
+        source = FolderPart(self.opened, self.folder(rank), key, listed, superseded=superseded)
+        return PartReader(source, CopyBackend(self.opened.operations), staging)
+
+    async def read(
+        self,
+        which: Which,
+        use: Callable[[CheckpointReader], Awaitable[T]],
+        host_memory: int | Auto | None = None,
+        *,
+        keep: bool = False,
+        falls_back: bool = True,
+    ) -> T:
+        """Lock the newest checkpoint and use it; the next older one if it is damaged, also a superseded one.
+
+        With a step or a name that one is used, and damage raises. One that writers replace before all of it that is
+        used could be locked is not damaged: then the one that replaced it is used. Of ``host_memory`` bytes all staging
+        buffers are made at once, by default when they are needed. ``keep`` leaves the checkpoint open and locked if
+        ``use`` returned; without ``falls_back`` any damage raises.
+
+        Raises:
+            NoCheckpointError: there is none, or not the requested one.
+            DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to.
+            CorruptStoreError: this version does not understand it.
+            ValueError: ``host_memory`` holds no chunk.
+        """
+        fallback, deadline = Fallback(which, falls_back), time.monotonic() + LOCK_SECONDS
+        self.choose(which)  # raises if there is none; never an older one that has this rank instead
+        staging = Staging(None if host_memory is None else chunk_pool(self.identity.block_bytes, host_memory))
+
+        def find() -> tuple[Entry, bool] | None:
+            complete = [one.entry for one in self.complete if self.rank < one.world]
+            # If all are rejected, the one that was superseded last was removed on purpose.
+            superseded = () if all(entry.rejected for entry in complete) else self._superseded
+            entry = choose(complete, which, fallback.unreadable, superseded)
+            return None if entry is None else (entry, entry in superseded)
+
+        while (found := find()) is not None:
+            entry, superseded = found
+            one = next((one for one in self.complete if one.entry is entry), Complete(_ALONE, 1, entry, (0,)))
+            with fallback.trying(entry, superseded, find):
+                parts = {
+                    rank: self.part(one.key, rank, staging, entry, superseded=superseded) for rank in range(one.world)
+                }
+                reader, used = CheckpointReader(parts, self.rank, of_group=self.of_group), False
+                try:
+                    with unreadable_errors():
+                        await reader.hold()
+                        if superseded:
+                            await reader.own.verify()
+                        result = await use(reader)
+                    used = True
+                    return result
+                except UnreadableError as unreadable:
+                    if not is_exhausted(unreadable.error):
+                        await self.look()
+                        if not self._still_has(one, superseded):
+                            raise DroppedMeanwhileError("newer ones were committed") from unreadable
+                    raise
+                finally:
+                    if not (used and keep):
+                        await reader.close()
+            if time.monotonic() > deadline:
+                raise ReadError(f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)")
+        raise self.nothing(which)
+
+    @property
+    def _superseded(self) -> tuple[Entry, ...]:
+        """Checkpoints that one process committed before, and that may not have been written over yet."""
+        return () if self.of_group or not self.stores else self.stores[0][1].superseded
+
+    def _still_has(self, one: Complete, superseded: bool) -> bool:
+        listed = self._superseded if superseded else [each.entry for each in self.complete if each.key == one.key]
+        return any(entry.counter == one.entry.counter for entry in listed)
+
+    @asynccontextmanager
+    async def hold(self, which: Which, *, every: bool = False) -> AsyncIterator[CheckpointReader]:
+        """Hold the newest checkpoint, or the requested one, until the context is left; ``every``: all its parts.
+
+        Raises the errors of :meth:`read`, which does not fall back.
+        """
+
+        async def use(checkpoint: CheckpointReader) -> CheckpointReader:
+            if every:
+                await checkpoint.manifests()
+            return checkpoint
+
+        checkpoint = await self.read(which, use, keep=True, falls_back=False)
+        try:
+            yield checkpoint
+        finally:
+            await checkpoint.close()
+
+    def check_group(self, why: str) -> None:
+        """Raise ValueError if no stores of a group's ranks are in it: for a request that is about them."""
+        if not self.of_group:
+            raise ValueError(f"{self.path} is no folder of a group's checkpoints: {why}")
+
+    def check_one_process(self) -> None:
+        """Raise StoreError if the stores of a group's ranks are in it: for a change that only ranks make together."""
+        if self.of_group:
+            raise StoreError(
+                f"{self.path} holds a group's checkpoints, which only its ranks can change together: engine.pin(), "
+                "engine.unpin() and engine.remove() on all of them; keep_last and the other rules drop what is neither "
+                "pinned nor kept"
+            )
+
+    async def close(self) -> None:
+        """Wait until every operation ended, stop the threads, and close the files."""
+        await self.opened.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _seen_alone(identity: Identity, record: Record) -> SeenStore:
+    parts = tuple(Part(_ALONE, 0, 1, True, entry) for entry in record.entries)
+    pinned = tuple(part.key for part in parts if part.entry.pinned)
+    return SeenStore(0, 0, identity.id_bytes, Applied(_ALONE, 0, pinned), parts)
+
+
+async def open_place(
+    path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto", *, rank: int | None = None
+) -> Place:
+    """Open a folder for reading, and read its records; close it.
+
+    Args:
+        path: Folder of a store, or of a group.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+        host_memory: Most staging memory in bytes.
+        rank: Of a group: the rank whose part is read first; by default 0.
+
+    Raises the errors of :meth:`Place.look`; ValueError: ``rank`` for a folder that is no group's.
+    """
+    opened = await open_folder(path, io, host_memory)
+    try:
+        return await _place(path, opened, isinstance(io, str) and is_group_folder(path), rank)
+    except BaseException:
+        await opened.close()
+        raise
+
+
+def read_place(path: str | os.PathLike[str]) -> Place:
+    """Read the records of a folder on this thread. Raises the errors of :meth:`Place.look`.
+
+    The place is closed: no checkpoint is read from it.
+    """
+    return at_once(path, lambda opened: _place(path, opened, is_group_folder(path)))
+
+
+async def _place(path: str | os.PathLike[str], opened: OpenMedium, of_group: bool, rank: int | None = None) -> Place:
+    place = Place(path, opened, of_group=of_group, rank=rank)
+    if of_group:
+        await opened.medium.prepare(create=False)
+    await place.look()
+    return place
+
+
+async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
+    """Open the medium of one folder, with its threads; use it as a context manager, or close it.
+
+    Raises ValueError if ``host_memory`` holds no chunk at all.
+    """
+    # No buffers are made here: how much memory there is decides nothing.
+    decided = decide(EngineConfig(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
+    return await open_medium(path, io, writers=decided.writers, copiers=decided.copiers)
+
+
+def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:
+    """Return buffers for chunks. Raises ValueError if ``host_memory`` holds no chunk."""
+    cores, memory = share_of_machine()
+    decided = decide(EngineConfig(host_memory=host_memory), block_bytes=block_bytes, cores=cores, memory=memory)
+    return BufferPool(decided.host_memory, decided.chunk_bytes)
