@@ -168,7 +168,7 @@ class Connection:
 
         Raises the errors of :meth:`CheckpointReader.differing`.
         """
-        if self._has_named_rank or not self.checkpoint.of_group:
+        if self._has_named_rank:
             return []
         return self.call(self.checkpoint.differing(among, is_needed=is_needed))
 

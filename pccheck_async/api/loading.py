@@ -148,7 +148,7 @@ async def _load(
             await checkpoint.merge()
             loading = allocate(checkpoint.manifest, keys, device, allow_pickle=allow_pickle)
             await checkpoint.fill(loading.targets, advance)
-            if rank is None and checkpoint.of_group:
+            if rank is None:
                 skeleton = checkpoint.manifest.skeleton
                 read = {name for name, _ in leaves(skeleton if keys is None else select(skeleton, keys))}
                 warn_of_others(await checkpoint.differing(read.__contains__, is_needed=False), path)

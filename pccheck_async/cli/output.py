@@ -171,16 +171,6 @@ def complain(problem: str | Exception) -> None:
     print(f"pccheck: {name}{printable(str(problem))}", file=sys.stderr)
 
 
-def nothing_in(path: Path) -> CheckpointError:
-    """Return why a folder has no committed checkpoint: there is none, or it is damaged (:func:`status_of`)."""
-    from pccheck_async.format.record import IDENTITY_NAME
-    from pccheck_async.store import no_store_in
-
-    if (path / IDENTITY_NAME).is_file():
-        return NoCheckpointError(f"{path} holds no checkpoint yet")
-    return no_store_in(path)
-
-
 # -- words
 
 

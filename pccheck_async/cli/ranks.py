@@ -35,7 +35,7 @@ def read_place(path: Path) -> Place:
 
 def rank_of_store(place: Place) -> str:
     """Return a sentence on the group's parts that the store of one rank holds; empty for other places."""
-    if place.of_group or all(record.parts is None for _, record in place.stores.values()):
+    if not place.is_part:
         return ""
     return (
         f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls "

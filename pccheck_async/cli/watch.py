@@ -24,7 +24,6 @@ from pccheck_async.cli.output import (
     complain,
     dump,
     duration,
-    nothing_in,
     printable,
     reporting,
     size,
@@ -32,7 +31,7 @@ from pccheck_async.cli.output import (
     table,
     terminal,
 )
-from pccheck_async.cli.ranks import describe_slowest, slowest, stage_table, stage_times
+from pccheck_async.cli.ranks import describe_slowest, read_place, slowest, stage_table, stage_times
 from pccheck_async.format.record import IDENTITY_NAME
 
 if TYPE_CHECKING:
@@ -105,6 +104,91 @@ class View:
         in_flight = [(each.counter, each.phase) for each in status.in_flight]
         return self.state, committed, status.pid, status.step, status.counts, in_flight, status.failure
 
+    def document(self) -> dict[str, object]:
+        """The view for ``--json``."""
+        return {
+            "state": self.state,
+            "age_seconds": None if self.status is None else self.age,
+            "write_bytes_per_second": self.rate("write"),
+            "stall_share": self.stall_share,
+            "committed": msgspec.to_builtins(self.committed),
+            "status": msgspec.to_builtins(self.status),
+        }
+
+    def line(self) -> str:
+        """Return the view as one line."""
+        clock = time.strftime("%H:%M:%S")
+        newest = f"durable: step {self.committed[0].step}" if self.committed else "nothing durable"
+        if (status := self.status) is None:
+            if self.before is not None:
+                return f"{clock} the engine of process {self.before.pid} was closed; {newest}"
+            return f"{clock} no engine has published anything here; {newest}"
+        in_flight = [f"{each.step} {_phase(each)}" for each in status.in_flight]
+        if self.state == "died":
+            left = ", ".join(f"step {each}" for each in in_flight) or "nothing"
+            return f"{clock} the engine of process {status.pid} died; in flight was {left}; {newest}"
+        parts = [] if status.step is None else [f"step {status.step}"]
+        parts += [newest, f"in flight: {', '.join(in_flight) or 'nothing'}"]
+        if (rate := self.rate("write")) is not None:
+            parts.append(f"writes {size(round(rate))}/s")
+        if (share := self.stall_share) is not None:
+            parts.append(f"stall {share:.1%}")
+        if next_due := _next(status):
+            parts.append(f"next {next_due}")
+        if self.state == "silent":
+            parts.insert(0, f"silent for {self.age:.0f} s")
+        if status.failure:
+            parts.insert(0, f"takes no more commits ({printable(status.failure)})")
+        return f"{clock} " + "; ".join(parts)
+
+    def parts(self, width: int) -> list[RenderableType]:
+        """Return the engine's part of a panel of so many columns."""
+        parts: list[RenderableType] = [self._headline()]
+        if self.status is not None:
+            if self.status.in_flight:
+                parts.append(_in_flight_table(self.status.in_flight, width))
+            parts.append(self._facts(self.status))
+        return parts
+
+    def _headline(self) -> Text:
+        headline = Text(str(self.path), style="bold")
+        if (status := self.status or self.before) is None:
+            return headline.append("  no engine has published anything here", style="yellow")
+        who, age = f"process {status.pid} on {printable(status.host)}", duration(self.age)
+        said, style = {
+            "closed": (f"the engine of {who} was closed", "green"),
+            "running": (f"{who}, open for {duration(status.time - status.started)}", "green"),
+            "silent": (f"{who}: silent for {age}", "yellow"),
+            "died": (f"{who} died {age} ago; what was last known:", "red"),
+        }[self.state]
+        headline.append(f"  {said}", style=style)
+        if status.failure and self.state != "closed":
+            headline.append(f"\ntakes no more commits: {printable(status.failure)}", style="red")
+        return headline
+
+    def _facts(self, status: Status) -> Table:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column(overflow="fold")
+        counts = ", ".join(f"{count} {printable(name)}" for name, count in status.counts.items() if count)
+        rows.add_row("checkpoints", f"{counts or 'none yet'}; {size(status.durable_bytes)} durable")
+        if status.save_seconds is not None:
+            rows.add_row("durable after", f"{duration(status.save_seconds)} on average")
+        rates = {stage: rate for stage in ("capture", "write") if (rate := self.rate(stage)) is not None}
+        if rates:
+            rows.add_row("rates", ", ".join(f"{stage} {size(round(rate))}/s" for stage, rate in rates.items()))
+        share = self.stall_share
+        rows.add_row("stall", duration(status.stall_seconds) + ("" if share is None else f" in all, now {share:.2%}"))
+        if status.step is not None:
+            took = f", {duration(status.step_seconds)} a step" if status.step_seconds is not None else ""
+            rows.add_row("training", f"step {status.step}{took}")
+        rows.add_row("next", f"{_next(status) or 'not known'} ({printable(status.reason)})")
+        used, ever, most = map(size, (status.pool_in_use_bytes, status.pool_bytes, status.host_memory))
+        rows.add_row("staging", f"{used} in use, {ever} ever, {most} at most")
+        rows.add_row("slots", f"{status.slots}, {size(status.slot_bytes)}")
+        rows.add_row("I/O", printable(status.io))
+        return rows
+
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
@@ -134,6 +218,29 @@ class GroupView:
     def facts(self) -> tuple[object, ...]:
         """The facts whose change is worth more lines."""
         return tuple((rank, view.facts) for rank, view in self.ranks.items())
+
+    def document(self) -> dict[str, object]:
+        """The view for ``--json``."""
+        return {
+            "state": self.state,
+            "committed": msgspec.to_builtins(self.committed),
+            "ranks": {str(rank): view.document() for rank, view in self.ranks.items()},
+            "stage_seconds": {str(rank): seconds for rank, seconds in self.times.items()},
+            "slowest": slowest(self.times),
+        }
+
+    def line(self) -> str:
+        """Return the view as one line per rank."""
+        lines = [f"rank {rank}: {view.line()}" for rank, view in self.ranks.items()]
+        return "\n".join(filter(None, [*lines, describe_slowest(self.times)]))
+
+    def parts(self, width: int) -> list[RenderableType]:
+        """Return the ranks' part of a panel."""
+        parts: list[RenderableType] = [Text(str(self.path), style="bold")]
+        parts += [Text(f"rank {rank}: {view.line()}") for rank, view in self.ranks.items()]
+        if times := self.times:
+            parts += [stage_table(times), Text(describe_slowest(times))]
+        return parts
 
 
 def _restorable(path: Path) -> list[pccheck.CheckpointInfo]:
@@ -216,7 +323,7 @@ def watch(
     if once:
         view = watching.look()
         if json:
-            _dump(view)
+            dump(view.document(), one_line=True)
         else:
             screen = terminal()
             screen.print(panel(view, screen.width))
@@ -248,9 +355,9 @@ def _show_changes(watching: Watch | GroupWatch, interval: float, *, json: bool) 
         if (facts := view.facts) != shown:
             shown = facts
             if json:
-                _dump(view)
+                dump(view.document(), one_line=True)
             else:
-                print(line(view), flush=True)
+                print(view.line(), flush=True)
         if view.state not in ("running", "silent"):
             return _status(view)
         time.sleep(interval)
@@ -262,79 +369,14 @@ def _status(view: View | GroupView) -> int:
         return 0
     if view.committed or view.published is not None:
         return DIFFERENT
-    why = nothing_in(view.path)
+    why = read_place(view.path).nothing(None)
     complain(str(why))
     return status_of(why)
 
 
-def _dump(view: View | GroupView) -> None:
-    if isinstance(view, GroupView):
-        document = {
-            "state": view.state,
-            "committed": msgspec.to_builtins(view.committed),
-            "ranks": {str(rank): _document(one) for rank, one in view.ranks.items()},
-            "stage_seconds": {str(rank): seconds for rank, seconds in view.times.items()},
-            "slowest": slowest(view.times),
-        }
-    else:
-        document = _document(view)
-    dump(document, one_line=True)
-
-
-def _document(view: View) -> dict[str, object]:
-    return {
-        "state": view.state,
-        "age_seconds": None if view.status is None else view.age,
-        "write_bytes_per_second": view.rate("write"),
-        "stall_share": view.stall_share,
-        "committed": msgspec.to_builtins(view.committed),
-        "status": msgspec.to_builtins(view.status),
-    }
-
-
-def line(view: View | GroupView) -> str:
-    """Return the view as one line, of a group as one line per rank."""
-    if isinstance(view, GroupView):
-        lines = [f"rank {rank}: {line(one)}" for rank, one in view.ranks.items()]
-        return "\n".join(filter(None, [*lines, describe_slowest(view.times)]))
-    clock = time.strftime("%H:%M:%S")
-    newest = f"durable: step {view.committed[0].step}" if view.committed else "nothing durable"
-    if (status := view.status) is None:
-        if view.before is not None:
-            return f"{clock} the engine of process {view.before.pid} was closed; {newest}"
-        return f"{clock} no engine has published anything here; {newest}"
-    in_flight = [f"{each.step} {_phase(each)}" for each in status.in_flight]
-    if view.state == "died":
-        left = ", ".join(f"step {each}" for each in in_flight) or "nothing"
-        return f"{clock} the engine of process {status.pid} died; in flight was {left}; {newest}"
-    parts = [] if status.step is None else [f"step {status.step}"]
-    parts += [newest, f"in flight: {', '.join(in_flight) or 'nothing'}"]
-    if (rate := view.rate("write")) is not None:
-        parts.append(f"writes {size(round(rate))}/s")
-    if (share := view.stall_share) is not None:
-        parts.append(f"stall {share:.1%}")
-    if next_due := _next(status):
-        parts.append(f"next {next_due}")
-    if view.state == "silent":
-        parts.insert(0, f"silent for {view.age:.0f} s")
-    if status.failure:
-        parts.insert(0, f"takes no more commits ({printable(status.failure)})")
-    return f"{clock} " + "; ".join(parts)
-
-
 def panel(view: View | GroupView, width: int) -> RenderableType:
     """Return the view as a panel of so many columns."""
-    if isinstance(view, GroupView):
-        parts: list[RenderableType] = [Text(str(view.path), style="bold")]
-        parts += [Text(f"rank {rank}: {line(one)}") for rank, one in view.ranks.items()]
-        if times := view.times:
-            parts += [stage_table(times), Text(describe_slowest(times))]
-    else:
-        parts = [_headline(view)]
-        if view.status is not None:
-            if view.status.in_flight:
-                parts.append(_in_flight_table(view.status.in_flight, width))
-            parts.append(_facts(view, view.status))
+    parts = view.parts(width)
     if view.committed:
         durable = table("durable", "size", "age", "", right=3)
         for each in view.committed:
@@ -344,23 +386,6 @@ def panel(view: View | GroupView, width: int) -> RenderableType:
     else:
         parts.append(Text("no committed checkpoint"))
     return Group(*parts)
-
-
-def _headline(view: View) -> Text:
-    headline = Text(str(view.path), style="bold")
-    if (status := view.status or view.before) is None:
-        return headline.append("  no engine has published anything here", style="yellow")
-    who, age = f"process {status.pid} on {printable(status.host)}", duration(view.age)
-    said, style = {
-        "closed": (f"the engine of {who} was closed", "green"),
-        "running": (f"{who}, open for {duration(status.time - status.started)}", "green"),
-        "silent": (f"{who}: silent for {age}", "yellow"),
-        "died": (f"{who} died {age} ago; what was last known:", "red"),
-    }[view.state]
-    headline.append(f"  {said}", style=style)
-    if status.failure and view.state != "closed":
-        headline.append(f"\ntakes no more commits: {printable(status.failure)}", style="red")
-    return headline
 
 
 def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
@@ -373,30 +398,6 @@ def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
         cells += [size(each.captured), size(each.written), size(each.nbytes) if each.nbytes else ""]
         cells.append(ProgressBar(total=max(1, each.nbytes), completed=each.written, width=20))
         rows.add_row(*cells[: len(headings)])
-    return rows
-
-
-def _facts(view: View, status: Status) -> Table:
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="dim", no_wrap=True)
-    rows.add_column(overflow="fold")
-    counts = ", ".join(f"{count} {printable(name)}" for name, count in status.counts.items() if count)
-    rows.add_row("checkpoints", f"{counts or 'none yet'}; {size(status.durable_bytes)} durable")
-    if status.save_seconds is not None:
-        rows.add_row("durable after", f"{duration(status.save_seconds)} on average")
-    rates = {stage: rate for stage in ("capture", "write") if (rate := view.rate(stage)) is not None}
-    if rates:
-        rows.add_row("rates", ", ".join(f"{stage} {size(round(rate))}/s" for stage, rate in rates.items()))
-    share = view.stall_share
-    rows.add_row("stall", duration(status.stall_seconds) + ("" if share is None else f" in all, now {share:.2%}"))
-    if status.step is not None:
-        took = f", {duration(status.step_seconds)} a step" if status.step_seconds is not None else ""
-        rows.add_row("training", f"step {status.step}{took}")
-    rows.add_row("next", f"{_next(status) or 'not known'} ({printable(status.reason)})")
-    used, ever, most = map(size, (status.pool_in_use_bytes, status.pool_bytes, status.host_memory))
-    rows.add_row("staging", f"{used} in use, {ever} ever, {most} at most")
-    rows.add_row("slots", f"{status.slots}, {size(status.slot_bytes)}")
-    rows.add_row("I/O", printable(status.io))
     return rows
 
 

@@ -143,6 +143,15 @@ class Place:
 
     # -- contents
 
+    @property
+    def is_part(self) -> bool:
+        """Whether this is the folder of one rank: parts of a group's checkpoints, prepared ones too, that is all."""
+        return not self.of_group and any(record.parts is not None for _, record in self.stores.values())
+
+    def named(self, rank: int) -> int | None:
+        """Return the rank, for users; None for the only part of what one process saved."""
+        return rank if self.of_group else None
+
     def parts(self, key: Key) -> dict[int, Part]:
         """Return the parts of a checkpoint by rank."""
         return self._parts[key]
@@ -248,7 +257,7 @@ class Place:
                 parts = {
                     rank: self.part(one.key, rank, staging, entry, superseded=superseded) for rank in range(one.world)
                 }
-                reader, used = CheckpointReader(parts, self.rank, of_group=self.of_group), False
+                reader, used = CheckpointReader(parts, self.rank, whole=not self.is_part), False
                 try:
                     with unreadable_errors():
                         await reader.hold()

@@ -83,7 +83,7 @@ class CheckpointReader:
         parts: By the ranks that saved them.
         own_rank: The rank whose part is restored, or read for values that each rank has of its own.
         elsewhere: The ranks whose parts are on filesystems that cannot be reached here.
-        of_group: Whether ranks saved it, and all their parts are there: then tensors are read in full.
+        whole: Whether tensors can be read in full: not where only one of several parts is known.
 
     Attributes:
         manifest: Of all data that :meth:`fill` and :meth:`pieces` can read: the own part's, from :meth:`hold` on; from
@@ -98,11 +98,11 @@ class CheckpointReader:
         own_rank: int = 0,
         elsewhere: Sequence[int] = (),
         *,
-        of_group: bool = False,
+        whole: bool = True,
     ) -> None:
         self.parts = parts
         self.elsewhere = elsewhere
-        self.of_group = of_group
+        self.whole = whole
         self.own_rank = own_rank
         self._held: set[int] = set()
         self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by part, once they are needed
@@ -114,11 +114,6 @@ class CheckpointReader:
     def own(self) -> PartReader:
         """The part that is read first."""
         return self.parts[self.own_rank]
-
-    @property
-    def named_rank(self) -> int | None:
-        """The rank of the own part; None if one process saved the checkpoint."""
-        return self.own_rank if self.of_group else None
 
     @property
     def entry(self) -> Entry:
@@ -158,8 +153,11 @@ class CheckpointReader:
     ) -> list[str]:
         """Return paths under which parts hold different tensors (see :func:`.differing.differing`).
 
-        Raises DamagedError, ReadError; if the answer is not needed these are logged, and it is empty.
+        None where only one part is known. Raises DamagedError, ReadError; if the answer is not needed these are logged,
+        and it is empty.
         """
+        if len(self.parts) == 1 and not self.elsewhere:
+            return []
         await self.manifests()
         try:
             return await differing(self.parts, among, share=share, incomplete=bool(self.elsewhere))
@@ -211,7 +209,7 @@ class CheckpointReader:
 
     async def merge(self) -> None:
         """Lock all parts, and put all tensors in full into :attr:`manifest`. Raises DamagedError, ReadError."""
-        if not self.of_group:
+        if not self.whole:
             await self.hold()
             return
         manifest, _ = merge_parts(self.own_rank, await self.manifests())
@@ -290,6 +288,8 @@ def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
     """Return a manifest that has tensors in full in place of the boxes of one rank, and these tensors."""
     tensors, storages, full = [*manifest.tensors], [*manifest.storages], list[_Full]()
     known, placed = sharded_paths(manifest), dict[Any, int]()
+    if not known:
+        return manifest, full
     end = align(manifest.payload_nbytes, ALIGNMENT)
 
     def place(node: ArrayNode | ShardedNode) -> ArrayNode:

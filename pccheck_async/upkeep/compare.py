@@ -17,7 +17,7 @@ import torch
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.group import open_place
+from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import CheckpointReader
@@ -158,10 +158,10 @@ def compare_checkpoints(
 class _Side:
     """One of the two checkpoints."""
 
-    def __init__(self, opened: OpenMedium, checkpoint: CheckpointReader) -> None:
+    def __init__(self, place: Place, checkpoint: CheckpointReader) -> None:
         self.info = checkpoint.entry.info
-        self.rank = checkpoint.named_rank
-        self.opened = opened
+        self.rank = place.named(checkpoint.own_rank)
+        self.opened = place.opened
         self._listing = list_leaves(checkpoint.manifest)
         self._checkpoint = checkpoint
         self.branches = self._listing.branches
@@ -191,7 +191,7 @@ async def _side(stack: AsyncExitStack, path: str | os.PathLike[str], which: Whic
     checkpoint = await stack.enter_async_context(place.hold(which))
     await checkpoint.merge()
     checkpoint.own.keeps = True
-    return _Side(place.opened, checkpoint)
+    return _Side(place, checkpoint)
 
 
 class _Comparing:

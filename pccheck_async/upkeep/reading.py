@@ -119,7 +119,7 @@ def describe_checkpoint(
                 manifest_nbytes=entry.manifest_nbytes,
                 store_id=place.identity.store_id,
                 block_bytes=place.identity.block_bytes,
-                rank=checkpoint.named_rank,
+                rank=place.named(checkpoint.own_rank),
                 sharded=sharded,
                 differing=differing,
             )
@@ -129,7 +129,7 @@ def describe_checkpoint(
 
 async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIterator[ShardedLeaf]:
     """Yield the tensors that lie on several ranks; none where only one rank's store is known."""
-    if not listing.sharded or not checkpoint.of_group:
+    if not listing.sharded or not checkpoint.whole:
         return
     manifests = await checkpoint.manifests()
     stored = {rank: stored_boxes(manifest, rank) for rank, manifest in sorted(manifests.items())}

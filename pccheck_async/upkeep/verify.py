@@ -159,11 +159,10 @@ def verify_checkpoints(
                     reader = await StoreReader.open(place.opened, place.folder(rank))
                     if reader is None:
                         continue  # it was removed meanwhile
-                    of_rank = rank if place.of_group else None
-                    copies += (replace(copy, rank=of_rank) for copy in await _records(reader))
+                    copies += (replace(copy, rank=place.named(rank)) for copy in await _records(reader))
                     for part in (parts[rank] for parts in wanted if rank in parts):
                         if checked := await _check(reader, part.entry, reading.add):
-                            checks.append(replace(checked, rank=of_rank))
+                            checks.append(replace(checked, rank=place.named(rank)))
                     await place.opened.medium.close(reader.commit)
                 if checks:
                     return reading.verification(copies, checks, place.opened.medium.statistics().direct)

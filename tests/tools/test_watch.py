@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.cli import app
 from pccheck_async.cli.watch import View, Watch, panel
-from pccheck_async.cli.watch import line as line_of
 from pccheck_async.medium.status_file import Published, encode_status
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.warm import start_warm
@@ -108,22 +107,22 @@ def test_control_sequences_and_markup_are_shown_not_obeyed(tmp_path: Path) -> No
     shown = look(tmp_path)
     assert "\x1b" not in shown.stdout
     assert shown.stdout.count(r"[red]\x1b[2J\n") == 5
-    assert "\x1b" not in line_of(Watch(tmp_path).look())
+    assert "\x1b" not in Watch(tmp_path).look().line()
 
 
 def test_lines_say_rates_and_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     before = msgspec.structs.replace(EXAMPLE, time=EXAMPLE.time - 4, stall_seconds=1.8, stage_bytes={"write": 1000})
     now = EXAMPLE
     monkeypatch.setattr(time, "time", lambda: now.time)
-    line = line_of(View(Path("store"), Published(now, alive=True), now.committed, before))
+    line = View(Path("store"), Published(now, alive=True), now.committed, before).line()
     assert line[8:] == (
         " step 12; durable: step 8; in flight: 9 writing 40%; writes 1.0 kB/s; stall 5.0%; "
         "next after step 19, in about 1.8 s"
     )
     stopped = msgspec.structs.replace(now, time=now.time - 60, failure="WriteError: gone")
-    line = line_of(View(Path("store"), Published(stopped, alive=True), now.committed, None))
+    line = View(Path("store"), Published(stopped, alive=True), now.committed, None).line()
     assert "takes no more commits (WriteError: gone); silent for 60 s; step 12;" in line
-    line = line_of(View(Path("store"), Published(now, alive=False), now.committed, None))
+    line = View(Path("store"), Published(now, alive=False), now.committed, None).line()
     assert line[8:] == " the engine of process 123 died; in flight was step 9 writing 40%; durable: step 8"
 
 
