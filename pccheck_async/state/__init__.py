@@ -12,8 +12,9 @@ from pccheck_async.state.composed import check_classes, compose
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
+from pccheck_async.state.restore.bind import Restoration
 from pccheck_async.state.restore.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
-from pccheck_async.state.restore.match import Restoration, allocate, clear_gradients, match
+from pccheck_async.state.restore.match import allocate, clear_gradients, live_tree, match
 from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
     AnyTargets,
@@ -30,7 +31,7 @@ from pccheck_async.state.restore.reshard import (
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, refuse_boxes, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling, state_dicts
-from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
+from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.replicas import Sample
 from pccheck_async.state.save.split import LazyPart, Splitter
@@ -63,6 +64,7 @@ __all__ = [
     "LayoutCache",
     "LazyPart",
     "Listing",
+    "LiveTree",
     "Outline",
     "Owners",
     "PackedSource",
@@ -103,6 +105,7 @@ __all__ = [
     "flatten_unchecked",
     "from_node",
     "list_leaves",
+    "live_tree",
     "mapping_keys",
     "match",
     "merge_parts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any, Final, Protocol, runtime_checkable
@@ -46,6 +47,17 @@ def can_check(value: object) -> bool:
     names = ("check_state_dict", "load_state_dict")
     checker, loader = (next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in names)
     return checker is not None and loader is not None and issubclass(checker, loader)
+
+
+def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return the module's state with its Parameters themselves in it, which torch does not copy onto themselves.
+
+    A module whose own ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share the memory.
+    """
+    parameters = inspect.signature(module.state_dict).parameters.values()
+    takes = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    state: Mapping[str, Any] = module.state_dict(keep_vars=True) if takes else module.state_dict()
+    return state
 
 
 def containers_and_objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from pccheck_async import ResumableSampler
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, DictNode, StatefulNode
 from pccheck_async.state import RNGState, allocate, as_bits, match
-from pccheck_async.state.restore.objects import like_parameters
+from pccheck_async.state.restore.adapt import like_parameters
 from tests.support import state_strategies
 from tests.support.round_trip import save
 from tests.support.state_strategies import Thing, array_bytes, difference, same

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -18,8 +17,9 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
 from pccheck_async.state.leaves import Array
-from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.storages import address_of, is_dense, is_unresolved
+from pccheck_async.state.sources import HOST
+from pccheck_async.state.storages import address_of
+from pccheck_async.state.tensor_access import untyped_storage
 
 _HOST: Final = torch.device("cpu")
 _KINDS: Final = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a numpy array"}
@@ -251,139 +251,7 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
     return _NewMemory(base, tensor, tensor.data_ptr(), ranges)
 
 
-# -- live memory
-
-
-class _Live:
-    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array."""
-
-    def __init__(
-        self,
-        path: str,
-        index: int,
-        entry: TensorEntry,
-        array: Array,
-        strict: bool,
-        by_address: bool,
-        cast: bool,
-    ) -> None:
-        self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
-        self.steps = _steps(array)  # bytes from one element to the next along each dimension
-        tensor = array if isinstance(array, torch.Tensor) else None
-        self.device = None if tensor is None or tensor.is_cpu else tensor.device  # None: the host
-        self.negated = tensor is not None and is_unresolved(tensor)  # its bytes in memory are not its values
-        self.address: int = array.data_ptr() if isinstance(array, torch.Tensor) else address_of(array)
-        reached = self.device is None or (self.device.type == "cuda" and by_address)
-        dense = is_dense(entry.shape, self.steps, entry.itemsize)
-        # Read right into its memory, not copied there at the end:
-        self.in_place = reached and not self.negated and not cast and dense and _is_as_stored(entry, self.steps)
-
-    def extent(self) -> tuple[int, int]:
-        """Return the addresses of the first byte and of the byte after the last."""
-        low, high = span(self.entry.shape, self.steps)
-        return self.address + low, self.address + high + self.entry.itemsize
-
-    def shares_as_stored(self, other: _Live) -> bool:
-        """Return whether this and ``other`` share memory here exactly as they do in the checkpoint."""
-        one, two, shift = self.entry, other.entry, self.address - other.address
-        if one.storage != two.storage or one.offset - two.offset != shift:
-            return False
-        if not shift and (one.shape, one.stride, self.steps) == (two.shape, two.stride, other.steps):
-            return True
-        return all(_is_as_stored(live.entry, live.steps) for live in (self, other))
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """Its memory for numpy to compare, never to read: the address may be that of another device."""
-        typestr, data = f"|V{self.entry.itemsize}", (self.address, True)
-        return {"version": 3, "shape": self.entry.shape, "strides": self.steps, "typestr": typestr, "data": data}
-
-
-class Filling:
-    """The live arrays of one restore.
-
-    Live arrays that share memory are filled twice if the stored arrays share theirs in the same way. If not, one array
-    would overwrite the other: that is a difference for strict arrays, and the others get new memory.
-    """
-
-    def __init__(self, manifest: Manifest, by_address: bool = False) -> None:
-        self._manifest = manifest
-        self._by_address = by_address
-        self._live: dict[int, _Live] = {}
-        self._preferred: dict[int, torch.device] = {}
-        self._allocation = Allocation(manifest, ())
-
-    def prefer(self, index: int, device: torch.device) -> None:
-        """Allocate stored array ``index``, if it is not live, on ``device``, if the copy backend can write there."""
-        if device.type == "cuda" and self._by_address:
-            self._preferred[index] = device
-
-    def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
-        """Register ``array`` to take stored array ``index``, cast to its dtype; :func:`difference` is empty."""
-        stored = self._manifest.tensors[index]
-        entry = stored
-        if isinstance(array, torch.Tensor):
-            entry = structs.replace(stored, dtype=dtypes.TORCH_NAMES[array.dtype])
-        cast = entry.dtype != stored.dtype
-        self._live[index] = _Live(path, index, entry, array, strict, self._by_address, cast)
-
-    def conflicts(self) -> list[str]:
-        """Drop arrays that would overwrite another; return the paths of strict ones, each with the other's."""
-        troubles = []
-        for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
-            dropped = not {one.index, other.index} <= self._live.keys()
-            if dropped or one.shares_as_stored(other) or not _share(one, other):
-                continue
-            loose = next((live for live in (other, one) if not live.strict), None)
-            if loose is not None:
-                del self._live[loose.index]
-            elif one.negated or other.negated:
-                troubles.append(
-                    f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
-                    "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
-                )
-            else:
-                troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
-        return troubles
-
-    def allocate(self, wanted: set[int]) -> None:
-        """Allocate memory for the wanted arrays that are not live, and for the live ones that are copied at the end."""
-        direct = {live.index for live in self._live.values() if live.in_place}
-        self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct), self._preferred)
-
-    def targets(self) -> Iterator[Target]:
-        """Yield the memory to fill: that of :meth:`allocate`, and the live arrays that are filled in place."""
-        yield from self._allocation.targets()
-        for live in self._live.values():
-            if live.in_place and live.entry.storage is not None:
-                low, high = live.entry.extent
-                offset = self._manifest.storages[live.entry.storage].offset + low
-                owner = live.array.untyped_storage() if isinstance(live.array, torch.Tensor) else live.array
-                device = HOST if live.device is None else live.device.index
-                yield Target(offset, high - low, live.address, owner, device)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Paths of the live arrays that are filled in place."""
-        return tuple(live.path for live in self._live.values() if live.in_place)
-
-    def finish(self) -> None:
-        """Copy into the arrays that were not filled in place; raise the version counters of autograd of the others."""
-        for live in self._live.values():
-            if not live.in_place:
-                _copy(live, self._allocation.array(live.index))
-            elif isinstance(live.array, torch.Tensor) and not live.array.is_inference():
-                torch.autograd.graph.increment_version(live.array)
-
-    def value(self, index: int) -> Array:
-        """Return the array that has the stored bytes now: the live one, or a new one."""
-        live = self._live.get(index)
-        return live.array if live is not None else self._allocation.array(index)
-
-    def inference(self, indices: Iterable[int]) -> bool:
-        """Return whether any of these live arrays is an inference tensor, which changes only in inference mode."""
-        lives = (self._live[index].array for index in indices if index in self._live)
-        return any(isinstance(array, torch.Tensor) and array.is_inference() for array in lives)
+# -- whether live memory can take a stored array
 
 
 def describe(entry: TensorEntry) -> str:
@@ -414,8 +282,10 @@ def difference(entry: TensorEntry, array: Array, cast_to: torch.dtype | None = N
         return trouble
     if dtype != entry.dtype or tuple(array.shape) != entry.shape:
         return f"{dtype} {tuple(array.shape)} here, {describe(entry)} in the checkpoint"
-    steps = _steps(array)
-    if _is_as_stored(entry, steps):
+    if isinstance(array, torch.Tensor) and array.stride() == entry.stride:
+        return ""
+    steps = steps_of(array)
+    if is_as_stored(entry, steps):
         return ""
     for size, step, stored in zip(entry.shape, steps, entry.stride, strict=True):
         if size > 1 and step == 0 and stored != 0:
@@ -429,7 +299,7 @@ def memory_trouble(tensor: torch.Tensor) -> str:
     """Return why ``tensor`` cannot take elements that were stored otherwise; empty if it can."""
     if trouble := _tensor_trouble(tensor):
         return trouble
-    overlaps = tensor.numel() and _overlaps_itself(tuple(tensor.shape), _steps(tensor), tensor.element_size())
+    overlaps = tensor.numel() and _overlaps_itself(tuple(tensor.shape), steps_of(tensor), tensor.element_size())
     return "the elements of the tensor here overlap each other" if overlaps else ""
 
 
@@ -445,21 +315,23 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
             return "not a plain strided tensor here"
         if not tensor.numel():
             return ""
-        reach = tensor.storage_offset() + span(tensor.shape, tensor.stride())[1] + 1
-        storage = tensor.untyped_storage()  # its address: that of a view without memory would be its offset
+        last = tensor.numel() - 1 if tensor.is_contiguous() else span(tensor.shape, tensor.stride())[1]
+        reach = tensor.storage_offset() + last + 1
+        storage = untyped_storage(tensor)  # its address: that of a view without memory would be its offset
         return "" if reach * tensor.element_size() <= storage.nbytes() and storage.data_ptr() else _NO_MEMORY
     except RuntimeError:  # torch._efficientzerotensor has no storage; a tensor that left vmap cannot even be detached
         return _NO_MEMORY
 
 
-def _steps(array: Array) -> tuple[int, ...]:
+def steps_of(array: Array) -> tuple[int, ...]:
+    """Return the bytes from one element to the next along each dimension."""
     if isinstance(array, torch.Tensor):
         itemsize = array.element_size()
         return tuple(step * itemsize for step in array.stride())
     return array.strides
 
 
-def _is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
+def is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
     """Return whether these are the strides, in bytes, with which an array is stored."""
     itemsize = entry.itemsize
     for size, here, stored in zip(entry.shape, steps, entry.stride, strict=True):
@@ -476,53 +348,3 @@ def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: i
             return True
         reach += (size - 1) * step
     return False
-
-
-def _copy(live: _Live, stored: Array) -> None:
-    """Copy bit for bit; of expanded dimensions, one element."""
-    sizes = zip(live.entry.shape, live.steps, strict=True)
-    once = (*(slice(0, 1) if step == 0 and size > 1 else slice(None) for size, step in sizes), ...)
-    if isinstance(live.array, torch.Tensor):
-        assert isinstance(stored, torch.Tensor)
-        target, source = live.array.detach()[once], stored.detach()[once]
-        writing: AbstractContextManager[Any] = torch.inference_mode() if live.array.is_inference() else torch.no_grad()
-        with writing:
-            if live.negated or target.dtype != source.dtype:
-                target.copy_(source)
-            else:
-                as_bits(target).copy_(as_bits(source))
-        return
-    assert isinstance(stored, np.ndarray)
-    live.array[once] = stored[once]
-
-
-def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield pairs whose memory overlaps, by address, except inside groups that share it as in the checkpoint.
-
-    A group of n tied arrays would yield n² pairs.
-    """
-    spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
-    groups: list[list[tuple[int, int, _Live]]] = []
-    memory, reach = "", 0
-    for where, low, high, live in spans:
-        if where != memory or low >= reach:
-            groups.append([])
-            memory, reach = where, high
-        groups[-1].append((low, high, live))
-        reach = max(reach, high)
-    for group in groups:
-        if all(group[0][2].shares_as_stored(live) for _, _, live in group[1:]):
-            continue
-        for number, (_, end, one) in enumerate(group, 1):
-            for low, _, other in group[number:]:
-                if low >= end:
-                    break
-                yield one, other
-
-
-def _share(one: _Live, other: _Live) -> bool:
-    """Return whether two arrays have a byte in common; True if that takes too long to compute."""
-    try:
-        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=1_000_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,10 +27,12 @@ from pccheck_async.state.pickles import pickle
 from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.detached import refuse_unstepped
 from pccheck_async.state.save.owners import Named, Tally
-from pccheck_async.state.stateful import is_stateful
+from pccheck_async.state.stateful import is_stateful, live_state
 
 _EXPLICIT = (FlatShard, PlannedBoxes)
 """Types that determine by themselves which boxes this rank saves."""
+_ARRAYS = (torch.Tensor, np.ndarray, FlatShard)
+"""Whatever is filled by a restore."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +83,55 @@ def flatten_unchecked(
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
     has = flattener.has_sharded, flattener.has_composed
     return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, *has)
+
+
+class Opaque:
+    """A live value that cannot be saved as it is, in a tree for a restore; of a container the keys and what is inside.
+
+    Attributes:
+        keys: Of a mapping, or numbers of items.
+        items: The nodes of what is inside.
+    """
+
+    __slots__ = ("items", "keys")
+
+    def __init__(self, keys: Sequence[Any] = (), items: Sequence[Any] = ()) -> None:
+        self.keys = keys
+        self.items = items
+
+
+class Live(NamedTuple):
+    """A live container or object, by its node in a tree."""
+
+    path: str
+    value: Any
+    has_parts: bool
+    """Whether there are arrays or objects in it."""
+    is_savable: bool
+    state: Any = None
+    """Of an object: the result of its ``state_dict()``."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveTree:
+    """A live state, flattened to be compared with stored ones."""
+
+    state: Mapping[str, Any]
+    skeleton: Any  # like that of :class:`FlatState`, with an :class:`Opaque` for each value that cannot be saved
+    leaves: Leaves  # of any class that may be filled: tensors on several ranks and composed ones are one leaf each
+    lives: dict[int, Live]  # by the identity of their nodes
+
+
+def flatten_live(state: Mapping[str, Any]) -> LiveTree:
+    """Flatten ``state`` to restore into it, on the calling thread, calling ``state_dict()`` of every Stateful in it.
+
+    Nothing is refused: what saving would refuse may be replaced by the stored value, or take a part of it.
+    """
+    flattener = _Flattener(None, lives={})
+    root, _ = flattener.inside(state, "", 1, None, make=DictNode)
+    assert flattener.lives is not None
+    flattener.lives[id(root)] = Live("", state, True, True)
+    return LiveTree(state, root, flattener.leaves, flattener.lives)
 
 
 def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]:
@@ -148,9 +199,13 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 class _Flattener:
     """One walk over a state. An outline ``last`` may be of another value: it is used only if the value fits it."""
 
-    def __init__(self, tally: Tally | None, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, tally: Tally | None, *, allow_pickle: bool = False, lives: dict[int, Live] | None = None
+    ) -> None:
         self._tally = tally
         self._allow_pickle = allow_pickle
+        self.lives = lives  # to restore into; None: to save
+        self._refused = 0  # values so far that cannot be saved
         self.pickled: list[str] = []
         self.leaves = Leaves()
         self.objects: list[Any] = []
@@ -170,11 +225,48 @@ class _Flattener:
             self.leaves.values.append(value)
             node = cached.array_node(len(self.leaves) - 1)
             return node, node
+        if self.lives is not None:
+            return self.live(value, path, depth), None
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
         if kind in KINDS or (self._tally is not None and (kind in _EXPLICIT or is_sharded(value))):
             return self.sharded(value, path, holders), None
         return self.container(value, path, depth, last)
+
+    def live(self, value: Any, path: str, depth: int) -> Any:
+        """The node of a value to restore into."""
+        leaves, lives = self.leaves, self.lives
+        node: Any = value
+        assert lives is not None
+        if isinstance(value, _ARRAYS):
+            leaves.paths.append(path)
+            leaves.values.append(node)
+            return cached.array_node(len(leaves) - 1)
+        parts, refused = len(leaves) + len(self.objects), self._refused
+        try:
+            if isinstance(value, (np.generic, np.dtype)):
+                return values.numpy_value(value, path)
+            node, _ = self.container(value, path, depth, None)
+        except UnsupportedStateError:
+            if is_stateful(value):
+                raise
+            self._refused += 1
+            node = self.opaque(value, path, depth)
+        if type(node) is not StatefulNode:
+            has_parts = len(leaves) + len(self.objects) > parts
+            lives[id(node)] = Live(path, value, has_parts, self._refused == refused)
+        return node
+
+    def opaque(self, value: Any, path: str, depth: int) -> Opaque:
+        """The node of a value that cannot be saved."""
+        if depth > skeleton.MAX_DEPTH or id(value) in self._open or not isinstance(value, (Mapping, list, tuple)):
+            return Opaque()
+        self._open.add(id(value))
+        keys = list(value) if isinstance(value, Mapping) else range(len(value))
+        items = [value[key] for key in keys]
+        nodes, _ = self.each(paths.components(keys), items, path + "." if path else "", depth, None)
+        self._open.discard(id(value))
+        return Opaque(keys, nodes)
 
     def _replicas(self, value: Any, path: str) -> Holders | None:
         return (
@@ -218,7 +310,7 @@ class _Flattener:
         self._open.add(id(value))
         try:
             if kind is dict:
-                if "param_groups" in value and not self._asked:
+                if "param_groups" in value and not self._asked and self.lives is None:
                     refuse_unstepped(value, path)
                 return self.inside(value, path, depth, last, make=DictNode)
             if kind is list or kind is tuple:
@@ -282,13 +374,16 @@ class _Flattener:
         known = last if isinstance(last, cached.ObjectOutline) else None
         self.objects.append(value)
         with naming_owner("state_dict", path, value):
-            state = value.state_dict()
+            keeps_vars = self.lives is not None and isinstance(value, torch.nn.Module)
+            state = live_state(value) if keeps_vars else value.state_dict()
         self._asked += 1
         child, below = self.node(state, path, depth + 1, known.below if known is not None else None)
         self._asked -= 1
         if known is not None and below is known.below:
             return (known.node if child is known.node.child else StatefulNode(child)), known
         node = StatefulNode(child)
+        if self.lives is not None:
+            self.lives[id(node)] = Live(path, value, True, True, state)
         return node, cached.ObjectOutline(node, below) if below is not None else None
 
     def inside(
@@ -349,7 +444,7 @@ class _Flattener:
             below.append(outline)
         if last is not None and same_objects(below, last.below):  # plain values may differ
             return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
-        if len(arrays) == first and not self._in_metadata:
+        if self.lives is not None or (len(arrays) == first and not self._in_metadata):
             return nodes, None  # plain values may be many, and are never reused
         if not walked:
             return nodes, cached.Flat(items, nodes, known[first:])

@@ -7,7 +7,7 @@ numbers as strings (a folder of ``torch.distributed.checkpoint`` that is read wi
 
 from __future__ import annotations
 
-import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,17 +29,6 @@ from pccheck_async.state.stateful import containers_and_objects
 
 _STRICT: Final = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 """Modules of torch whose own way to load differs only for states saved by versions before 0.4.1."""
-
-
-def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the module's state with its Parameters themselves in it, which torch does not copy onto themselves.
-
-    A module whose own ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share the memory.
-    """
-    parameters = inspect.signature(module.state_dict).parameters.values()
-    takes = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    state: Mapping[str, Any] = module.state_dict(keep_vars=True) if takes else module.state_dict()
-    return state
 
 
 class OwnLoading(NamedTuple):
@@ -68,6 +57,31 @@ def _ways(part: torch.nn.Module) -> Iterator[str]:
     method: Any = type(part)._load_from_state_dict
     if method is not torch.nn.Module._load_from_state_dict and method.__module__ not in _STRICT:
         yield method.__module__
+
+
+def with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
+    """Return the stored state with the names that it lacks and that are the same tensors here as others that it has.
+
+    Hugging Face's files hold a tied parameter under one of its names.
+    """
+    stored = dict(zip(mapping_keys(node), node.values, strict=True))
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = {key: value for key, value in own.items() if type(value) in plain and not is_lazy(value)}
+    if tensors.keys() <= stored.keys():
+        return node
+    views = {key: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in tensors.items() if t.data_ptr()}
+    names = {view: key for key, view in views.items() if key in stored}
+    tied = {key: stored[names[view]] for key, view in views.items() if key not in stored and view in names}
+    return structs.replace(node, keys=[*node.keys, *tied], values=[*node.values, *tied.values()])
+
+
+def load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
+    """Load the module's own state with the stored values in it: ``load_state_dict`` may require a complete state."""
+    whole = OrderedDict((key, stored.get(key, value)) for key, value in own.items())
+    metadata = {**getattr(own, "_metadata", {}), **getattr(stored, "_metadata", {})}
+    if metadata:
+        whole._metadata = metadata  # type: ignore[attr-defined]
+    live.load_state_dict(whole)
 
 
 # -- optimizers: the check before loading
@@ -147,18 +161,21 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
 
 def like_parameters(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
-) -> Iterator[tuple[str, ArrayNode | ShardedNode, torch.Tensor]]:
-    """Yield number and key, the stored array, and parameter, for all known to be shaped like a parameter.
+) -> list[tuple[str, ArrayNode | ShardedNode, torch.Tensor]]:
+    """Return number and key, the stored array, and parameter, for all known to be shaped like a parameter.
 
     Without :func:`differences`, ``load_state_dict`` will want these arrays on the devices of their parameters.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
-        return
-    state = _items(_items(node).get("state"))
+        return []
+    state, found = _items(_items(node).get("state")), []
     for number, parameter in _parameters(optimizer, own):
-        for key, value in _items(state.get(number)).items():
-            if key in _LIKE_PARAMETER and isinstance(value, (ArrayNode, ShardedNode)):
-                yield f"{number}.{key}", value, parameter
+        moments = state.get(number)
+        if isinstance(moments, MappingNode):
+            for key, value in zip(moments.keys, moments.values, strict=True):
+                if isinstance(value, (ArrayNode, ShardedNode)) and key in _LIKE_PARAMETER:
+                    found.append((f"{number}.{key}", value, parameter))
+    return found
 
 
 def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -1,0 +1,323 @@
+"""Where the bytes of a restore go: the addresses of live arrays, new memory for others, and the values made of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import TensorEntry, span
+from pccheck_async.format.skeleton import ComposedNode, Node, ShardedNode, StatefulNode, arrays
+from pccheck_async.state.ambient import apart
+from pccheck_async.state.composed import compose
+from pccheck_async.state.leaves import Array
+from pccheck_async.state.restore.arrays import Allocation, Target, Targets, is_as_stored, steps_of
+from pccheck_async.state.restore.diff import Diff, Fill, Give
+from pccheck_async.state.restore.reshard import Wanted
+from pccheck_async.state.restore.tree import rebuild
+from pccheck_async.state.save.flatten import naming_owner
+from pccheck_async.state.sources import HOST, as_bits
+from pccheck_async.state.storages import address_of, is_dense, is_unresolved
+from pccheck_async.state.tensor_access import storage_address, untyped_storage
+from pccheck_async.telemetry import write
+
+__all__ = ["Binding", "Restoration", "warn_of_unpickling"]
+
+_PLACE: Final = attrgetter("device_name", "low", "high")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restoration:
+    """A restore that was checked and can begin: fill the targets, then call ``finish`` once."""
+
+    targets: Targets
+    finish: Callable[[], Any]  # makes the state from the filled memory, and returns it
+    missing: tuple[str, ...] = ()  # paths that the state has and the checkpoint lacks: they stay as they are
+    unexpected: tuple[str, ...] = ()  # paths that the checkpoint has and the state lacks: they are not read
+    filled: tuple[str, ...] = ()  # paths of the live arrays that the targets fill
+    # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    resharded: tuple[Wanted, ...] = ()  # not in ``targets``: to be filled before ``finish``
+    trained: tuple[torch.Tensor, ...] = ()  # live tensors that are restored and may have gradients
+    move: Callable[[], None] = lambda: None  # copies to the device, which any thread may do before ``finish``
+
+
+def warn_of_unpickling(where: Collection[str]) -> None:
+    """Log the paths of values that are unpickled."""
+    if where:
+        text = "allow_pickle: %d values are unpickled, which runs code that the checkpoint names: %s"
+        write(logging.WARNING, "unpickled", text, len(where), ", ".join([*where][:5]))
+
+
+class _Live:
+    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array."""
+
+    def __init__(self, fill: Fill, stored: TensorEntry, by_address: bool) -> None:
+        self.path, self.index, self.array, self.strict = fill.path, fill.number, fill.array, fill.strict
+        self.entry = stored
+        array = self.array
+        self.device: torch.device | None = None  # None: the host
+        self.negated = cast = False  # its bytes in memory are not its values
+        if isinstance(array, torch.Tensor):
+            if cast := (dtype := dtypes.TORCH_NAMES[array.dtype]) != stored.dtype:
+                self.entry = structs.replace(stored, dtype=dtype)
+            self.device = None if array.is_cpu else array.device
+            self.negated = is_unresolved(array)
+            self.address: int = array.data_ptr()
+            contiguous = array.is_contiguous()
+            alike = array.stride() == stored.stride
+        else:
+            self.address = address_of(array)
+            contiguous = array.flags.c_contiguous
+            alike = False
+        self.as_stored = alike or is_as_stored(self.entry, self.steps)
+        if contiguous:
+            self.low, self.high = self.address, self.address + array.nbytes
+        else:
+            low, high = span(self.entry.shape, self.steps)
+            self.low, self.high = self.address + low, self.address + high + self.entry.itemsize
+        self.device_name = str(self.device)
+        reached = self.device is None or (self.device.type == "cuda" and by_address)
+        dense = contiguous or is_dense(self.entry.shape, self.steps, self.entry.itemsize)
+        # Read right into its memory, not copied there at the end:
+        self.in_place = reached and not self.negated and not cast and dense and self.as_stored
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Bytes from one element to the next along each dimension."""
+        return steps_of(self.array)
+
+    def shares_as_stored(self, other: _Live) -> bool:
+        """Return whether this and ``other`` share memory here exactly as they do in the checkpoint."""
+        one, two, shift = self.entry, other.entry, self.address - other.address
+        if one.storage != two.storage or one.offset - two.offset != shift:
+            return False
+        if not shift and (one.shape, one.stride, self.steps) == (two.shape, two.stride, other.steps):
+            return True
+        return self.as_stored and other.as_stored
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Its memory for numpy to compare, never to read: the address may be that of another device."""
+        typestr, data = f"|V{self.entry.itemsize}", (self.address, True)
+        return {"version": 3, "shape": self.entry.shape, "strides": self.steps, "typestr": typestr, "data": data}
+
+
+class Binding:
+    """The memory of one restore: that of live arrays, which have addresses, and new one.
+
+    Live arrays that share memory are filled twice if the stored arrays share theirs in the same way. If not, one array
+    would overwrite the other: that is a difference for strict arrays, and the others get new memory.
+    """
+
+    def __init__(self, found: Diff, by_address: bool) -> None:
+        self._found = found
+        self._manifest = found.manifest
+        self._by_address = by_address
+        self._arrays: dict[int, Array] = {}  # that have the stored bytes at the end
+        self._values: list[Any] = []
+        tensors = found.manifest.tensors
+        with apart():
+            self._live = {fill.number: _Live(fill, tensors[fill.number], by_address) for fill in found.fills}
+        self._allocation = Allocation(found.manifest, ())
+        self._is_filled = False
+
+    def conflicts(self) -> list[str]:
+        """Drop arrays that would overwrite another; return the paths of strict ones, each with the other's."""
+        troubles = []
+        for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
+            dropped = not {one.index, other.index} <= self._live.keys()
+            if dropped or one.shares_as_stored(other) or not _share(one, other):
+                continue
+            loose = next((live for live in (other, one) if not live.strict), None)
+            if loose is not None:
+                del self._live[loose.index]
+            elif one.negated or other.negated:
+                troubles.append(
+                    f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
+                    "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
+                )
+            else:
+                troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
+        # Tensors that were tied when they were saved were all saved by one rank.
+        found = self._found
+        whole = {
+            (fill.mesh, fill.array.data_ptr(), fill.array.nbytes): fill.path
+            for fill in found.fills
+            if fill.mesh is not None and isinstance(fill.array, torch.Tensor)
+        }
+        for one_box in found.resharded if whole else ():
+            memory = one_box.mesh, one_box.local.data_ptr(), one_box.local.nbytes
+            if one_box.local.nbytes and memory in whole:
+                text = f"(shares memory with {whole[memory]} here, but not in the checkpoint)"
+                troubles.append(f"{one_box.path} {text}")
+        return troubles
+
+    def allocate(self) -> Restoration:
+        """Allocate memory for arrays that are not live, and for live ones that are copied at the end; make all values.
+
+        The values have no bytes yet. Raises CorruptStoreError if a value cannot be made, UnsupportedStateError if one
+        cannot be unpickled.
+        """
+        found, lives = self._found, self._live.values()
+        wanted = {index for step in (*found.steps, *found.last) for index in arrays(step.node)} - found.elsewhere
+        direct = {live.index for live in lives if live.in_place}
+        preferred = {
+            index: device
+            for index, device in found.preferred.items()
+            if device.type == "cuda" and self._by_address and index not in self._live
+        }
+        gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
+        with apart():
+            self._allocation = Allocation(self._manifest, sorted((wanted | self._live.keys()) - direct), preferred)
+            targets = Targets([*self._allocation.targets(), *self._in_place()])
+            # Tensors that are made now can be trained, in any mode of the caller.
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+                self._arrays = {index: self._allocation.array(index) for index in wanted - self._live.keys()}
+        self._arrays.update({live.index: live.array for live in lives})
+        self._arrays.update(found.plain_made)
+        self._values = [self._value(step.node) for step in (*found.steps, *found.last)]
+        return Restoration(
+            targets,
+            self.finish,
+            tuple(found.missing),
+            tuple(found.unexpected),
+            tuple([live.path for live in lives if live.in_place]),
+            found.counts,
+            tuple(found.resharded),
+            tuple(self._trained()),
+        )
+
+    def finish(self) -> Mapping[str, Any]:
+        """Give the state the filled arrays and all other values; return it."""
+        found = self._found
+        warn_of_unpickling([path for path, _ in found.unpickled.values()])
+        increment = torch.autograd.graph.increment_version
+        with apart():
+            for live in self._live.values():
+                if not live.in_place:
+                    _copy(live, self._allocation.array(live.index))
+                elif isinstance(live.array, torch.Tensor) and not live.array.is_inference():
+                    increment(live.array)
+        for composed in found.composed.values():  # which changes of its parts do not count
+            if not composed.is_inference():
+                increment(composed)
+        arrays_of = self._arrays.items()
+        inference = {index for index, each in arrays_of if isinstance(each, torch.Tensor) and each.is_inference()}
+        steps = [*found.steps, *found.last]
+        if found.is_special:  # tensors that are composed of others are made once these are filled
+            self._is_filled = True
+            self._values = [self._value(step.node) for step in steps]
+        gradients = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            for step, value in zip(steps, self._values, strict=True):
+                if isinstance(step, Give):
+                    _give(
+                        step, value, step.inference or bool(inference and not inference.isdisjoint(arrays(step.node)))
+                    )
+                else:
+                    step.apply(value)
+        return found.tree.state
+
+    def _in_place(self) -> Iterator[Target]:
+        """Return the memory of live arrays that bytes are read into."""
+        targets = []
+        for live in self._live.values():
+            if live.in_place and live.entry.storage is not None:
+                offset = self._manifest.storages[live.entry.storage].offset + live.entry.offset
+                owner = untyped_storage(live.array) if isinstance(live.array, torch.Tensor) else live.array
+                device = HOST if live.device is None else live.device.index
+                low = live.low - live.address  # as in the checkpoint
+                targets.append(Target(offset + low, live.high - live.low, live.low, owner, device))
+        return iter(targets)
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        """Yield the live tensors that are restored and may have gradients."""
+        found = self._found
+        addresses = {*map(storage_address, found.trained)} - {0} if found.maybe_trained else set()
+        maybe = [each for each in found.maybe_trained if storage_address(each) in addresses]
+        return iter([*found.trained, *maybe])
+
+    # -- values
+
+    def _value(self, node: Node) -> Any:
+        return rebuild(
+            node, self._arrays.__getitem__, self._object, self._sharded, self._found.unpickle, self._composed
+        )
+
+    def _object(self, node: StatefulNode) -> Any:
+        objects = self._found.objects
+        return objects[id(node)] if id(node) in objects else self._value(node.child)
+
+    def _sharded(self, node: ShardedNode) -> Any:
+        return self._found.made[id(node)]
+
+    def _composed(self, node: ComposedNode, parts: dict[str, Any], context: Any) -> Any:
+        live = self._found.composed.get(id(node))
+        if live is not None and all(getattr(live, name) is part for name, part in parts.items()):
+            return live
+        return compose(node, parts, context) if self._is_filled else None
+
+
+def _give(step: Give, stored: Any, inference: bool) -> None:
+    mixture = "; the state may now be a mixture of what it was and of the checkpoint"
+    mode: AbstractContextManager[Any] = torch.inference_mode() if inference else nullcontext()
+    with mode, naming_owner("load_state_dict", step.path, step.value, mixture):
+        step.load(stored)
+
+
+def _copy(live: _Live, stored: Array) -> None:
+    """Copy bit for bit; of expanded dimensions, one element."""
+    sizes = zip(live.entry.shape, live.steps, strict=True)
+    once = (*(slice(0, 1) if step == 0 and size > 1 else slice(None) for size, step in sizes), ...)
+    if isinstance(live.array, torch.Tensor):
+        assert isinstance(stored, torch.Tensor)
+        target, source = live.array.detach()[once], stored.detach()[once]
+        writing: AbstractContextManager[Any] = torch.inference_mode() if live.array.is_inference() else torch.no_grad()
+        with writing:
+            if live.negated or target.dtype != source.dtype:
+                target.copy_(source)
+            else:
+                as_bits(target).copy_(as_bits(source))
+        return
+    assert isinstance(stored, np.ndarray)
+    live.array[once] = stored[once]
+
+
+def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
+    """Yield pairs whose memory overlaps, by address, except inside groups that share it as in the checkpoint.
+
+    A group of n tied arrays would yield n² pairs.
+    """
+    groups: list[list[_Live]] = []
+    memory, reach = "", 0
+    for live in sorted(lives, key=_PLACE):
+        if live.device_name != memory or live.low >= reach:
+            groups.append([])
+            memory, reach = live.device_name, live.high
+        groups[-1].append(live)
+        reach = max(reach, live.high)
+    for group in groups:
+        if len(group) == 1 or all(group[0].shares_as_stored(live) for live in group[1:]):
+            continue
+        for number, one in enumerate(group, 1):
+            for other in group[number:]:
+                if other.low >= one.high:
+                    break
+                yield one, other
+
+
+def _share(one: _Live, other: _Live) -> bool:
+    """Return whether two arrays have a byte in common; True if that takes too long to compute."""
+    try:
+        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=1_000_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

@@ -1,0 +1,636 @@
+"""How a live state and a stored one differ, and what a restore does with each of their parts. Nothing changes here.
+
+The live state is a tree like the stored one (:func:`.flatten.flatten_live`); both are walked side by side, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain, repeat
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import structs
+from torch.nn.parameter import is_lazy
+
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.format import dtypes
+from pccheck_async.format import skeleton as nodes
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    ComposedNode,
+    DictNode,
+    ListNode,
+    MappingNode,
+    Node,
+    PickledNode,
+    ShardedNode,
+    StatefulNode,
+)
+from pccheck_async.state import paths, values
+from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
+from pccheck_async.state.composed import class_of, is_composed
+from pccheck_async.state.leaves import KINDS, Array
+from pccheck_async.state.pickles import refuse_pickled, unpickle
+from pccheck_async.state.restore import adapt
+from pccheck_async.state.restore.arrays import describe, difference, memory_trouble
+from pccheck_async.state.restore.reshard import Wanted
+from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild
+from pccheck_async.state.rng import RNGState
+from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
+from pccheck_async.state.stateful import can_check
+
+__all__ = ["Diff", "Fill", "Give", "Put", "diff"]
+
+_MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
+_SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
+_REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
+"""Containers that take other content and stay the same object."""
+_ARRAYS: Final = (torch.Tensor, np.ndarray)
+_NOWHERE: Final = object()
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
+_EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
+_SPECIAL: Final = frozenset((ComposedNode, PickledNode, ShardedNode))
+"""Nodes of values that are not made of the bytes of one array each."""
+
+
+class Fill(NamedTuple):
+    """A live array that takes the bytes of a stored one."""
+
+    path: str
+    number: int  # of the stored array
+    array: Array
+    strict: bool  # it is filled itself; else another may take its place
+    mesh: int | None = None  # of a box of a tensor on several ranks: a hash of these
+
+
+class Put(NamedTuple):
+    """A plain live value that a stored one replaces: in its container, or as the content of ``value``."""
+
+    node: Node
+    value: Any
+    key: Any = _NOWHERE  # in the container ``value``
+
+    def apply(self, stored: Any) -> None:
+        """Replace it."""
+        if self.key is not _NOWHERE:
+            self.value[self.key] = stored
+        elif isinstance(self.value, list):
+            self.value[:] = stored
+        else:
+            self.value.clear()
+            self.value.update(stored)
+            if hasattr(stored, "_metadata"):
+                self.value._metadata = stored._metadata
+
+
+class Give(NamedTuple):
+    """An object that loads a stored state by itself."""
+
+    node: Node
+    path: str
+    load: Callable[[Any], Any]
+    value: Any
+    inference: bool = False  # it changes tensors that change only in inference mode
+
+
+@dataclass(slots=True, eq=False)
+class Diff:
+    """The differences, and what a restore does: ``fills``, ``resharded``, then ``steps`` and ``last`` in their order.
+
+    Attributes:
+        missing: Paths that the state has and the checkpoint lacks: they stay as they are.
+        unexpected: Paths that the checkpoint has and the state lacks: they are not read.
+        mismatched: Paths that both have and that cannot be restored, each with what was found.
+        refused: Those of objects that refuse their stored state.
+        disjoint: Paths that both have, with nothing in common below.
+        counts: By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
+        matched: How many entries of the state are restored.
+        last: Generators: loading before them may draw from them.
+        resharded: Of tensors that lie, or lay, on several ranks: boxes that are others here than in this rank's part.
+        elsewhere: Stored arrays that those are made of: they are not read as they are.
+        preferred: Devices on which stored arrays are wanted that are not live.
+        trained: Live tensors that are restored and may have gradients.
+        maybe_trained: Parameters that are restored if their memory is that of such a tensor.
+        objects: Live objects by the identity of their stored node.
+        made: Tensors on several ranks, or stored as such, by the identity of their stored node,
+        plain_made: and by their index those that were stored as plain tensors.
+        composed: Live composed tensors by the identity of their stored node.
+        is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
+        stored_paths: Of those, by the identity of their nodes.
+        unpickled: Paths and values of those that were pickled, by the identity of their nodes, once they are needed.
+    """
+
+    tree: LiveTree
+    manifest: Manifest
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    disjoint: list[str] = field(default_factory=list)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    matched: int = 0
+    fills: list[Fill] = field(default_factory=list)
+    steps: list[Put | Give] = field(default_factory=list)
+    last: list[Give] = field(default_factory=list)
+    resharded: list[Wanted] = field(default_factory=list)
+    elsewhere: set[int] = field(default_factory=set)
+    preferred: dict[int, torch.device] = field(default_factory=dict)
+    trained: list[torch.Tensor] = field(default_factory=list)
+    maybe_trained: list[torch.Tensor] = field(default_factory=list)
+    objects: dict[int, Any] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
+    plain_made: dict[int, Any] = field(default_factory=dict)
+    composed: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_special: bool = False
+    stored_paths: Mapping[int, str] = field(default_factory=dict)
+    unpickled: dict[int, tuple[str, Any]] = field(default_factory=dict)
+
+    def unpickle(self, node: PickledNode) -> Any:
+        """Return a pickled value, unpickled once. Raises UnsupportedStateError."""
+        if id(node) not in self.unpickled:
+            path = self.stored_paths.get(id(node), "")
+            self.unpickled[id(node)] = path, unpickle(node, path)
+        return self.unpickled[id(node)][1]
+
+    def check(self, *, strict: bool) -> None:
+        """Raise StateMismatchError if the state cannot be restored; for ``strict``, if not all of it can."""
+        incomplete = bool(self.missing or self.unexpected)
+        # If nothing was restored, the state would pass for a restored one.
+        nothing = self.disjoint or (self.missing and (not self.matched or self._wrapped()))
+        if self.mismatched or (strict and incomplete) or nothing:
+            raise self._error(strict)
+
+    def _error(self, strict: bool) -> StateMismatchError:
+        make = partial(StateMismatchError, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched)
+        advice = self._wrapped()
+        if not self.mismatched and not advice:
+            if self.disjoint:
+                advice = (
+                    f"; nothing in common below {', '.join(self.disjoint)}: leave that out of the state, or take "
+                    "load(path, keys=[...]), change its names, and give it to load_state_dict"
+                )
+            elif strict:
+                advice = "; to restore what both have: restore(state, strict=False)"
+            else:
+                advice = "; they have nothing in common"
+        assert isinstance(self.manifest.skeleton, MappingNode)
+        if not set(paths.components(mapping_keys(self.manifest.skeleton))).isdisjoint(self.unexpected):
+            advice += "; to take only part of it: load(path, keys=[...])"
+        if self.refused:
+            refused = ", ".join(self.refused)
+            advice += f"; to restore all but {refused}: take it out of the state, and call restore(state, strict=False)"
+        return make(f"{make()}{advice}")
+
+    def _wrapped(self) -> str:
+        """Return advice if names differ by the prefix that a wrapper of models adds to them; else an empty string."""
+        for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
+            prefix = paths.escape(f"{attribute}.")
+            lists = self.missing, self.unexpected
+            for where, wrapped, plain in (("here", *lists), ("in the checkpoint", *reversed(lists))):
+                if not {path.replace(prefix, "", 1) for path in wrapped if prefix in path}.isdisjoint(plain):
+                    inside = f"save and restore the module inside (model.{attribute})"
+                    return f"; a model {where} is wrapped by {wrapper}: {inside}"
+        return ""
+
+
+def diff(
+    tree: LiveTree,
+    manifest: Manifest,
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
+    generators: bool = True,
+    added: Collection[str] = (),
+) -> Diff:
+    """Return how a live state differs from a stored one, and what a restore does; see :func:`.match.match`."""
+    walk = _Walk(tree, manifest, strict, dtype, allow_pickle, generators, added)
+    walk.outermost()
+    return walk.found
+
+
+class _Walk:
+    """One walk over a live and a stored tree side by side."""
+
+    def __init__(
+        self,
+        tree: LiveTree,
+        manifest: Manifest,
+        strict: bool,
+        dtype: torch.dtype | None,
+        allow_pickle: bool,
+        generators: bool,
+        added: Collection[str],
+    ) -> None:
+        assert isinstance(manifest.skeleton, MappingNode)
+        self._tree = tree
+        self._skeleton = manifest.skeleton
+        self._tensors = manifest.tensors
+        self._strict = strict
+        self._dtype = dtype
+        self._allow_pickle = allow_pickle
+        self._restores_generators = generators
+        self._added = added
+        special = not _SPECIAL.isdisjoint(map(type, nodes.walk(manifest.skeleton)))
+        stored = (
+            {id(node): path for path, leaf in leaves(manifest.skeleton) for node in nodes.walk(leaf)} if special else {}
+        )
+        self.found = Diff(tree, manifest, is_special=special, stored_paths=stored)
+        self._unread = 0  # leaves of the checkpoint that the state lacks
+
+    @cached_property
+    def _names(self) -> adapt.Names:
+        return adapt.names_in(self._tree.state)
+
+    def outermost(self) -> None:
+        """Compare the values under the outermost names."""
+        found, state = self.found, self._tree.state
+        container = state if isinstance(state, MutableMapping) else None
+        for key, live, node, path in self._common(self._tree.skeleton, self._skeleton, ""):
+            matched, missing, unread = found.matched, len(found.missing), self._unread
+            self._value(live, node, path, container, key)
+            if found.matched == matched and len(found.missing) > missing and path not in found.disjoint:
+                found.disjoint.append(path)
+            number = count(node)
+            found.counts[path] = number - (self._unread - unread), number
+
+    # -- values that are filled in place or replaced
+
+    def _value(
+        self, live: Any, node: Node, path: str, container: Any, key: Any = None, *, of_object: bool = False
+    ) -> None:
+        """Compare a live value with a stored one, which with ``of_object`` is the ``state_dict()`` of an object.
+
+        ``container`` is the live container in which it is replaced; None if that cannot change.
+        """
+        found = self.found
+        if type(live) is ArrayNode:
+            if node is None and container is not None:
+                found.matched += 1
+                found.steps.append(Put(node, container, key))
+            else:
+                self._array(self._tree.leaves.values[live.index], node, path)
+            return
+        if type(live) is StatefulNode:
+            self._object(live, node)
+            return
+        known = self._tree.lives.get(id(live))
+        live_parts = known is not None and known.has_parts
+        savable = known is None or known.is_savable
+        if isinstance(node, StatefulNode) and (live_parts or savable):
+            self._value(live, node.child, path, container, key, of_object=True)  # restored into the object's state
+        elif isinstance(node, PickledNode):
+            self._plain(live, known, node, path, container, key)
+        elif not live_parts and (savable or not has_parts(node)):
+            if not of_object:
+                what = "an object in the checkpoint: put one there, or None for its state"
+                found.mismatched += [f"{lost} ({what})" for lost in _without_place(live, node, path)]
+            self._plain(live, known, node, path, container, key)
+        elif known is not None and _MAPPINGS.get(type(known.value)) is type(node):
+            for name, value, child, below in self._common(live, node, path):  # type: ignore[arg-type]
+                self._value(value, child, below, known.value, name)
+        elif known is not None and _SEQUENCES.get(type(known.value)) is type(node):
+            self._items(live, known.value, node, path)
+        else:
+            self._differs(live, node, path)
+
+    def _items(self, live: Any, value: Any, node: Any, path: str) -> None:
+        stored: list[Node] = node.items
+        if len(live.items) != len(stored):
+            self.found.mismatched.append(f"{path} ({len(live.items)} items here, {len(stored)} in the checkpoint)")
+            return
+        container = value if isinstance(value, list) else None
+        for index, (item, child) in enumerate(zip(live.items, stored, strict=True)):
+            self._value(item, child, paths.child(path, str(index)), container, index)
+
+    def _plain(self, live: Any, known: Live | None, node: Node, path: str, container: Any, key: Any) -> None:
+        found = self.found
+        found.matched += 1
+        if known is not None and _REFILLED.get(type(known.value)) is type(node):
+            self._give(node)  # other holders of this container see the new content, too
+            found.steps.append(Put(node, known.value))
+        elif container is not None:
+            self._give(node)
+            found.steps.append(Put(node, container, key))
+        elif has_parts(node):
+            self._differs(live, node, path)
+        elif isinstance(live, Opaque) or (known is not None and not known.is_savable) or _ENCODE(live) != _ENCODE(node):
+            found.mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
+
+    def _array(self, live: Any, node: Node, path: str, *, strict: bool = True) -> None:
+        found = self.found
+        found.matched += 1
+        if isinstance(live, torch.Tensor):
+            found.trained.append(live)
+        if type(node) is ShardedNode or (type(live) not in KINDS and (is_sharded(live) or isinstance(live, FlatShard))):
+            plain = isinstance(node, ShardedNode) and node.plain and type(live) in (np.ndarray, torch.Tensor)
+            if strict or not plain or self._fits(live, node):  # else it is made anew
+                self._sharded(live, node, path)
+        elif isinstance(node, ComposedNode):
+            self._fill_parts(live, node, path, strict=strict)
+        elif isinstance(node, ArrayNode):
+            trouble = difference(self._tensors[node.index], live, self._dtype)
+            if not trouble:
+                found.fills.append(Fill(path, node.index, live, strict))
+            elif strict:
+                found.mismatched.append(f"{path} ({trouble})")
+        elif strict:
+            self._differs(live, node, path)
+
+    def _fill_parts(self, live: Any, node: ComposedNode, path: str, *, strict: bool) -> None:
+        """Compare a composed tensor with a stored one; its parts are filled in place."""
+        trouble = f"a {type(live).__qualname__} here, a {node.name} in the checkpoint"
+        if is_composed(live) and (type(live).__module__, type(live).__qualname__) == (node.module, node.name):
+            own, tensors = take_apart(live, path)
+            about, stored = (_ENCODE(structs.replace(each, items=[], stride=())) for each in (own, node))
+            trouble = "" if about == stored else f"another shape or context of a {node.name} here"
+        if not trouble:
+            indices = [item.index for item in node.items if isinstance(item, ArrayNode)]
+            pairs = [*zip(indices, tensors, strict=True)]
+            found = ((index, difference(self._tensors[index], part)) for index, part in pairs)
+            trouble = next((f"{node.names[at]}: {each}" for at, (_, each) in enumerate(found) if each), "")
+        if trouble:
+            if strict:
+                self.found.mismatched.append(f"{path} ({trouble})")
+            return
+        for name, (index, part) in zip(node.names, pairs, strict=True):
+            self.found.fills.append(Fill(paths.child(path, name), index, part, strict))
+        self.found.composed[id(node)] = live
+
+    def _sharded(self, live: Any, node: Node, path: str) -> None:
+        """Compare a tensor that lies, or lay, on several ranks with the stored one, here or on any rank.
+
+        Nothing can be made in its place, so every difference is a mismatch.
+        """
+        found = self.found
+        if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, (torch.Tensor, FlatShard)):
+            self._differs(live, node, path)
+            return
+        children = node.boxes if isinstance(node, ShardedNode) else (node,)
+        stored = [self._tensors[child.index] for child in children]
+        shape = node.shape if isinstance(node, ShardedNode) else stored[0].shape
+        if tuple(live.shape) != shape:
+            found.mismatched.append(f"{path} (the shape {tuple(live.shape)} here, {shape} in the checkpoint)")
+            return
+        views = box_views(live, path)
+        found.made[id(node)] = live
+        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
+            (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
+        ]:
+            troubles = (difference(entry, view, self._dtype) for entry, (_, view) in zip(stored, views, strict=True))
+            if trouble := next(filter(None, troubles), ""):
+                found.mismatched.append(f"{path} ({trouble})")
+            else:
+                pairs = zip(children, views, strict=True)
+                found.fills += [Fill(path, child.index, view, True, node.mesh) for child, (_, view) in pairs]
+            return
+        if trouble := next(filter(None, (memory_trouble(view) for _, view in views)), ""):
+            found.mismatched.append(f"{path} ({trouble})")
+            return
+        found.elsewhere.update(child.index for child in children)
+        if isinstance(node, ArrayNode):
+            found.plain_made[node.index] = live
+        stored_path = self._path_of(node)
+        mesh = node.mesh if isinstance(node, ShardedNode) else None
+        for box, view in views:
+            wrapper = live if isinstance(live, torch.Tensor) else view
+            found.resharded.append(Wanted(path, stored_path, mesh, shape, box, view.detach(), wrapper))
+
+    def _path_of(self, node: Node) -> str:
+        """Return the path of a leaf in the checkpoint."""
+        if known := self.found.stored_paths.get(id(node)):
+            return known
+        return next((path for path, leaf in leaves(self._skeleton) if leaf is node), "")
+
+    def _fits(self, live: Any, node: Node) -> bool:
+        """Whether a live tensor has the shape and dtype of a stored one."""
+        if isinstance(node, ShardedNode):
+            return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
+        if is_sharded(live):
+            return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
+        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._dtype)
+
+    def _give(self, node: Node) -> None:
+        """Check that the stored values that are no arrays can be made.
+
+        Plain tensors that all ranks had alike are made here; others are a mismatch, as there is no live tensor.
+        Raises UnsupportedStateError for a pickled value, or a class that is not imported.
+        """
+        found = self.found
+        for each in nodes.walk(node) if found.is_special else ():
+            if isinstance(each, PickledNode) and not self._allow_pickle:
+                refuse_pickled(each, self._path_of(each))
+            elif isinstance(each, ComposedNode):
+                class_of(each, self._path_of(each))
+            elif isinstance(each, ShardedNode) and id(each) not in found.made:
+                path = self._path_of(each)
+                if each.plain:
+                    self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
+                else:
+                    found.mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
+
+    # -- objects that load themselves
+
+    def _object(self, live: StatefulNode, node: Node) -> None:
+        found, known = self.found, self._tree.lives[id(live)]
+        value, path = known.value, known.path
+        child = node.child if isinstance(node, StatefulNode) else node
+        steps: list[Any] = found.steps
+        load, inference = value.load_state_dict, False
+        if node is None:  # saved before there was an object
+            self._differs(live, node, path)
+            return
+        if isinstance(value, torch.nn.Module):
+            child = self._module(live, known, child)
+            tensors = [each for each in known.state.values() if isinstance(each, torch.Tensor) and not is_lazy(each)]
+            inference = any(map(torch.Tensor.is_inference, tensors))
+            if not self._strict:
+                load = partial(adapt.load_into, value, known.state)
+        elif isinstance(value, torch.optim.Optimizer):
+            child = self._optimizer(live, known, child)
+            load = partial(adapt.load, value, dtype=self._dtype)
+            found.trained += chain.from_iterable(group["params"] for group in value.param_groups)
+            found.matched += 1
+        elif isinstance(value, RNGState) and not self._restores_generators:
+            found.matched += 1
+            return
+        else:
+            found.matched += 1
+            if isinstance(value, RNGState):
+                steps = found.last
+            self._pair(live.child, child)
+            modules = (part for part in getattr(value, "__dict__", {}).values() if isinstance(part, torch.nn.Module))
+            found.maybe_trained += chain.from_iterable(module.parameters() for module in modules)
+        self._give(child)
+        if can_check(value):
+            self._check(value, child, path)
+        if isinstance(node, StatefulNode):
+            found.objects[id(node)] = value
+        steps.append(Give(child, path, load, value, inference))
+
+    def _module(self, live: StatefulNode, known: Live, node: Node) -> Node:
+        """Compare a module; return the stored state to load."""
+        found, module, own, path = self.found, known.value, known.state, known.path
+        if not isinstance(node, MappingNode):
+            self._differs(live, node, path)
+            return node
+        node = adapt.with_tied(own, node)
+        own_loading, missing = adapt.own_loading(module), len(found.missing)
+        common = self._common(live.child, node, path, own_loading.all if self._strict else ())
+        for key, value, child, below in common:
+            array = self._tree.leaves.values[value.index] if type(value) is ArrayNode else None
+            is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
+            if is_extra or not (isinstance(array, torch.Tensor) or isinstance(child, (ArrayNode, ShardedNode))):
+                self._pair(value, child)  # the latter: added by a state_dict() of its own
+            elif not own_loading.all or not self._decides(own_loading, str(key), array, child):
+                if isinstance(array, _ARRAYS):
+                    self._array(array, child, below)
+                else:
+                    self._differs(value, child, below)
+        found.matched += len(common)
+        if own and not common and len(found.missing) > missing:
+            found.disjoint.append(path)
+        keys = {key for key, *_ in common}
+        untouched = {id(own[key]) for key in own if key not in keys}.difference(id(own[key]) for key in keys)
+        found.trained += [each for each in module.parameters() if id(each) not in untouched]
+        if len(common) == len(node.values):
+            return node
+        kept = [
+            index
+            for index, (key, name, _) in enumerate(entries(node))
+            if key in keys or (self._strict and paths.child(path, name) not in self._added)
+        ]
+        return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept])
+
+    def _decides(self, own_loading: adapt.OwnLoading, key: str, value: Any, node: Node) -> bool:
+        """Return whether a module gets a stored array in new memory: a user's hook may move or change live values."""
+        if not key.startswith(own_loading.all) or is_lazy(value):
+            return False
+        if isinstance(value, _ARRAYS) and self._fits(value, node):
+            return key.startswith(own_loading.users)
+        return self._strict
+
+    def _optimizer(self, live: StatefulNode, known: Live, node: Node) -> Node:
+        """Compare an optimizer; return the stored state to load."""
+        found, optimizer, own, path = self.found, known.value, known.state, known.path
+        if not isinstance(node, MappingNode):
+            self._differs(live, node, path)
+            return node
+        node, differences = adapt.renumbered(optimizer, own, node, lambda: self._names, path)
+        differences += adapt.differences(optimizer, own, node, self._tensors, path)
+        found.mismatched += differences
+        alike = [] if differences else adapt.like_parameters(optimizer, own, node)
+        for _, value, parameter in alike:
+            if isinstance(value, ArrayNode):
+                found.preferred[value.index] = parameter.device
+        self._pair(live.child, node)
+        for where, value, parameter in alike:
+            if id(value) in found.made or (isinstance(value, ArrayNode) and not is_sharded(parameter)):
+                continue
+            dtype = self._tensors[value.index].dtype if isinstance(value, ArrayNode) else value.dtype
+            made = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype))
+            self._sharded(made, value, f"{path}.state.{where}")
+        return node
+
+    def _pair(self, live: Any, node: Node) -> None:
+        """Reuse live arrays wherever the stored tree has an equal array in the same place."""
+        if type(live) is ArrayNode:
+            each = self._tree.leaves
+            self._array(each.values[live.index], node, each.paths[live.index], strict=False)
+        elif not isinstance(node, StatefulNode):
+            for one, other in _beside(live, node):
+                if isinstance(one, (msgspec.Struct, Opaque)):
+                    self._pair(one, other)
+        elif type(live) is StatefulNode:
+            self._object(live, node)
+        else:
+            self._pair(live, node.child)
+
+    def _check(self, value: Any, node: Node, path: str) -> None:
+        stored = rebuild(node, lambda index: index, pickled=self.found.unpickle, composed=lambda *_: None)
+        try:
+            with naming_owner("check_state_dict", path, value):
+                value.check_state_dict(stored)
+        except ValueError as error:
+            self.found.refused.append(path)
+            self.found.mismatched.append(f"{path} ({error})")
+
+    # -- for both
+
+    def _common(
+        self, live: Any, node: MappingNode, path: str, ignored: tuple[str, ...] = ()
+    ) -> list[tuple[Any, Any, Node, str]]:
+        """Return key, live value, stored value and path of each key that both have.
+
+        Keys that only one has are added to the missing or unexpected, but for those with a prefix in ``ignored``.
+        """
+        found, prefix = self.found, f"{path}." if path else ""
+        keys, items = _entries_of(live)
+        names = [prefix + name for name in paths.components(keys)]
+        if isinstance(live, MappingNode) and live.keys == node.keys and len(live.keys) == len(node.values):
+            return [*zip(keys, items, node.values, names, strict=True)]
+        stored = {key: (name, child) for key, name, child in entries(node)}
+        common = []
+        for key, value, below in zip(keys, items, names, strict=True):
+            if key in stored:
+                common.append((key, value, stored.pop(key)[1], below))
+            elif not str(key).startswith(ignored):
+                found.missing.append(below)
+        unread = [pair for key, pair in stored.items() if not str(key).startswith(ignored)]
+        unexpected = (prefix + name for name, _ in unread)
+        found.unexpected += [each for each in unexpected if each not in self._added]
+        self._unread += sum(count(child) for _, child in unread)
+        return common
+
+    def _differs(self, live: Any, node: Node, path: str) -> None:
+        if isinstance(node, ArrayNode):
+            entry = self._tensors[node.index]
+            stored = f"{'an array' if entry.kind == 'ndarray' else 'a tensor'} {describe(entry)}"
+        else:
+            stored = f"a {type(node).__name__.removesuffix('Node')}"
+        if type(live) is ArrayNode:
+            live = self._tree.leaves.values[live.index]
+        elif known := self._tree.lives.get(id(live)):
+            live = known.value
+        elif isinstance(live, nodes.Node):
+            live = values.from_node(live)
+        self.found.mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _entries_of(live: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the keys of a live mapping, and the nodes of its values; of anything else, nothing."""
+    if isinstance(live, MappingNode):
+        return mapping_keys(live), live.values
+    return (live.keys, live.items) if isinstance(live, Opaque) and not isinstance(live.keys, range) else ([], [])
+
+
+def _beside(live: Any, node: Node) -> Iterator[tuple[Any, Node]]:
+    """Return each entry of a stored container with the live one (``_NOWHERE`` if there is none)."""
+    if isinstance(node, MappingNode):
+        if isinstance(live, MappingNode) and live.keys == node.keys and len(live.keys) == len(node.values):
+            return zip(live.values, node.values, strict=True)
+        there = dict(zip(*_entries_of(live), strict=True))
+        return zip([there.get(key, _NOWHERE) for key in mapping_keys(node)], node.values, strict=True)
+    if not isinstance(node, (ListNode, nodes.TupleNode)):
+        return zip((), (), strict=True)
+    sequence = isinstance(live, (ListNode, nodes.TupleNode)) or (
+        isinstance(live, Opaque) and isinstance(live.keys, range)
+    )
+    return zip(chain(live.items if sequence else (), repeat(_NOWHERE)), node.items, strict=False)
+
+
+def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:
+    """Yield the paths of stored objects for which a live plain value has no entry, not even a None."""
+    if isinstance(node, StatefulNode):
+        if live is _NOWHERE:
+            yield path
+    elif has_parts(node):
+        for (one, other), (_, name, _) in zip(_beside(live, node), entries(node), strict=True):
+            yield from _without_place(one, other, paths.child(path, name))
