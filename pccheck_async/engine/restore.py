@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.state import (
     JointTargets,
+    LiveTree,
     Owners,
     Restoration,
     Targets,
     broadcast_buffers,
     clear_gradients,
+    live_tree,
     match,
     merge_parts,
     paths,
@@ -69,6 +72,7 @@ async def restore(
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
     damaged = False  # whether that may be so
+    tree = cache(partial(live_tree, state))  # for all candidates: state_dict() may communicate
     try:
         while (candidate := await candidates.next(caller)) is not None:
             one = Reading(assembly, candidate, progress)
@@ -76,7 +80,7 @@ async def restore(
                 error: Exception | None = None
                 try:
                     await one.match(
-                        caller, state, begun, strict=strict, dtype=dtype, allow_pickle=allow_pickle, private=private
+                        caller, tree, begun, strict=strict, dtype=dtype, allow_pickle=allow_pickle, private=private
                     )
                 except (UnreadableError, CheckpointError, TypeError, ValueError) as failure:
                     error = failure
@@ -129,7 +133,7 @@ class Reading:
     async def match(
         self,
         caller: Caller,
-        state: Mapping[str, Any],
+        tree: Callable[[], LiveTree],
         begun: Sequence[str],
         *,
         strict: bool,
@@ -146,7 +150,7 @@ class Reading:
 
         def match_state(manifest: Manifest, added: Collection[str] = ()) -> None:
             self.restoration = match(
-                state,
+                tree(),
                 manifest,
                 self._assembly.backend.by_address,
                 strict=strict,
@@ -168,7 +172,7 @@ class Reading:
                 manifests = await caller.run(checkpoint.manifests())
             match_state(*merge_parts(candidate.own, manifests))
         if candidate.other_world is not None:
-            await self._check_private(caller, state, candidate.other_world, private)
+            await self._check_private(caller, tree().state, candidate.other_world, private)
         _refuse_parts(checkpoint.entry.step, self.restoration, begun)
         if self.restoration.resharded:
             with unreadable_errors():

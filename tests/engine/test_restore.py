@@ -209,6 +209,37 @@ def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_pa
         assert any("may hold parts" in note for note in mismatch.value.__notes__)
 
 
+def test_an_object_is_asked_for_its_state_once_for_all_candidates(tmp_path: Path) -> None:
+    class Asked:
+        calls = 0
+
+        def __init__(self, value: float) -> None:
+            self.tensor = torch.full((3000,), value)
+
+        def state_dict(self) -> dict[str, Any]:
+            self.calls += 1
+            return {"tensor": self.tensor}
+
+        def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+            assert state_dict["tensor"] is self.tensor
+
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        for step in range(2):
+            engine.checkpoint({"x": Asked(float(step))}, step=step).result(60)
+    slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes().startswith(b"\x00\x00\x80?"))
+    data = bytearray(slot.read_bytes())
+    data[9000] ^= 1
+    slot.write_bytes(data)
+    live = Asked(5.0)
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back"):
+            restored = engine.restore({"x": live})
+        assert restored is not None
+        assert restored.step == 0
+    assert live.calls == 1
+    assert not live.tensor.any()
+
+
 def test_what_a_damaged_one_began_to_fill_is_not_left_as_it_is(tmp_path: Path) -> None:
     """Where the older one lacks it: it is neither what it was nor what was saved."""
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:

@@ -32,7 +32,7 @@ from pccheck_async.state.stateful import is_stateful, live_state
 _EXPLICIT = (FlatShard, PlannedBoxes)
 """Types that determine by themselves which boxes this rank saves."""
 _ARRAYS = (torch.Tensor, np.ndarray, FlatShard)
-"""Whatever is filled by a restore."""
+"""Types that a restore fills."""
 
 
 @dataclass(slots=True, eq=False)
