@@ -155,9 +155,9 @@ async def _writing(
             raise place.nothing(None)
         stores: list[Store] = []
         for rank, (_, record) in place.stores.items():
-            folder, medium, kind = place.path / place.folder(rank), place.opened.medium, Store
+            folder, medium = place.path / place.folder(rank), place.opened.medium
             if place.of_group:
-                medium, kind = Files(folder, place.opened.operations), GroupStore
+                medium = Files(folder, place.opened.operations)
                 stack.push_async_callback(medium.close)
             slots = sum(1 for name in await medium.names() if slot_number(name) is not None)
             free = max(0, slots - len(record.entries))  # as many stay free: the trainer reserved them
