@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pccheck_async.errors import NoCheckpointError, StoreLockedError
@@ -14,11 +14,11 @@ from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, slot_numb
 from pccheck_async.group import Place, mark_rejected, open_place
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_bytes
-from pccheck_async.medium.open_medium import IO
-from pccheck_async.store import KeepAll, Retention, Store, open_store
+from pccheck_async.medium.open_medium import IO, OpenMedium
+from pccheck_async.store import KeepAll, Retention, Store, StoreReader, open_store, rank_name
 from pccheck_async.upkeep.reading import LOCK_SECONDS, run
 
-__all__ = ["Removal", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints"]
+__all__ = ["Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,29 +153,50 @@ async def _writing(
             place.check_one_process()
         if not place.stores:
             raise place.nothing(None)
-        stores: list[Store] = []
-        for rank, (_, record) in place.stores.items():
-            folder, medium = place.path / place.folder(rank), place.opened.medium
-            if place.of_group:
-                medium = Files(folder, place.opened.operations)
-                stack.push_async_callback(medium.close)
-            slots = sum(1 for name in await medium.names() if slot_number(name) is not None)
-            free = max(0, slots - len(record.entries))  # as many stay free: the trainer reserved them
-            try:
-                stores.append(
-                    await open_store(
-                        medium,
-                        path=folder,
-                        retention=KeepAll(),
-                        max_in_flight=free,
-                        lock_timeout=LOCK_SECONDS,
-                        version=GROUP_VERSION if place.of_group else FORMAT_VERSION,
-                    )
-                )
-            except StoreLockedError as error:
-                raise StoreLockedError(
-                    f"{error}. A trainer that has it open pins, removes and rejects with engine.pin(step), "
-                    "engine.unpin(step), engine.remove(step=step) and engine.reject(step); what none of its rules "
-                    "keeps goes with its next commit"
-                ) from None
+        try:
+            stores = [await open_for_writing(stack, place.opened, path, place.named(rank)) for rank in place.stores]
+        except StoreLockedError as error:
+            raise StoreLockedError(
+                f"{error}. A trainer that has it open pins, removes and rejects with engine.pin(step), "
+                "engine.unpin(step), engine.remove(step=step) and engine.reject(step); what none of its rules "
+                "keeps goes with its next commit"
+            ) from None
         yield place, stores
+
+
+async def open_for_writing(
+    stack: AsyncExitStack,
+    opened: OpenMedium,
+    path: str | os.PathLike[str],
+    rank: int | None,
+    in_flight: int | None = None,
+) -> Store:
+    """Open the store of one process in a folder, or of a rank in a group's, until the stack is left; drop nothing.
+
+    Args:
+        stack: Closes its files, but for those of ``opened``.
+        opened: The medium of the folder.
+        path: The folder.
+        rank: None: one process.
+        in_flight: Checkpoints that will be written at a time; by default as many as slots are free, which the trainer
+            reserved.
+
+    Raises the errors of :func:`open_store`.
+    """
+    version = FORMAT_VERSION
+    if rank is not None:
+        path, version = Path(path) / rank_name(rank), GROUP_VERSION
+        opened = replace(opened, medium=Files(path, opened.operations))
+        stack.push_async_callback(opened.medium.close)
+    if in_flight is None:
+        found = await StoreReader.newest(opened)
+        slots = sum(1 for name in await opened.medium.names() if slot_number(name) is not None)
+        in_flight = max(0, slots - len(found[1].entries)) if found else 0
+    return await open_store(
+        opened.medium,
+        path=path,
+        retention=KeepAll(),
+        max_in_flight=in_flight,
+        lock_timeout=LOCK_SECONDS,
+        version=version,
+    )

@@ -16,7 +16,7 @@ from msgspec import structs
 from pccheck_async.errors import DamagedError, StoreError, StoreFullError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Run, align, crc32, which_one
 from pccheck_async.format.manifest import encode
-from pccheck_async.format.record import GROUP_VERSION, IDENTITY_NAME, MOST_ENTRIES
+from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
     Applied,
     Part,
@@ -32,12 +32,12 @@ from pccheck_async.group import (
     write_parts,
 )
 from pccheck_async.medium import Medium, Piece
-from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.state import refuse_boxes
-from pccheck_async.store import KeepAll, PartReader, SlotLease, Store, check_descriptors, open_store
+from pccheck_async.store import PartReader, SlotLease, Store, check_descriptors
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, check_chunks, run
+from pccheck_async.upkeep.change import open_for_writing
+from pccheck_async.upkeep.reading import Progress, check_chunks, run
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
@@ -112,13 +112,14 @@ def copy_checkpoint(
             await open_place(source, io, rank=rank) as place,
             place.hold(which, every=rank is None) as checkpoint,
             await open_folder(target, io) as opened,
+            AsyncExitStack() as stack,
         ):
             whole = place.of_group and rank is None
             copying = _Copying(place, [*checkpoint.parts.values()] if whole else [checkpoint.own], pinned, progress)
             if whole:
-                return await copying.into_group(Path(target), opened)
+                return await copying.into_group(Path(target), opened, stack)
             refuse_boxes(checkpoint.manifest.skeleton, *(() if rank is None else (_LEAVE_OUT,)))
-            return await copying.into_store(target, opened.medium)
+            return await copying.into_store(target, opened, stack)
 
     return run(copy())
 
@@ -195,16 +196,16 @@ class _Copying:
 
         await check_chunks(self._source.opened, part.file, part.manifest, damaged=damaged, checked=write)
 
-    async def into_store(self, path: str, medium: Medium) -> CheckpointInfo:
+    async def into_store(self, path: str, opened: OpenMedium, stack: AsyncExitStack) -> CheckpointInfo:
         """Commit the one part to the store of one process."""
         (part,) = self._parts
-        store = await open_store(medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+        store = await open_for_writing(stack, opened, path, None, in_flight=1)
         _check_room(part.entry, store.committed.entries, path)
         one = await self._write(part, store, max(part.entry.counter, store.committed.largest_counter + 1))
         await store.commit(one.lease, one.entry, [one.manifest])
         return one.entry.info
 
-    async def into_group(self, target: Path, opened: OpenMedium) -> CheckpointInfo:
+    async def into_group(self, target: Path, opened: OpenMedium, stack: AsyncExitStack) -> CheckpointInfo:
         """Commit the parts of all ranks to a group's folder by the group's protocol.
 
         All are prepared, and only then marked committed. The rest of a copy that was cut short is provably no
@@ -219,22 +220,8 @@ class _Copying:
         there = (len(list((target / rank_name(rank)).glob("slot-*"))) for rank in range(len(parts)))
         check_descriptors(sum(there) + _TARGET_DESCRIPTORS * len(parts), "copying")
         domain_of(target)
-        async with AsyncExitStack() as stack:
-            stores: list[Store] = []
-            for rank in range(len(parts)):
-                folder = target / rank_name(rank)
-                medium = Files(folder, opened.operations)
-                stack.push_async_callback(medium.close)
-                store = await open_store(
-                    medium,
-                    path=folder,
-                    retention=KeepAll(),
-                    max_in_flight=1,
-                    lock_timeout=LOCK_SECONDS,
-                    version=GROUP_VERSION,
-                )
-                stores.append(store)
-            return await self._into_stores(stores, target)
+        stores = [await open_for_writing(stack, opened, target, rank, in_flight=1) for rank in range(len(parts))]
+        return await self._into_stores(stores, target)
 
     async def _into_stores(self, stores: Sequence[Store], target: Path) -> CheckpointInfo:
         """Commit the parts to stores that are locked."""
