@@ -9,8 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from pccheck_async.group import Applied, Complete, Coordinator, Key, Member, Part, Run, SeenStore, member, view
-from pccheck_async.group.actions import Action, Free, Post, Resolve, TakeOver, WriteRecord
-from pccheck_async.group.messages import AnyDecision, Ok, Start
+from pccheck_async.group.actions import Action, Free, Post, Resolve, ResolveChange, TakeOver, WriteRecord
+from pccheck_async.group.messages import AnyDecision, Change, Ok, Start, Wanted
+from pccheck_async.store import Retention
 from tests.support.group_explorer import Scenario
 
 Patch = tuple[Any, str, Callable[..., Any]]
@@ -27,6 +28,7 @@ class Mutant:
 
 _reachable, _error_in, _hello = view.reachable, view.error_in, Member.hello
 _advance, _learn, _settle, _start = Member._advance, Member.learn, Member._settle, Coordinator._start
+_change, _learn_change, _reject = Member._change, Member._learn_change, Retention.reject
 
 
 def own_folders_only(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:
@@ -120,6 +122,23 @@ def write_at_opening(self: Member, **about: str) -> list[Action]:
     return [TakeOver(()), *_hello(self, **about)]
 
 
+def rejected_on_this_rank(self: Member, step: int, until: int) -> list[Action]:
+    *actions, post = _change(self, Wanted("was rejected", step, until))
+    return [*actions, post, ResolveChange(self._changes_asked - 1, None)]
+
+
+def marked_in_two_records(self: Member, decision: Change) -> list[Action]:
+    later = vars(self).pop("later", ())
+    if decision.why is None:
+        self.later = decision.rejected[1:]  # type: ignore[attr-defined]
+        decision = replace(decision, rejected=(*decision.rejected[:1], *later))
+    return _learn_change(self, decision)
+
+
+def complete_ones_rejected(entries: Any, step: int, in_flight: Any, until: int) -> set[int]:
+    return _reject(entries, step, {}, until)
+
+
 OWN = (view, "reachable", own_folders_only)
 SHARED = Scenario("shared", ("ss", "s"))
 QUORUM = (Coordinator, "_is_complete", lambda self, one: one.entry is not None and len(one.prepared) >= self.world - 1)
@@ -185,5 +204,16 @@ MUTANTS = [
            Scenario("pin", ("sp", "s", "s"), nodes=2, power=False, pins=1, route=(AB, BA, AB))),
     Mutant("a run's first record does not say what decision 0 pins", "PIN", ((Member, "learn", start_without_pins),),
            Scenario("pin", ("sp", "s", "s"), pins=1, max_in_flight=1, power=False), seed=133),
+    # rejections
+    Mutant("reject() returns when the decision is learnt", "REJECT", (PIN_LEARNT,),
+           Scenario("reject", ("ssr", "s"), keep=2), seed=7),
+    Mutant("reject() returns when this rank's record has the marks", "REJECT",
+           ((Member, "was_rejected", rejected_on_this_rank),),
+           Scenario("one rank more rejects", ("ss", "r", "s"), keep=2, worlds=(2, 3)), seed=1),
+    Mutant("the marks of one rejection come with two records", "REJECT",
+           ((Member, "_learn_change", marked_in_two_records),),
+           Scenario("reject two", ("sssr", "s"), keep=3, rejects_from=1), seed=7),
+    Mutant("those in flight are not rejected", "REJECT", ((Retention, "reject", staticmethod(complete_ones_rejected)),),
+           Scenario("reject two", ("sssr", "s"), keep=3, rejects_from=1)),
 ]  # fmt: skip
 """Those of the model (``mutants.py`` and ``text.py`` there), and one for each invariant that the protocol can break."""

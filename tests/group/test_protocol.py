@@ -25,6 +25,7 @@ SMALL = [
     Scenario("two ranks swap nodes", ("s", "s"), nodes=2),
     Scenario("a node stays away", ("s", "s", "s"), nodes=3, power=False, route=((0, 1), (0, 2), (0, 1))),
     Scenario("a pin", ("sp", "s"), pins=1, power=False),
+    Scenario("a rejection", ("ssr",), power=False, keep=2, max_in_flight=1),
     Scenario("a rank saves another step", ("ss",), steps=(7, 8), diverges=True, power=False),
     Scenario("a rank leaves early with an error", ("ssq",), leaves="x", power=False),
     Scenario("a record's flush fails, and all leave", ("sq",), latches=1, power=False),
@@ -38,6 +39,8 @@ WHOLE = [
     Scenario("W=3 shared 2, power", ("ss",), worlds=(3,)),
     Scenario("W=3 shared 1/1, power", ("s", "s"), worlds=(3,)),
     Scenario("W=2 shared, pins, 3/2/1, power", ("sps", "sp", "s"), pins=2),
+    Scenario("W=2 shared, a rejection, 2, power", ("ssr",), keep=2),
+    Scenario("W=2 shared, a rejection, 2/1", ("ssr", "s"), keep=2, power=False),
     Scenario("W=2 shared, replicas differ, 2/1", ("ss", "s"), differs=True, power=False),
     Scenario("W=2 shared, a step saved twice, 2/2", ("ss", "ss"), steps=(7, 7)),
 ]
@@ -63,6 +66,9 @@ CUT_OFF = [
              worlds=(3, 2), memberships=((0, 1, 2), (0, 1), (1, 2))),
     Scenario("W=2 shared 3/1/1, power, one record's flush fails", ("sss", "s", "s"), latches=1),
     Scenario("W=2 on 2 nodes, any order, pins, 1/1/1", ("sp", "sp", "s"), pins=2, nodes=2, power=False),
+    Scenario("W=2 shared, two are rejected, 3/2/1, power", ("sssrs", "sr", "s"), keep=3, rejects_from=1),
+    Scenario("W=2 or 3 shared, a rejection before all, 2/1/1, power", ("ss", "r", "s"), keep=2, worlds=(2, 3)),
+    Scenario("W=2 on 2 of 3 nodes, any order, rejections, 2/1/1", ("ssr", "sr", "s"), keep=2, nodes=3, power=False),
     Scenario("W=2 shared, late messages, 3/1, one failed write", ("sss", "s"), slow=True, fails=1, power=False),
     Scenario("W=3 shared, rank 1 leaves early with an error", ("ssq",), worlds=(3,), leaves="x", power=False),
 ]  # fmt: skip
@@ -81,6 +87,7 @@ def test_every_history_keeps_the_invariants(scenario: Scenario) -> None:
             "fails": "Abort",
             "latches": "Broken",
             "pins": "pinned",
+            "rejects": "rejected",
             "diverges": "Broken",
             "leaves": "Abort",
             "differs": "Compare",
@@ -101,7 +108,9 @@ def test_every_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPa
 
 def test_each_invariant_has_a_mutant() -> None:
     """G5 has its own in test_restore, G9 in the test below."""
-    assert {mutant.breaks for mutant in MUTANTS} >= {f"G{number}" for number in (1, 2, 3, 4, 6, 7, 8, 10, 11)}
+    assert {mutant.breaks for mutant in MUTANTS} >= {
+        *(f"G{number}" for number in (1, 2, 3, 4, 6, 7, 8, 10, 11)), "PIN", "REJECT",
+    }  # fmt: skip
 
 
 FORBIDDEN = {"asyncio", "threading", "socket", "time", "os", "torch", "concurrent", "random", "pathlib", "io"}

@@ -25,7 +25,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @initialize(
         widest=st.integers(2, 8), nodes=st.integers(1, MOST_NODES), keep=st.integers(1, 3), in_flight=st.integers(1, 3),
-        programs=st.lists(st.text("sssp", min_size=1, max_size=6), min_size=RUNS, max_size=RUNS), power=st.booleans(),
+        programs=st.lists(st.text("ssspr", min_size=1, max_size=6), min_size=RUNS, max_size=RUNS), power=st.booleans(),
         ends=st.sampled_from(["", "q", "x"]), trouble=st.sampled_from([(0, 0), (2, 0), (0, 1)]),
     )  # fmt: skip
     def begin(

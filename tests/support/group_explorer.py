@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, permutations, product
@@ -52,7 +52,7 @@ from pccheck_async.group.actions import (
     Unopened,
     WriteRecord,
 )
-from pccheck_async.group.messages import Abort, AnyDecision, Commit, NotRestored, Ok, Restored, Start
+from pccheck_async.group.messages import Abort, AnyDecision, Change, Commit, NotRestored, Ok, Restored, Start
 from pccheck_async.store import Retention
 
 _EVERYONE = 7
@@ -67,7 +67,8 @@ WRITES = (TakeOver, Admit, WriteRecord, Free, RemoveOrphans)
 class Scenario:
     """What is explored; for each run the verbs that every rank calls.
 
-    ``s`` saves, ``p`` pins the run's first, ``q`` leaves, ``x`` leaves with an error.
+    ``s`` saves, ``p`` pins the run's first, ``r`` rejects all from ``rejects_from`` on, ``q`` leaves, ``x`` leaves with
+    an error.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Scenario:
     max_in_flight: int = 2
     power: bool = True
     pins: int = 0  # that programs set, at most
+    rejects_from: int = -1  # the number in its run of the first that is rejected; -1: the newest, restored or requested
     fails: int = 0  # data writes that fail
     latches: int = 0  # flushes of a record that fail
     force: bool = False  # a user goes on where parts of the only checkpoints are out of sight
@@ -88,6 +90,10 @@ class Scenario:
     leaves: str = ""  # what rank 1 does instead of all but its first verb
     differs: bool = False  # what is believed to be alike on all ranks is not
     slow: bool = False  # rank 0 takes messages in later, and what is cancelled ends later
+
+    @property
+    def rejects(self) -> bool:
+        return any("r" in program for program in self.programs)
 
 
 class Disk(NamedTuple):
@@ -105,6 +111,9 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 class RankState(NamedTuple):
     member: int
     calls: int = 0  # verbs called so far
+    changes: tuple[str, ...] = ()  # of the kept checkpoints, requested so far
+    rejects: tuple[int, int] | None = None  # the counters from which and up to which a call rejects
+    marked: bool = False  # its own record has the marks of that, and the second request is to be made
     takes_over: tuple[int, ...] | None = None  # places of the orphans that are made durable, too
     flushes: bool = False
     writes: tuple[int, ...] = ()  # admitted, not yet written
@@ -120,8 +129,9 @@ class Env(NamedTuple):
 
     members: tuple[int, ...]  # the node of each rank
     base: int
-    unproven: int
+    surplus: int  # unproven ones and rejected ones, which have slots beside those that are kept
     restored: Key | None
+    step: int  # of that
     program: str
 
 
@@ -132,10 +142,28 @@ class Best(NamedTuple):
     nodes: tuple[int, ...]
 
 
+class Rejection(NamedTuple):
+    """What a call of ``reject`` covers, and whether it returned on some rank, or a run began that passed over it."""
+
+    keys: frozenset[Key]
+    lasts: bool = False
+
+
+class Promised(NamedTuple):
+    """What the returns of ``pin`` and ``reject`` promise."""
+
+    pins: frozenset[Key] = frozenset()
+    rejections: frozenset[Rejection] = frozenset()
+
+    @property
+    def rejected(self) -> frozenset[Key]:
+        return frozenset().union(*(one.keys for one in self.rejections))
+
+
 class State(NamedTuple):
     disks: tuple[int, ...]  # two for each place
     best: int
-    pins: int
+    promised: int
     budget: int
     era: int
     env: int  # -1: nobody runs
@@ -218,7 +246,7 @@ class Explorer:
         self.place = {place: at for at, place in enumerate(self.places)}
         self.retention = Retention(keep_last=scenario.keep)
         self.bodies, self.disks, self.members, self.coordinators = Table(), Table(), Table(), Table()
-        self.logs, self.ranks, self.envs, self.bests, self.pins, self.budgets = (Table() for _ in range(6))
+        self.logs, self.ranks, self.envs, self.bests, self.promised, self.budgets = (Table() for _ in range(6))
         self.messages, self.decisions = Table(), Table()
         self.disks.add(None, "none")
         self.bests.add(None, "none")
@@ -243,7 +271,7 @@ class Explorer:
     def first(self) -> State:
         """Empty disks, and nobody runs."""
         return State(
-            (0, 0) * len(self.places), 0, self.pins.add(frozenset()),
+            (0, 0) * len(self.places), 0, self.promised.add(Promised()),
             self.budgets.add((self.scenario.fails, self.scenario.latches)), 0, -1, -1, -1, (),
         )  # fmt: skip
 
@@ -335,12 +363,12 @@ class Explorer:
     # -- restarts
 
     def restarts(self, state: State) -> Iterator[tuple[str, State, list[str]]]:
-        key = state.disks, state.best, state.pins, state.budget, state.era
+        key = state.disks, state.best, state.promised, state.budget, state.era
         if state.era >= len(self.scenario.programs) or key in self._restarted:
             return
         self._restarted.add(key)
         for disks in self._losses(state.disks):
-            canonical = self._rename(disks, self.bests[state.best], self.pins[state.pins])
+            canonical = self._rename(disks, self.bests[state.best], self.promised[state.promised])
             start = *canonical, state.budget, state.era
             if start not in self._starts:
                 self._starts[start] = [self._start(*start, nodes) for nodes in self._memberships(state.era)]
@@ -353,7 +381,7 @@ class Explorer:
         disks = list(state.disks)
         for at, one in enumerate(lost):
             disks[2 * at + 1] = disks[2 * at] if one else disks[2 * at + 1]
-        canonical = self._rename(tuple(disks), self.bests[state.best], self.pins[state.pins])
+        canonical = self._rename(tuple(disks), self.bests[state.best], self.promised[state.promised])
         _, after, notes = self._start(*canonical, state.budget, state.era, nodes)
         return after, notes
 
@@ -383,13 +411,14 @@ class Explorer:
                 yield from permutations(range(scenario.nodes), world) if scenario.nodes > 1 else [(0,) * world]
 
     def _rename(
-        self, disks: tuple[int, ...], best: Best | None, pins: frozenset[Key]
-    ) -> tuple[tuple[int, ...], Best | None, frozenset[Key]]:
-        """Number runs, counters and decisions densely, in their order."""
+        self, disks: tuple[int, ...], best: Best | None, promised: Promised
+    ) -> tuple[tuple[int, ...], Best | None, Promised]:
+        """Number runs, counters and decisions densely, in their order; forget rejected ones that no store names."""
         bodies = [self.body(disk) for disk in disks]
         applied = [body.applied for body in bodies if body.applied is not None]
         keys = {part.key for body in bodies for part in body.parts} | {key for one in applied for key in one.pinned}
-        keys |= pins | ({best.key} if best is not None else set())
+        rejections = [one._replace(keys=one.keys & keys) for one in promised.rejections]
+        keys |= promised.pins | ({best.key} if best is not None else set())
         runs = {key.run for key in keys} | {one.run for one in applied}
         nonces = _dense(run.nonce for run in runs)
         numbers = _dense(run.number for run in runs)
@@ -417,10 +446,14 @@ class Explorer:
 
         table = {disk: renamed(disk) for disk in set(disks)}
         new_best = None if best is None else Best(key(best.key), best.nodes)
-        return tuple(table[disk] for disk in disks), new_best, frozenset(map(key, pins))
+        new_promised = Promised(
+            frozenset(map(key, promised.pins)),
+            frozenset(one._replace(keys=frozenset(map(key, one.keys))) for one in rejections if one.keys),
+        )
+        return tuple(table[disk] for disk in disks), new_best, new_promised
 
     def _start(
-        self, disks: tuple[int, ...], best: Best | None, pins: frozenset[Key], budget: int, era: int,
+        self, disks: tuple[int, ...], best: Best | None, promised: Promised, budget: int, era: int,
         nodes: tuple[int, ...],
     ) -> tuple[str, State, list[str]]:  # fmt: skip
         """Open the group on these nodes, and restore, with the real protocol; nothing is written meanwhile."""
@@ -433,7 +466,7 @@ class Explorer:
         ]
         own = {(one.domain, one.rank): one for one in seen}
         runs = [one.nonce for one in self._runs(disks)]
-        nonce = max([0, *runs, *([best.key.run.nonce] if best else []), *(key.run.nonce for key in pins)]) + 1
+        nonce = max([0, *runs, *([best.key.run.nonce] if best else []), *(key.run.nonce for key in promised.pins)]) + 1
         coordinator = Coordinator(world, self.retention, nonce)
         members = [
             Member(rank, world, max_in_flight=self.scenario.max_in_flight, reserved=self.scenario.keep,
@@ -487,15 +520,19 @@ class Explorer:
             key = found[0].key if isinstance(found[0], Restored) else None
             label += f", restores {key and (key.counter, key.run.nonce)}"
             notes += self._judge_view(view, disks, nodes)
+            notes += self._judge_rejections(view, key, promised)
+            promised = promised._replace(rejections=frozenset(self._not_undone(view, promised)))
         notes += self._judge_start(key, best, refused, found, disks, nodes)
         stops = bool(refused) or (bool(found) and isinstance(found[0], NotRestored) and found[0].reason != "none")
         if stops and not (found and self.scenario.force):
-            return f"{label}, and stops", self._state(disks, best, pins, budget, era + 1), notes
+            return f"{label}, and stops", self._state(disks, best, promised, budget, era + 1), notes
         view = views[0]
         program = self.scenario.programs[min(era, len(self.scenario.programs) - 1)]
-        env = Env(nodes, view.base, len(view.unproven), key, program)
+        step = next((one.entry.step for one in view.complete if one.key == key), -1)
+        surplus = len(view.unproven) + sum(one.entry.rejected for one in view.complete)
+        env = Env(nodes, view.base, surplus, key, step, program)
         ranks = tuple(self.ranks.add(RankState(self._add_member(member))) for member in members)
-        after = self._state(disks, best, pins, budget, era + 1)._replace(
+        after = self._state(disks, best, promised, budget, era + 1)._replace(
             env=self.envs.add(env),
             coordinator=self.coordinators.add(coordinator, frozen(coordinator)),
             log=self.logs.add(tuple(self._add_decision(one) for one in log)),
@@ -503,8 +540,8 @@ class Explorer:
         )
         return label, after, notes
 
-    def _state(self, disks: tuple[int, ...], best: Best | None, pins: frozenset[Key], budget: int, era: int) -> State:
-        return State(disks, self._add_best(best), self.pins.add(pins), budget, era, -1, -1, -1, ())
+    def _state(self, disks: tuple[int, ...], best: Best | None, promised: Promised, budget: int, era: int) -> State:
+        return State(disks, self._add_best(best), self.promised.add(promised), budget, era, -1, -1, -1, ())
 
     def _add_best(self, best: Best | None) -> int:
         return 0 if best is None else self.bests.add(best)
@@ -530,6 +567,21 @@ class Explorer:
                 if one.key not in self.keys(disks[2 * self.place[node, rank] + 1]):
                     return [f"G3: parts of other checkpoints count for {one.key}"]
         return []
+
+    def _judge_rejections(self, view: View, key: Key | None, promised: Promised) -> list[str]:
+        notes = []
+        for one in promised.rejections:
+            found = {each.key: each.entry.rejected for each in view.complete if each.key in one.keys}
+            if one.lasts and (key in one.keys or not all(found.values())):
+                notes.append(f"REJECT: reject() returned, and {key} is restored; of {one.keys} are there {found}")
+            elif len({*found.values()}) > 1:
+                notes.append(f"REJECT: a crash left some of {one.keys} rejected: {found}")
+        return notes
+
+    def _not_undone(self, view: View, promised: Promised) -> Iterator[Rejection]:
+        """Give those of which no rank had a mark durable before a crash: they are as if they had not been called."""
+        whole = {one.key for one in view.complete if not one.entry.rejected}
+        return (one for one in promised.rejections if one.lasts or not one.keys & whole)
 
     def _judge_start(
         self, key: Key | None, best: Best | None, refused: list[str], found: Sequence[Restored | NotRestored],
@@ -604,10 +656,14 @@ class Explorer:
         program = env.program[:1] + self.scenario.leaves if self.scenario.leaves and rank == 1 else env.program
         if one.calls < len(program):
             verb = program[one.calls]
-            if verb != "p" or env.base + 1 in dict(one.outcomes) or member.stopped is not None:
+            if one.rejects is not None and verb != "s":
+                pass  # until that call returned
+            elif verb != "p" or env.base + 1 in dict(one.outcomes) or member.stopped is not None:
                 yield ("call", verb)
-        elif not one.drained:
+        elif not one.drained and one.rejects is None:
             yield ("drain",)
+        if one.marked:
+            yield ("ask again",)
 
 
 def _dense(values: Iterator[int]) -> dict[int, int]:
@@ -626,7 +682,7 @@ class Step:
         x, before = self.explorer, self.before
         self.disks = list(before.disks)
         self.best: Best | None = x.bests[before.best]
-        self.pins: frozenset[Key] = x.pins[before.pins]
+        self.promised: Promised = x.promised[before.promised]
         self.fails, self.latches = x.budgets[before.budget]
         self.env: Env = x.envs[before.env]
         self.coordinator = before.coordinator
@@ -637,9 +693,9 @@ class Step:
     def state(self) -> State:
         x = self.explorer
         return State(
-            tuple(self.disks), x._add_best(self.best), x.pins.add(self.pins), x.budgets.add((self.fails, self.latches)),
-            self.before.era, self.before.env, self.coordinator, x.logs.add(self.log),
-            tuple(x.ranks.add(one) for one in self.ranks), self.inbox,
+            tuple(self.disks), x._add_best(self.best), x.promised.add(self.promised),
+            x.budgets.add((self.fails, self.latches)), self.before.era, self.before.env, self.coordinator,
+            x.logs.add(self.log), tuple(x.ranks.add(one) for one in self.ranks), self.inbox,
         )  # fmt: skip
 
     def run(self, rank: int, move: str, *arguments: Any) -> None:
@@ -677,9 +733,20 @@ class Step:
                         claims = (None, None, known) if known else ()
                         self._call(rank, "request", self._step(rank, self._member(rank).counter + 1), *claims)
                     case "p":
+                        self._change(rank, changes=(*one.changes, "pin"))
                         self._call(rank, "pin", self._step(0, self.env.base + 1), True)
+                    case "r":
+                        index, until = self.explorer.scenario.rejects_from, self._member(rank).counter
+                        first = until if index < 0 else min(until, self.env.base + 1 + index)
+                        self._change(rank, changes=(*one.changes, "reject"), rejects=(first, until))
+                        self._call(rank, "reject", self._rejected_step(first), until)
                     case verb:
                         self._call(rank, "leave", None if verb == "q" else "an error")
+            case "ask again":
+                assert one.rejects is not None
+                first, until = one.rejects
+                self._change(rank, changes=(*one.changes, "was rejected"), marked=False)
+                self._call(rank, "was_rejected", self._rejected_step(first), until)
             case "released":
                 self._change(rank, cancelled=tuple(each for each in one.cancelled if each != arguments[0]))
                 self._end_lease(rank, arguments[0])
@@ -689,7 +756,11 @@ class Step:
         index = counter - self.env.base - 1
         steps = self.explorer.scenario.steps
         diverged = self.explorer.scenario.diverges and rank == 1 and index == 1
-        return 100 + counter if steps is None else steps[index] if not diverged else -1
+        later = self.before.era if self.explorer.scenario.rejects else 1  # steps grow from run to run
+        return 100 * later + counter if steps is None else steps[index] if not diverged else -1
+
+    def _rejected_step(self, counter: int) -> int:
+        return self._step(0, counter) if counter > self.env.base else self.env.step
 
     def _place(self, rank: int) -> int:
         return self.explorer.place[self.env.members[rank], rank]
@@ -755,10 +826,7 @@ class Step:
             case Resolve():
                 self._resolve(rank, action)
             case ResolveChange():
-                run = self._member(rank).run
-                if action.why is None and run is not None:
-                    x.reached.add("pinned")
-                    self.pins |= {Key(self.env.base + 1, run)}
+                self._resolve_change(rank, action)
 
     def _deliver(self, rank: int, post: Post) -> None:
         """Put a message into the inbox; unless ``slow``, rank 0 takes it at once.
@@ -792,6 +860,52 @@ class Step:
                 self._judge_commit(decision)
             elif isinstance(decision, Start) and self.env.restored is not None:
                 self._note_best(self.env.restored)  # what restore() returned: all took over by now
+                view: View = x.coordinators[self.coordinator]._view  # its marks are durable by now
+                self._make_last({one.key for one in view.complete if one.entry.rejected})
+            elif isinstance(decision, Change) and decision.why is None and self._change_of(0, decision) == "reject":
+                self._note_rejection()
+
+    def _change_of(self, rank: int, answer: Change | ResolveChange) -> str:
+        return self.ranks[rank].changes[answer.index]
+
+    def _note_rejection(self) -> None:
+        """Record a rejection that was decided; what is to be found after it is the newest that it left."""
+        keys = self._rejected_keys(0)
+        self.promised = self.promised._replace(rejections=self.promised.rejections | {Rejection(keys)})
+        if self.best is not None and self.best.key in keys:
+            self.best = None
+            coordinator: Coordinator = self.explorer.coordinators[self.coordinator]
+            committed = [Key(entry.counter, run) for run, entry in coordinator._newest_first()]
+            self._note_best(next(key for key in committed if key not in self.promised.rejected))
+
+    def _rejected_keys(self, rank: int) -> frozenset[Key]:
+        rejects, base, run = self.ranks[rank].rejects, self.env.base, self.explorer.coordinators[self.coordinator].run
+        assert rejects is not None
+        first, until = rejects
+        keys = {self.env.restored} if first <= base and self.env.restored is not None else set[Key]()
+        return frozenset(keys | {Key(counter, run) for counter in range(max(first, base + 1), until + 1) if run})
+
+    def _make_last(self, keys: Set[Key]) -> None:
+        rejections = {one._replace(lasts=one.lasts or bool(one.keys & keys)) for one in self.promised.rejections}
+        self.promised = self.promised._replace(rejections=frozenset(rejections))
+
+    def _resolve_change(self, rank: int, action: ResolveChange) -> None:
+        x, one, member = self.explorer, self.ranks[rank], self._member(rank)
+        change = self._change_of(rank, action)
+        if action.why is not None:
+            x.reached.add(f"no {change}")
+            self._change(rank, rejects=None if "reject" in change else one.rejects)
+        elif change == "pin" and member.run is not None:
+            x.reached.add("pinned")
+            self.promised = self.promised._replace(pins=self.promised.pins | {Key(self.env.base + 1, member.run)})
+        elif one.rejects is None:
+            pass  # the group broke, and the call had an answer, before the record was durable
+        elif change == "reject":
+            self._change(rank, marked=True)
+        else:
+            x.reached.add("rejected")
+            self._make_last(self._rejected_keys(rank))
+            self._change(rank, rejects=None)
 
     def _judge_commit(self, commit: Commit) -> None:
         x = self.explorer
@@ -826,6 +940,8 @@ class Step:
             self._note_best(key)
 
     def _note_best(self, key: Key) -> None:
+        if key in self.promised.rejected:  # a rank learns late that it was durable
+            return
         if self.best is None or age(key) > age(self.best.key):
             x = self.explorer
             nodes = {node for (node, _), disk in zip(x.places, self.disks[::2], strict=True) if key in x.keys(disk)}
@@ -855,7 +971,7 @@ class Step:
         x, at, scenario = self.explorer, 2 * self._place(rank), self.explorer.scenario
         named = x.keys(self.disks[at]) | x.keys(self.disks[at + 1])
         slots = len(named) + len(self.ranks[rank].leases)
-        most = scenario.max_in_flight + scenario.keep + scenario.pins + self.env.unproven
+        most = scenario.max_in_flight + scenario.keep + scenario.pins + self.env.surplus
         if slots > most:
             self.notes.append(f"G10: rank {rank} has {slots} slots, at most {most}")
 
@@ -868,11 +984,11 @@ class Step:
 
     def _replace(self, at: int, new: int) -> None:
         """Replace a visible record; judge what is dropped by that (G1)."""
-        x, old = self.explorer, self.disks[at + 1]
+        x, old, rejected = self.explorer, self.disks[at + 1], self.promised.rejected
         for key in x.keys(old) - x.keys(new):
-            if key in self.pins:
+            if key in self.promised.pins:
                 self.notes.append(f"PIN: {key} is dropped though pin() returned")
-            newer = any(age(other) > age(key) for other in x.complete(self.disks, 0))
-            if not newer and key in x.complete(self.disks, 1) and not self._differs(key):
+            newer = any(age(other) > age(key) for other in x.complete(self.disks, 0) - rejected)
+            if not newer and key in x.complete(self.disks, 1) - rejected and not self._differs(key):
                 self.notes.append(f"G1: {key} is complete, nothing newer is, and a part is dropped")
         self.disks[at + 1] = new
