@@ -219,8 +219,7 @@ class Reading:
         """Fill the live arrays, but for targets that :meth:`finish` copies; return hashes of ranks that differ.
 
         Those saved different replicas, and are not believed to have them alike again: else the first checkpoint of
-        every run would be aborted. Ranks that see other parts, or share replicas with other ranks, find others: the
-        first checkpoint unites all of them.
+        every run would be aborted. Ranks that see other parts, or share replicas with other ranks, find others.
 
         Raises UnreadableError; some targets are filled then.
         """

@@ -447,6 +447,8 @@ class Member:
                 answer = self.schedule.learn(decision)
                 return [] if answer is None else [Post(answer)]
             case Candidate() | Verify() | Restored() | NotRestored():
+                if isinstance(decision, Restored):
+                    self.differing |= {*decision.differing}
                 return self.restore.learn(decision)
             case Roster():
                 return self._meet(decision)

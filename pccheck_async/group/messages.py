@@ -23,7 +23,7 @@ __all__ = [
     "decode_decision", "decode_message", "encode",
 ]  # fmt: skip
 
-VERSION = 4
+VERSION = 5
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -313,6 +313,8 @@ class Verified(Message, frozen=True):
     index: int
     attempt: int
     damage: str | None
+    differing: tuple[int, ...]
+    """Hashes of ranks that this one found to have saved different replicas."""
 
 
 class Restored(Decision, frozen=True):
@@ -320,6 +322,8 @@ class Restored(Decision, frozen=True):
 
     index: int
     key: Key
+    differing: tuple[int, ...]
+    """All hashes that ranks found: in captures from now on each of these ranks saves its own."""
 
 
 Reason: TypeAlias = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement", "rejected"]

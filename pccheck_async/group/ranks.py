@@ -282,13 +282,10 @@ class _AgreedCandidates(RestoreCandidates):
         self._next = await caller.run(self._run.restoring.get())
 
     async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
-        await caller.run(self._run.tell_verified(None if error is None else str(error)))
+        await caller.run(self._run.tell_verified(None if error is None else str(error), differing))
         self._next = await caller.run(self._run.restoring.get())
-        if not isinstance(self._next, ChangeState):
-            return False
-        self._agreed = True
-        await caller.run(self._run.note_differing(differing))
-        return True
+        self._agreed = isinstance(self._next, ChangeState)
+        return self._agreed
 
     async def abandon(self, caller: Caller, error: BaseException) -> None:
         if self._asked and not self._agreed:  # the others wait for an answer

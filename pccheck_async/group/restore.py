@@ -59,9 +59,9 @@ class Restore:
         """Report how the manifest of the candidate compares with the state."""
         return [Post(Matched(self.rank, self.index, self.attempt, outcome, why))]
 
-    def verified(self, damage: str | None = None) -> list[Action]:
-        """Report whether all chunks of the candidate are whole."""
-        return [Post(Verified(self.rank, self.index, self.attempt, damage))]
+    def verified(self, damage: str | None = None, differing: Collection[int] = ()) -> list[Action]:
+        """Report whether all chunks of the candidate are whole, and hashes of ranks that saved different replicas."""
+        return [Post(Verified(self.rank, self.index, self.attempt, damage, tuple(sorted(differing))))]
 
     def abandon(self, why: str) -> list[Action]:
         """Report that this rank takes no part any more; decisions on this restore are not for the next one."""
@@ -212,7 +212,8 @@ class LeadRestore:
         damage = {rank: one.damage for rank, one in self.verified.items() if one.damage is not None}
         if damage:
             return self._fall_back(damage, there)
-        ended = Restored(self.index, candidate)
+        differing = {ranks for one in self.verified.values() for ranks in one.differing}
+        ended = Restored(self.index, candidate, tuple(sorted(differing)))
         self._reset()
         return [ended]
 

@@ -361,13 +361,9 @@ class GroupRun:
             self.restoring.get_nowait()
         self._do(self.member.restore.abandon(why))
 
-    async def note_differing(self, ranks: Collection[int]) -> None:
-        """Add hashes of ranks whose replicas differ; called on all ranks, between the same checkpoints."""
-        self.member.differing |= {*ranks}
-
-    async def tell_verified(self, damage: str | None) -> None:
-        """Report whether this rank's part of the candidate is whole."""
-        self._do(self.member.restore.verified(damage))
+    async def tell_verified(self, damage: str | None, differing: Collection[int]) -> None:
+        """Report whether this rank's part of the candidate is whole, and which ranks saved different replicas."""
+        self._do(self.member.restore.verified(damage, differing))
 
     # -- the schedule: called on the trainer's thread
 

@@ -274,6 +274,22 @@ def test_what_is_being_restored_stays() -> None:
     assert [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)][-1] == [2]
 
 
+def test_after_a_restore_all_ranks_know_what_any_of_them_found_to_differ() -> None:
+    group = Group(3)
+    group.save_all(1)
+    for rank, member in enumerate(group.members):
+        group.carry_out(rank, member.restore.request(None))
+    group.deliver()
+    for rank, member in enumerate(group.members):
+        group.carry_out(rank, member.restore.matched("ok"))
+    group.deliver()
+    for rank, found in enumerate(([7, 5], [9], ())):
+        group.carry_out(rank, group.members[rank].restore.verified(None, found))
+    assert not any(member.differing for member in group.members)  # not before all know it
+    group.deliver()
+    assert [member.differing for member in group.members] == [{5, 7, 9}] * 3
+
+
 def test_a_lost_log_fails_what_waits() -> None:
     group = Group()
     for rank in range(2):
