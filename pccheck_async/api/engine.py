@@ -263,6 +263,7 @@ class CheckpointEngine(EngineBase):
         dtype: torch.dtype | None = None,
         private: Private = (),
         progress: ReadProgress | None = None,
+        dry_run: bool = False,
     ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
@@ -291,6 +292,8 @@ class CheckpointEngine(EngineBase):
                 rank r modulo the old number. Globs over paths: "modulo" for these alone.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
                 if a damaged checkpoint is passed over). It must be quick.
+            dry_run: Compare only: nothing is changed and no array is read, and the result says what a restore does
+                (``actions``) and why it would fail (``error``). In a group all ranks call it, and each gets its own.
 
         Returns:
             The restored checkpoint; None if the store is empty.
@@ -314,8 +317,9 @@ class CheckpointEngine(EngineBase):
         """
         which = which_one(step, name)
         return await run(
-            self._core, self._core.restore, state, which, progress, strict=strict, dtype=dtype, private=private
-        )
+            self._core, self._core.restore, state, which, progress,
+            strict=strict, dtype=dtype, private=private, dry_run=dry_run,
+        )  # fmt: skip
 
     @_counted_until_awaited
     async def pin(self, step: int) -> CheckpointInfo:

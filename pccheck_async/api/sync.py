@@ -87,6 +87,7 @@ class SyncCheckpointEngine(EngineBase):
         dtype: torch.dtype | None = None,
         private: Private = (),
         progress: ReadProgress | None = None,
+        dry_run: bool = False,
     ) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`).
 
@@ -94,8 +95,9 @@ class SyncCheckpointEngine(EngineBase):
         """
         which = which_one(step, name)
         return block_on(
-            self._core, self._core.restore, state, which, progress, strict=strict, dtype=dtype, private=private
-        )
+            self._core, self._core.restore, state, which, progress,
+            strict=strict, dtype=dtype, private=private, dry_run=dry_run,
+        )  # fmt: skip
 
     def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""

@@ -565,6 +565,7 @@ class EngineCore:
         strict: bool = True,
         dtype: torch.dtype | None = None,
         private: Private = (),
+        dry_run: bool = False,
     ) -> Restored | None:
         """Restore the newest checkpoint (or the requested one) into ``state``, falling back if one is damaged."""
         assembly = self.check_alive()
@@ -573,20 +574,22 @@ class EngineCore:
             raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
         if isinstance(private, str) and private != "modulo":
             raise ValueError(f"private is 'modulo' or a list of globs over paths, not {private!r}")
-        self.training.before_restore()
+        if not dry_run:
+            self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
                 await caller.wait(pending.captured_future())  # the restore would tear its capture
         self.guard.wait()
         restored = await restore(
             caller, assembly, self.captures.owners, self.peers.candidates(which), state, progress,
-            strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private,
+            strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private, dry_run=dry_run,
         )  # fmt: skip
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
         if restored is None:
             refuse_filling(state)  # now, and not only once there is a checkpoint to restore
-        self._unrestored = []
+        if not dry_run:
+            self._unrestored = []
         return restored
 
     # -- statistics

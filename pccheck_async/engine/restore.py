@@ -60,6 +60,7 @@ async def restore(
     dtype: torch.dtype | None,
     allow_pickle: bool,
     private: Private,
+    dry_run: bool = False,
 ) -> Restored | None:
     """Restore the first candidate that is whole and matches the state; None: there is none.
 
@@ -67,7 +68,7 @@ async def restore(
     whole, on every rank (G5). After damage another checkpoint has to fill every array that was begun.
 
     ``strict``, ``dtype`` and ``allow_pickle`` are for :func:`pccheck_async.state.match`; ``private`` is for values that
-    each rank of another world had for itself.
+    each rank of another world had for itself. A dry run compares, and then refuses the candidate as all ranks do.
     """
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
@@ -80,10 +81,13 @@ async def restore(
                 error: Exception | None = None
                 try:
                     await one.match(
-                        caller, tree, begun, strict=strict, dtype=dtype, allow_pickle=allow_pickle, private=private
-                    )
+                        caller, tree, begun,
+                        strict=strict, dtype=dtype, allow_pickle=allow_pickle, private=private, dry_run=dry_run,
+                    )  # fmt: skip
                 except (UnreadableError, CheckpointError, TypeError, ValueError) as failure:
                     error = failure
+                if dry_run and isinstance(error, StateMismatchError | None):
+                    error = _ComparedError(one.plan(error))
                 if not await candidates.matched(caller, error):
                     continue
                 begun += one.restoration.filled
@@ -108,8 +112,18 @@ async def restore(
         if damaged:
             error.add_note(_HOLDS_PARTS)
         await candidates.abandon(caller, error)
+        if isinstance(error, _ComparedError):
+            return error.plan
         raise
     return None
+
+
+class _ComparedError(StateMismatchError):
+    """Ends a dry run, on all ranks alike."""
+
+    def __init__(self, plan: Restored) -> None:
+        super().__init__("this was a dry run")
+        self.plan = plan
 
 
 class Reading:
@@ -140,6 +154,7 @@ class Reading:
         dtype: torch.dtype | None,
         allow_pickle: bool,
         private: Private,
+        dry_run: bool,
     ) -> None:
         """Keep the slots from being reused, and compare with the live state, changing nothing.
 
@@ -158,9 +173,10 @@ class Reading:
                 allow_pickle=allow_pickle,
                 generators=generators,
                 added=added,
+                dry_run=dry_run,
             )
 
-        await caller.run(self._hold())
+        await caller.run(self._hold(adopt=not dry_run))
         try:
             match_state(checkpoint.manifest)
             lacks = self.restoration.missing
@@ -178,12 +194,13 @@ class Reading:
             with unreadable_errors():
                 await caller.run(checkpoint.match(self.restoration.resharded))
 
-    async def _hold(self) -> None:
+    async def _hold(self, *, adopt: bool) -> None:
         with unreadable_errors():
             await self.checkpoint.hold()
             if self._candidate.must_verify:
                 await self.checkpoint.own.verify()
-                await self._assembly.store.adopt(self.checkpoint.entry)
+                if adopt:
+                    await self._assembly.store.adopt(self.checkpoint.entry)
 
     async def _check_private(
         self, caller: Caller, state: Mapping[str, Any], ranks: tuple[int, int], private: Private
@@ -244,6 +261,19 @@ class Reading:
             if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
                 raise error.error from None
             raise
+
+    def plan(self, error: StateMismatchError | None) -> Restored:
+        """Return what a restore would do, after a dry run; ``error`` was found beside that of the restoration."""
+        restoration, error = self.restoration, error or self.restoration.error
+        return Restored.of(
+            self.checkpoint.entry.info,
+            restoration.missing,
+            restoration.unexpected,
+            sum(number for number, _ in restoration.counts.values()),
+            mismatched=() if error is None else error.mismatched,
+            actions=restoration.actions,
+            error=None if error is None else str(error),
+        )
 
     def release(self) -> None:
         """Release its slots. Idempotent."""

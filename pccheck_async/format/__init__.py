@@ -14,12 +14,13 @@ from pccheck_async.format.arguments import (
     whole_step,
 )
 from pccheck_async.format.checksum import combine, crc32, piece_sums
-from pccheck_async.format.info import WINDOW_KEY, CheckpointInfo, Metadata, Restored, Which
+from pccheck_async.format.info import WINDOW_KEY, Action, CheckpointInfo, Metadata, Restored, Which
 from pccheck_async.format.parts import Applied, Key, Membership, Parts, Run
 from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata, name_in
 
 __all__ = [
-    "WINDOW_KEY", "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata", "NewerFormatError",
-    "Parts", "Record", "Restored", "Run", "Which", "align", "check_count", "check_metadata", "check_name",
-    "check_step", "combine", "crc32", "describe_which", "name_in", "new_step", "piece_sums", "which_one", "whole_step",
+    "WINDOW_KEY", "Action", "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata",
+    "NewerFormatError", "Parts", "Record", "Restored", "Run", "Which", "align", "check_count", "check_metadata",
+    "check_name", "check_step", "combine", "crc32", "describe_which", "name_in", "new_step", "piece_sums", "which_one",
+    "whole_step",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 WINDOW_KEY: Final = "pccheck.inside_window"
 """True in the metadata of a checkpoint that could not wait for the end of a window of gradient accumulation."""
@@ -13,6 +13,8 @@ WINDOW_KEY: Final = "pccheck.inside_window"
 Metadata = Mapping[str, str | int | float | bool | None]
 Which: TypeAlias = int | str | None
 """Which checkpoint: the newest of a step (int), the one that has a name (str), or the newest of all (None)."""
+Action: TypeAlias = Literal["fill", "replace", "load"]
+"""The ways to restore a part of a state (see :class:`Restored`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +66,26 @@ class Restored(CheckpointInfo):
             checkpoint lacks as a whole, the path of its root alone.
         unexpected: Paths that the checkpoint has and the state lacks: they were not read.
         filled: Number of leaves of the checkpoint that were restored; all of them, where nothing is unexpected.
+        mismatched: Of a dry run: paths that both have and that cannot be restored, each with what was found.
+        actions: Of a dry run: what a restore does with the parts of the state, by their paths: "fill" (an array takes
+            stored bytes), "replace" (a plain value), "load" (an object loads its state).
+        error: Of a dry run: the text of the StateMismatchError that a restore raises; None if it raises none.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     filled: int = 0
+    mismatched: tuple[str, ...] = ()
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    error: str | None = None
 
     @classmethod
     def of(
-        cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0
+        cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0, **more: Any
     ) -> Restored:
         """Return ``info`` with the differences."""
         facts = {name: getattr(info, name) for name in _FACTS}
-        return cls(**facts, missing=missing, unexpected=unexpected, filled=filled)
+        return cls(**facts, missing=missing, unexpected=unexpected, filled=filled, **more)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CheckpointInfo):

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.format import dtypes
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.format import Action, dtypes
 from pccheck_async.format.manifest import TensorEntry, span
 from pccheck_async.format.skeleton import ComposedNode, Node, ShardedNode, StatefulNode, arrays
 from pccheck_async.state.ambient import apart
@@ -36,7 +37,10 @@ _PLACE: Final = attrgetter("device_name", "low", "high")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restoration:
-    """A restore that was checked and can begin: fill the targets, then call ``finish`` once."""
+    """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
+
+    Of a dry run there is nothing to fill and to finish.
+    """
 
     targets: Targets
     finish: Callable[[], Any]  # makes the state from the filled memory, and returns it
@@ -48,6 +52,9 @@ class Restoration:
     resharded: tuple[Wanted, ...] = ()  # not in ``targets``: to be filled before ``finish``
     trained: tuple[torch.Tensor, ...] = ()  # live tensors that are restored and may have gradients
     move: Callable[[], None] = lambda: None  # copies to the device, which any thread may do before ``finish``
+    # Of a dry run: what is done with each part of the state, and the error that a restore would raise.
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    error: StateMismatchError | None = None
 
 
 def warn_of_unpickling(where: Collection[str]) -> None:
@@ -194,6 +201,15 @@ class Binding:
             found.counts,
             tuple(found.resharded),
             tuple(self._trained()),
+        )
+
+    def plan(self, error: StateMismatchError | None) -> Restoration:
+        """Return what a restore would do, which raises ``error``, if there is one."""
+        found = self._found
+        lists = tuple(found.missing), tuple(found.unexpected)
+        boxes = tuple(found.resharded)
+        return Restoration(
+            Targets(), self.finish, *lists, counts=found.counts, resharded=boxes, actions=found.actions(), error=error
         )
 
     def finish(self) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from msgspec import structs
 from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import StateMismatchError
-from pccheck_async.format import dtypes
+from pccheck_async.format import Action, dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import (
@@ -74,6 +74,7 @@ class Put(NamedTuple):
     """A plain live value that a stored one replaces: in its container, or as the content of ``value``."""
 
     node: Node
+    path: str
     value: Any
     key: Any = _NOWHERE  # in the container ``value``
 
@@ -159,13 +160,19 @@ class Diff:
             self.unpickled[id(node)] = path, unpickle(node, path)
         return self.unpickled[id(node)][1]
 
-    def check(self, *, strict: bool) -> None:
-        """Raise StateMismatchError if the state cannot be restored; for ``strict``, if not all of it can."""
+    def error(self, *, strict: bool) -> StateMismatchError | None:
+        """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
         incomplete = bool(self.missing or self.unexpected)
         # If nothing was restored, the state would pass for a restored one.
         nothing = self.disjoint or (self.missing and (not self.matched or self._wrapped()))
-        if self.mismatched or (strict and incomplete) or nothing:
-            raise self._error(strict)
+        return self._error(strict) if self.mismatched or (strict and incomplete) or nothing else None
+
+    def actions(self) -> dict[str, Action]:
+        """Return what is done with each part of the state that is restored, by paths."""
+        filled: list[Fill | Wanted] = [*self.fills, *self.resharded]
+        actions: dict[str, Action] = {each.path: "fill" for each in filled}
+        steps = [*self.steps, *self.last]
+        return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
 
     def _error(self, strict: bool) -> StateMismatchError:
         make = partial(StateMismatchError, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched)
@@ -274,7 +281,7 @@ class _Walk:
         if type(live) is ArrayNode:
             if node is None and container is not None:
                 found.matched += 1
-                found.steps.append(Put(node, container, key))
+                found.steps.append(Put(node, path, container, key))
             else:
                 self._array(self._tree.leaves.values[live.index], node, path)
             return
@@ -315,10 +322,10 @@ class _Walk:
         found.matched += 1
         if known is not None and _REFILLED.get(type(known.value)) is type(node):
             self._give(node)  # other holders of this container see the new content, too
-            found.steps.append(Put(node, known.value))
+            found.steps.append(Put(node, path, known.value))
         elif container is not None:
             self._give(node)
-            found.steps.append(Put(node, container, key))
+            found.steps.append(Put(node, path, container, key))
         elif has_parts(node):
             self._differs(live, node, path)
         elif isinstance(live, Opaque) or (known is not None and not known.is_savable) or _ENCODE(live) != _ENCODE(node):

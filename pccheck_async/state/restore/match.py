@@ -79,6 +79,7 @@ def match(
     allow_pickle: bool = False,
     generators: bool = True,
     added: Collection[str] = (),
+    dry_run: bool = False,
 ) -> Restoration:
     """Prepare a restore into the live ``state`` (or its :func:`live_tree`): check it first, and change nothing.
 
@@ -95,6 +96,7 @@ def match(
     and the comparison of modules see :meth:`CheckpointEngine.restore`. ``by_address`` is whether
     the copy backend writes to the memory of CUDA tensors. Without ``generators`` every :class:`RNGState` stays as it
     is: the saved ones are another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
+    For a ``dry_run`` nothing is allocated, and the error for a state that differs is not raised but returned.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -108,7 +110,11 @@ def match(
     )
     binding = Binding(found, by_address)
     found.mismatched += binding.conflicts()
-    found.check(strict=strict)
+    error = found.error(strict=strict)
+    if dry_run:
+        return binding.plan(error)
+    if error is not None:
+        raise error
     return binding.allocate()
 
 
