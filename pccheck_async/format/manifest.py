@@ -76,7 +76,8 @@ class TensorEntry(_Entry, frozen=True, gc=False):
         """Bytes per element."""
         if self.kind == "ndarray":
             return dtypes.numpy_dtype(self.dtype).itemsize
-        return dtypes.torch_dtype(self.dtype).itemsize
+        dtype = dtypes.STORABLE.get(self.dtype) or dtypes.torch_dtype(self.dtype)  # the latter refuses unknown names
+        return dtype.itemsize
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -191,6 +191,9 @@ _Array: TypeAlias = ArrayNode | ShardedNode | ComposedNode
 Node: TypeAlias = bool | int | float | str | _Array | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
+_PARENTS: Final = (_Mapping, _Items, StatefulNode, ShardedNode)
+
+
 def arrays(node: Node) -> list[int]:
     """Return the index of every array in the tree, in no particular order."""
     return [each.index for each in walk(node) if isinstance(each, ArrayNode)]
@@ -200,7 +203,7 @@ def walk(node: Node) -> list[Node]:
     """Return every node of the tree, a node before those below it."""
     found = [node]
     for each in found:  # which grows meanwhile
-        if isinstance(each, _Struct):
+        if isinstance(each, _PARENTS):
             found += children(each)
     return found
 

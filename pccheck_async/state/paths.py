@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-_STRINGS = frozenset({str})
+_MOST_BITS = 64  # of an int in decimal, which Python refuses for very long ones
 _SPECIAL = re.compile(r"[.\\]")
 _FIRST = re.compile(r"(?:[^.\\]|\\.)*", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
@@ -33,8 +33,11 @@ def escape(key: str) -> str:
 
 def components(keys: Sequence[Hashable]) -> list[str]:
     """Return the components for the keys of one mapping, all different."""
-    if _STRINGS.issuperset(map(type, keys)):
+    kinds = {*map(type, keys)}
+    if kinds == {str}:
         return [key if key.isidentifier() else escape(key) for key in keys if isinstance(key, str)]
+    if kinds == {int} and max(map(int.bit_length, keys)) <= _MOST_BITS:  # type: ignore[arg-type]
+        return [*map(str, keys)]
     written = [escape(key) if type(key) is str else _SPECIAL.sub(r"\\\g<0>", _show(key)) for key in keys]
     counts = Counter(written)
     return [
@@ -76,8 +79,8 @@ def _show(key: Hashable) -> str:
     match key:
         case bool():
             return repr(key)
-        case int() if type(key) is int and key.bit_length() > 64:
-            return hex(key)  # Python refuses to print very long ints in decimal
+        case int() if type(key) is int and key.bit_length() > _MOST_BITS:
+            return hex(key)
         case tuple() if type(key) is tuple:
             return f"({', '.join(map(_show_quoted, key))})"
         case np.generic():

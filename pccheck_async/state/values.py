@@ -14,7 +14,7 @@ from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.skeleton import Node
 
-_SMALL_INTS: Final = (-(1 << 63), (1 << 64) - 1)
+SMALL_INTS: Final = (-(1 << 63), (1 << 64) - 1)
 
 VERBATIM: Final = frozenset((NoneType, bool, int, float))
 """Types whose values are their own nodes (of ints, those of up to 64 bits)."""
@@ -22,11 +22,11 @@ VERBATIM: Final = frozenset((NoneType, bool, int, float))
 
 def all_small(numbers: Collection[int]) -> bool:
     """Return whether all these ints are their own nodes: have up to 64 bits."""
-    return not numbers or (min(numbers) >= _SMALL_INTS[0] and max(numbers) <= _SMALL_INTS[1])
+    return not numbers or (min(numbers) >= SMALL_INTS[0] and max(numbers) <= SMALL_INTS[1])
 
 
 def _from_int(value: int) -> Node:
-    if _SMALL_INTS[0] <= value <= _SMALL_INTS[1]:
+    if SMALL_INTS[0] <= value <= SMALL_INTS[1]:
         return value
     return nodes.BigIntNode(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 

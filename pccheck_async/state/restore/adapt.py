@@ -8,7 +8,7 @@ numbers as strings (a folder of ``torch.distributed.checkpoint`` that is read wi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -272,7 +272,7 @@ def renumbered(
     if any([len(each["params"]) for each in lists] != sizes for lists in (groups, optimizer.param_groups)):
         return node, []  # the groups differ, which differences() reports
     kept = _items(state)
-    named = any(group.names for group in stored_groups) or not all(map(_is_number, kept))
+    named = any(group.names for group in stored_groups) or not _are_numbers(kept)
     known = names() if named else {}
     numbers: dict[Hashable, int | None] = {}  # by the stored groups' names for the parameters
     aliases: dict[Hashable, int | None] = {}  # by other names of theirs; None for a name of several
@@ -316,7 +316,7 @@ class _StoredGroup:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.keys = _plain_items(_items(node).get("params"))
-        self.by_name = not all(map(_is_number, self.keys))
+        self.by_name = not _are_numbers(self.keys)
         self.names = self.keys if self.by_name else _plain_items(_items(node).get("param_names"))
 
     def renumbered(self, here: Sequence[int], order: Sequence[int | None]) -> Node:
@@ -354,12 +354,15 @@ def _unwrapped(name: Hashable) -> str:
     return ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
 
 
-def _is_number(key: Hashable) -> bool:
-    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
+def _are_numbers(keys: Collection[Hashable]) -> bool:
+    """Whether all keys are numbers, or are written like numbers."""
+    return {*map(type, keys)} <= {int} or all(isinstance(key, int) or str(key).isdecimal() for key in keys)
 
 
 def _plain_items(node: Node) -> list[Hashable]:
-    return [values.from_node(item) for item in node.items] if isinstance(node, (ListNode, TupleNode)) else []
+    if not isinstance(node, (ListNode, TupleNode)):
+        return []
+    return [item if type(item) is int else values.from_node(item) for item in node.items]
 
 
 def _first_names(names: Sequence[Hashable]) -> str:

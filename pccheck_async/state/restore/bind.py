@@ -26,7 +26,7 @@ from pccheck_async.state.restore.reshard import Wanted
 from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.state.save.flatten import naming_owner
 from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.storages import address_of, is_dense, is_unresolved
+from pccheck_async.state.storages import address_of, is_dense
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
 
@@ -77,7 +77,7 @@ class _Live:
             if cast := (dtype := dtypes.TORCH_NAMES[array.dtype]) != stored.dtype:
                 self.entry = structs.replace(stored, dtype=dtype)
             self.device = None if array.is_cpu else array.device
-            self.negated = is_unresolved(array)
+            self.negated = array.is_conj() or array.is_neg()
             self.address: int = array.data_ptr()
             contiguous = array.is_contiguous()
             alike = array.stride() == stored.stride

@@ -53,6 +53,7 @@ _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode
 _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
 """Containers that take other content and stay the same object."""
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
+_PARTS: Final = (ArrayNode, StatefulNode)
 _NOWHERE: Final = object()
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
@@ -505,7 +506,7 @@ class _Walk:
         if own and not common and len(found.missing) > missing:
             found.disjoint.append(path)
         keys = {key for key, *_ in common}
-        untouched = {id(own[key]) for key in own if key not in keys}.difference(id(own[key]) for key in keys)
+        untouched = {id(own[key]) for key in own if key not in keys} - {id(own[key]) for key in keys}
         found.trained += [each for each in module.parameters() if id(each) not in untouched]
         if len(common) == len(node.values):
             return node
@@ -539,7 +540,8 @@ class _Walk:
                 found.preferred[value.index] = parameter.device
         self._pair(live.child, node)
         for where, value, parameter in alike:
-            if id(value) in found.made or (isinstance(value, ArrayNode) and not is_sharded(parameter)):
+            plain = isinstance(value, ArrayNode) and (type(parameter) in KINDS or not is_sharded(parameter))
+            if plain or id(value) in found.made:
                 continue
             dtype = self._tensors[value.index].dtype if isinstance(value, ArrayNode) else value.dtype
             made = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype))
@@ -552,8 +554,9 @@ class _Walk:
             each = self._tree.leaves
             self._array(each.values[live.index], node, each.paths[live.index], strict=False)
         elif not isinstance(node, StatefulNode):
+            lives = self._tree.lives
             for one, other in _beside(live, node):
-                if isinstance(one, (msgspec.Struct, Opaque)):
+                if isinstance(one, _PARTS) or ((known := lives.get(id(one))) and known.has_parts):
                     self._pair(one, other)
         elif type(live) is StatefulNode:
             self._object(live, node)

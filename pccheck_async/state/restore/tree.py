@@ -71,10 +71,15 @@ class _Builder:
     composed: Callable[[ComposedNode, dict[str, Any], Any], Any] | None
 
     def each(self, items: list[Node], depth: int) -> list[Any]:
-        return [item if type(item) in _NAMES else self.build(item, depth) for item in items]
+        array, build = self.array, self.build
+        return [
+            item if type(item) in _NAMES else array(item.index) if type(item) is ArrayNode else build(item, depth)
+            for item in items
+        ]
 
     def build(self, node: Node, depth: int) -> Any:
-        _check_depth(depth)
+        if depth > nodes.MAX_DEPTH:
+            raise _too_deep()
         match node:
             case ArrayNode():
                 return self.array(node.index)
@@ -122,9 +127,8 @@ def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
     return _distinct(node.keys, depth + 1)
 
 
-def _check_depth(depth: int) -> None:
-    if depth > nodes.MAX_DEPTH:
-        raise CorruptStoreError(f"the state is nested more than {nodes.MAX_DEPTH} levels deep")
+def _too_deep() -> CorruptStoreError:
+    return CorruptStoreError(f"the state is nested more than {nodes.MAX_DEPTH} levels deep")
 
 
 def _distinct(items: list[Node], depth: int) -> list[Hashable]:
@@ -132,7 +136,7 @@ def _distinct(items: list[Node], depth: int) -> list[Hashable]:
         keys: list[Hashable] = [*items]
     else:
         keys = [_key(node, depth) for node in items]
-    if nodes.too_alike(items, keys):
+    if len(items) > nodes.MOST_ALIKE and nodes.too_alike(items, keys):
         raise CorruptStoreError(f"more than {nodes.MOST_ALIKE} keys of a mapping or items of a set have the same hash")
     if len(set(keys)) != len(keys):
         raise CorruptStoreError("the keys of a mapping or the items of a set are not all different")
@@ -141,7 +145,8 @@ def _distinct(items: list[Node], depth: int) -> list[Hashable]:
 
 def _key(node: Node, depth: int) -> Hashable:
     """Return a mapping's key or a set's item: hashable, and never an array."""
-    _check_depth(depth)
+    if depth > nodes.MAX_DEPTH:
+        raise _too_deep()
     if isinstance(node, TupleNode):
         return tuple([_key(item, depth + 1) for item in node.items])
     if isinstance(node, nodes.FrozenSetNode):

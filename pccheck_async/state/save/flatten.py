@@ -33,6 +33,8 @@ _EXPLICIT = (FlatShard, PlannedBoxes)
 """Types that determine by themselves which boxes this rank saves."""
 _ARRAYS = (torch.Tensor, np.ndarray, FlatShard)
 """Types that a restore fills."""
+_OWN_NODES = values.VERBATIM - {int}
+_LEAST, _MOST = values.SMALL_INTS
 
 
 @dataclass(slots=True, eq=False)
@@ -226,26 +228,26 @@ class _Flattener:
             node = cached.array_node(len(self.leaves) - 1)
             return node, node
         if self.lives is not None:
-            return self.live(value, path, depth), None
+            return self.live(value, path, depth, last)
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
         if kind in KINDS or (self._tally is not None and (kind in _EXPLICIT or is_sharded(value))):
             return self.sharded(value, path, holders), None
         return self.container(value, path, depth, last)
 
-    def live(self, value: Any, path: str, depth: int) -> Any:
+    def live(self, value: Any, path: str, depth: int, _: Outline | None) -> Visited:
         """The node of a value to restore into."""
-        leaves, lives = self.leaves, self.lives
+        arrays, lives = self.leaves.values, self.lives
         node: Any = value
         assert lives is not None
         if isinstance(value, _ARRAYS):
-            leaves.paths.append(path)
-            leaves.values.append(node)
-            return cached.array_node(len(leaves) - 1)
-        parts, refused = len(leaves) + len(self.objects), self._refused
+            self.leaves.paths.append(path)
+            arrays.append(node)
+            return cached.array_node(len(arrays) - 1), None
+        parts, refused = len(arrays) + len(self.objects), self._refused
         try:
             if isinstance(value, (np.generic, np.dtype)):
-                return values.numpy_value(value, path)
+                return values.numpy_value(value, path), None
             node, _ = self.container(value, path, depth, None)
         except UnsupportedStateError:
             if is_stateful(value):
@@ -253,9 +255,9 @@ class _Flattener:
             self._refused += 1
             node = self.opaque(value, path, depth)
         if type(node) is not StatefulNode:
-            has_parts = len(leaves) + len(self.objects) > parts
+            has_parts = len(arrays) + len(self.objects) > parts
             lives[id(node)] = Live(path, value, has_parts, self._refused == refused)
-        return node
+        return node, None
 
     def opaque(self, value: Any, path: str, depth: int) -> Opaque:
         """The node of a value that cannot be saved."""
@@ -409,7 +411,7 @@ class _Flattener:
         nodes = then.reuse(items, self.leaves) if isinstance(then, (cached.Flat, cached.Rows)) else None
         if nodes is None:
             nodes, content = self.each(shape.names, items, path + "." if path else "", depth, branches)
-        made = [item for item, _ in metadata]
+        made = [item for item, _ in metadata] if metadata else []
         if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
             # An outline keeps the node of its content as it was remembered: plain values may change back to those.
             return (known.node if nodes is content.nodes else shape.node(nodes, made)), known
@@ -424,21 +426,23 @@ class _Flattener:
     ) -> tuple[list[Node], cached.Content | None]:
         nodes: list[Node] = []
         below: list[Outline | None] = []
-        walked = False
+        walked, visit = False, self.node if self.lives is None else self.live
         atoms, arrays, known, tally = values.ATOMS, self.leaves.values, self.leaves.paths, self._tally
         first = len(arrays)
         for name, item, then in zip(names, items, repeat(None) if last is None else last.below, strict=False):
             kind = type(item)
             convert = atoms.get(kind)
             outline: Outline | None = None
-            if convert is not None:
+            if kind in _OWN_NODES or (kind is int and _LEAST <= item <= _MOST):
+                node = item
+            elif convert is not None:
                 node = convert(item)
             elif kind in KINDS and (tally is None or self._replicas(item, prefix + name) is None):
                 node = outline = cached.array_node(len(arrays))
                 arrays.append(item)
                 known.append(prefix + name)
             else:
-                node, outline = self.node(item, prefix + name, depth + 1, then)
+                node, outline = visit(item, prefix + name, depth + 1, then)
                 walked = True
             nodes.append(node)
             below.append(outline)
@@ -465,8 +469,12 @@ def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> cach
     if make is ListNode or make is TupleNode:
         return cached.Shape(type(value), None, [], [*map(str, range(len(value)))], make)
     keys = list(value)
-    key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
-    _check_alike(key_nodes, keys, path)
+    if {*map(type, keys)} == {int} and values.all_small(keys):
+        key_nodes: list[Node] = keys
+    else:
+        key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
+    if len(keys) > skeleton.MOST_ALIKE:
+        _check_alike(key_nodes, keys, path)
     return cached.Shape(type(value), keys, key_nodes, paths.components(keys), make)
 
 
