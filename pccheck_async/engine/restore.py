@@ -17,7 +17,6 @@ from pccheck_async.errors import CheckpointError, StateMismatchError, is_exhaust
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.state import (
-    JointTargets,
     LiveTree,
     Owners,
     Restoration,
@@ -242,16 +241,15 @@ class Reading:
         """
         checkpoint = self.checkpoint
         apart = {} if owners is None else owners.saved_apart(state, checkpoint.manifest)
-        targets, boxes = self.restoration.targets, checkpoint.begin_boxes()
-        joint: Targets | JointTargets = targets if boxes is None else JointTargets(targets, boxes)
-        marks = self._assembly.backend.mark_queued_work(joint.devices)  # they are filled after the work queued by now
+        targets = Targets([*self.restoration.targets, *checkpoint.begin_boxes()])
+        marks = self._assembly.backend.mark_queued_work(targets.devices)  # they are filled after the work queued by now
 
         async def fill() -> list[str]:
             own = checkpoint.own
             advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in own.manifest.chunks))
             with unreadable_errors():
                 with self._assembly.clock.timed("restore", own.manifest.payload_nbytes):
-                    await own.fill(joint, marks, advance)
+                    await own.fill(targets, marks, advance)
                 await checkpoint.fill_boxes()
                 return await checkpoint.differing(apart.__contains__) if apart else []
 

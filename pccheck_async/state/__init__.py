@@ -17,9 +17,6 @@ from pccheck_async.state.restore.listing import Listing, ShardBox, ShardedLeaf, 
 from pccheck_async.state.restore.match import allocate, clear_gradients, live_tree, match
 from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
-    AnyTargets,
-    BoxTargets,
-    JointTargets,
     Resharding,
     StoredBox,
     Wanted,
@@ -54,12 +51,9 @@ from pccheck_async.state.values import atom, from_node
 __all__ = [
     "HOST",
     "Allocation",
-    "AnyTargets",
     "Array",
     "Box",
-    "BoxTargets",
     "FlatShard",
-    "JointTargets",
     "Layout",
     "LayoutCache",
     "LazyPart",

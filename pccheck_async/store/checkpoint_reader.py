@@ -26,7 +26,6 @@ from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, Ten
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
 from pccheck_async.medium import File
 from pccheck_async.state import (
-    BoxTargets,
     Resharding,
     StoredBox,
     Target,
@@ -186,12 +185,12 @@ class CheckpointReader:
                 text += f"; the parts of ranks {', '.join(map(str, self.elsewhere))} are on filesystems not seen here"
             raise StateMismatchError(text, mismatched=troubles)
 
-    def begin_boxes(self) -> BoxTargets | None:
+    def begin_boxes(self) -> Targets:
         """Return the planned boxes that the own part has, to be filled with other targets of it.
 
         The others are filled behind the work that devices have queued by now. Called on the caller's thread.
         """
-        own = self._plan.targets.pop(self.own_rank, None)
+        own = self._plan.targets.pop(self.own_rank, Targets())
         backend = self.own.backend
         self._marks = {rank: backend.mark_queued_work(each.devices) for rank, each in self._plan.targets.items()}
         return own

@@ -24,7 +24,7 @@ from pccheck_async.format import Entry, align, combine, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
-from pccheck_async.state import AnyTargets, Targets
+from pccheck_async.state import Targets
 from pccheck_async.transfer import (
     BufferLease,
     BufferPool,
@@ -243,9 +243,7 @@ class PartReader:
         """Read every chunk whole, and fill nothing. Raises DamagedError, ReadError."""
         await self._stream(Targets(), every=True)
 
-    async def fill(
-        self, targets: AnyTargets, marks: Any = None, advance: Callable[[int], None] = lambda _: None
-    ) -> None:
+    async def fill(self, targets: Targets, marks: Any = None, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill ``targets`` from the chunks that hold them, or from MiBs of these that can be verified alone.
 
         Targets on a device are filled behind the marked work (``marks``, from :meth:`CopyBackend.mark_queued_work`),
@@ -256,7 +254,7 @@ class PartReader:
 
         Raises DamagedError if a checksum does not hold, ReadError; other bytes may have been copied already.
         """
-        if not self.keeps or not isinstance(targets, Targets):
+        if not self.keeps or targets.has_patterns:
             await self._stream(targets, marks, advance)
             return
         chunks = self.manifest.chunks
@@ -329,7 +327,7 @@ class PartReader:
 
     async def _stream(
         self,
-        targets: AnyTargets,
+        targets: Targets,
         marks: Any = None,
         advance: Callable[[int], None] = lambda _: None,
         *,

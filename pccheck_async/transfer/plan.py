@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pccheck_async.format import align
 from pccheck_async.format.manifest import ALIGNMENT, StorageEntry
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.state import HOST, AnyTargets, Layout, PackedSource, Sources
+from pccheck_async.state import HOST, Layout, PackedSource, Sources, Targets
 
 __all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_runs", "segments", "unit_runs"]
 
@@ -155,7 +155,7 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     return _by_device(raw, None if devices is None else devices[index], packed)
 
 
-def scatter_runs(offset: int, nbytes: int, unit: int, targets: AnyTargets) -> list[tuple[range, Segments]]:
+def scatter_runs(offset: int, nbytes: int, unit: int, targets: Targets) -> list[tuple[range, Segments]]:
     """Return the parts of a chunk that have to be read: runs of its units of so many bytes, the last one maybe shorter.
 
     With each run come its targets, in any order and maybe overlapping; offsets are from the beginning of the run.

@@ -26,13 +26,18 @@ _KINDS: Final = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a nu
 _NO_MEMORY: Final = "the storage of the tensor here was freed, shrunk or never allocated; gather or clone it first"
 
 
+_Table: TypeAlias = npt.NDArray[np.uint64]
+_Offsets: TypeAlias = npt.NDArray[np.int64]
+_Inside: TypeAlias = npt.NDArray[np.bool_]
+
 # -- memory to fill
 
 
 class Target(NamedTuple):
-    """A range of the payload and the memory that it is copied to. Offset and length are in bytes.
+    """A range of the payload and the memory that it is copied to, or several in a regular pattern, all of one length.
 
-    ``owner`` keeps the memory alive; ``device`` is the index of its CUDA device, or ``HOST``.
+    Offset and lengths are in bytes. ``owner`` keeps the memory alive; ``device`` is the index of its CUDA device, or
+    ``HOST``.
     """
 
     payload_offset: int
@@ -40,9 +45,48 @@ class Target(NamedTuple):
     address: int
     owner: Any
     device: int = HOST
+    sizes: tuple[int, ...] = ()
+    """Of a pattern: how many ranges along each dimension,"""
+    steps: tuple[int, ...] = ()
+    """the bytes from one to the next in the payload,"""
+    strides: tuple[int, ...] = ()
+    """and in memory."""
+
+    @property
+    def end(self) -> int:
+        """The byte of the payload after the last."""
+        reach = sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
+        return self.payload_offset + reach + self.nbytes
+
+    def rows(self, low: int, high: int) -> _Table:
+        """Return rows of (address, offset from ``low``, length), one per range inside bytes ``[low, high)``."""
+        sizes, steps = self.sizes, self.steps
+        starts = np.array([self.payload_offset], np.int64)
+        places = np.array([self.address], np.int64)
+        for dim, (size, step, stride) in enumerate(zip(sizes, steps, self.strides, strict=True)):
+            first, last = 0, size
+            if dim == 0 and step > 0:  # only the rows that reach into the chunk: a tensor may have millions
+                inner = self.end - self.payload_offset - (size - 1) * step
+                first = max(0, -(-(low - self.payload_offset - inner + 1) // step))
+                last = min(size, -(-(high - self.payload_offset) // step))
+            index = np.arange(first, max(first, last), dtype=np.int64)
+            starts = (starts[:, None] + index * step).reshape(-1)
+            places = (places[:, None] + index * stride).reshape(-1)
+        return _rows(starts, starts + self.nbytes, places.view(np.uint64), low, high)[0]
 
 
-_PAYLOAD_OFFSET: Final = itemgetter(0)
+def _rows(starts: _Offsets, ends: _Offsets, addresses: _Table, low: int, high: int) -> tuple[_Table, _Inside]:
+    """Return rows for the parts of ranges that lie in ``[low, high)``, and which of the ranges have such a part."""
+    begin, end = np.maximum(starts, low), np.minimum(ends, high)
+    inside = begin < end
+    table = np.empty((int(np.count_nonzero(inside)), 3), np.uint64)
+    table[:, 0] = addresses[inside] + (begin - starts)[inside].astype(np.uint64)
+    table[:, 1] = (begin - low)[inside]
+    table[:, 2] = (end - begin)[inside]
+    return table, inside
+
+
+_ORDER: Final = itemgetter(0)
 
 
 class Targets(Iterable[Target]):
@@ -50,25 +94,30 @@ class Targets(Iterable[Target]):
 
     Attributes:
         devices: Indices of the CUDA devices of all targets.
+        has_patterns: Whether any of them is several ranges: there may be many of these, and short ones.
     """
 
     def __init__(self, targets: Iterable[Target] = ()) -> None:
-        self._targets = tuple(sorted(targets, key=_PAYLOAD_OFFSET))
-        columns = [*zip(*self._targets, strict=True)] or [()] * 5
+        self._targets = sorted(targets, key=_ORDER)
+        columns = [*zip(*self._targets, strict=True)] or [()] * len(Target._fields)
+        self.has_patterns = any(columns[5])
         self._starts = np.array(columns[0], np.int64)
-        self._ends = self._starts + np.array(columns[1], np.int64)
+        ends = self._plain_ends = self._starts + np.array(columns[1], np.int64)  # of patterns none: their starts
+        if self.has_patterns:
+            self._plain_ends = np.where([not sizes for sizes in columns[5]], ends, self._starts)
+            ends = np.array([target.end for target in self._targets], np.int64)
         self._addresses = np.array(columns[2], np.uint64)
         self._devices = np.array(columns[4], np.int32)
         self.devices: set[int] = {*columns[4]} - {HOST}
         # Ascending, so that it can be searched:
-        self._reach = np.maximum.accumulate(self._ends) if self._targets else self._ends
+        self._reach = np.maximum.accumulate(ends) if self._targets else ends
 
     @property
     def span(self) -> tuple[int, int]:
         """The first byte of the payload that any target takes, and the byte after the last."""
         return (int(self._starts[0]), int(self._reach[-1])) if self._targets else (0, 0)
 
-    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
+    def segments(self, offset: int, nbytes: int) -> tuple[_Table, npt.NDArray[np.int32] | None]:
         """Return the memory for payload bytes ``[offset, offset + nbytes)``.
 
         Returns:
@@ -76,14 +125,18 @@ class Targets(Iterable[Target]):
         """
         first = int(np.searchsorted(self._reach, offset, "right"))
         last = max(first, int(np.searchsorted(self._starts, offset + nbytes, "left")))
-        starts, ends = self._starts[first:last], self._ends[first:last]
-        low, high = np.maximum(starts, offset), np.minimum(ends, offset + nbytes)
-        inside = low < high
-        table = np.empty((int(np.count_nonzero(inside)), 3), np.uint64)
-        table[:, 0] = self._addresses[first:last][inside] + (low - starts)[inside].astype(np.uint64)
-        table[:, 1] = (low - offset)[inside]
-        table[:, 2] = (high - low)[inside]
-        return table, self._devices[first:last][inside] if self.devices else None
+        some = slice(first, last)
+        table, inside = _rows(
+            self._starts[some], self._plain_ends[some], self._addresses[some], offset, offset + nbytes
+        )
+        devices = self._devices[some][inside]
+        if self.has_patterns:
+            patterns = [target for target in self._targets[some] if target.sizes]
+            tables = [target.rows(offset, offset + nbytes) for target in patterns]
+            table = np.concatenate([table, *tables])
+            where = [np.full(len(rows), target.device, np.int32) for target, rows in zip(patterns, tables, strict=True)]
+            devices = np.concatenate([devices, *where])
+        return table, devices if self.devices else None
 
     def __iter__(self) -> Iterator[Target]:
         return iter(self._targets)

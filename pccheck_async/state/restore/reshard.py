@@ -1,7 +1,7 @@
 """Tensors that lie on other ranks, or in other boxes, than when they were saved: which bytes of which part are read.
 
-Of each part only the MiBs that hold wanted bytes are read, once; rows (address, offset, length) are made for one
-chunk at a time, never for the whole state.
+Of each part only the MiBs that hold wanted bytes are read, once; the ranges of a pattern are listed for one chunk at a
+time, never for the whole state.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode
 from pccheck_async.state.boxes import Box
-from pccheck_async.state.restore.arrays import Targets
+from pccheck_async.state.restore.arrays import Target, Targets
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.state.sources import HOST
 
@@ -88,99 +86,6 @@ def sharded_paths(manifest: Manifest) -> dict[int, str]:
     return {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
 
 
-class Copy(NamedTuple):
-    """Runs of bytes that lie in a regular pattern in the payload and in memory."""
-
-    start: int  # byte of the payload
-    address: int
-    sizes: tuple[int, ...]  # how many runs along each dimension,
-    steps: tuple[int, ...]  # and bytes from one to the next, in the payload
-    strides: tuple[int, ...]  # and in memory
-    nbytes: int  # of a run
-    device: int
-
-    @property
-    def end(self) -> int:
-        """Return the byte of the payload after the last."""
-        reach = sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
-        return self.start + reach + self.nbytes
-
-    def rows(self, low: int, high: int) -> npt.NDArray[np.uint64]:
-        """Return rows of (address, offset from ``low``, length), one per run inside bytes ``[low, high)``."""
-        sizes, steps = self.sizes, self.steps
-        starts = np.array([self.start], np.int64)
-        places = np.array([self.address], np.int64)
-        for dim, (size, step, stride) in enumerate(zip(sizes, steps, self.strides, strict=True)):
-            first, last = 0, size
-            if dim == 0 and step > 0:  # only the rows that reach into the chunk: a tensor may have millions
-                inner = self.end - self.start - (size - 1) * step
-                first = max(0, -(-(low - self.start - inner + 1) // step))
-                last = min(size, -(-(high - self.start) // step))
-            index = np.arange(first, max(first, last), dtype=np.int64)
-            starts = (starts[:, None] + index * step).reshape(-1)
-            places = (places[:, None] + index * stride).reshape(-1)
-        begin, end = np.maximum(starts, low), np.minimum(starts + self.nbytes, high)
-        inside = begin < end
-        table = np.empty((int(np.count_nonzero(inside)), 3), np.uint64)
-        table[:, 0] = (places + begin - starts)[inside]
-        table[:, 1] = (begin - low)[inside]
-        table[:, 2] = (end - begin)[inside]
-        return table
-
-
-class BoxTargets:
-    """The memory that is filled from one part; used like :class:`Targets`. ``owners`` keep the memory."""
-
-    def __init__(self, copies: Iterable[Copy] = (), owners: Sequence[Any] = ()) -> None:
-        self._copies = sorted(copies)
-        self._owners = owners
-        self._starts = np.array([copy.start for copy in self._copies], np.int64)
-        self._reach = np.maximum.accumulate(np.array([copy.end for copy in self._copies], np.int64))
-        self.devices = {copy.device for copy in self._copies} - {HOST}
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first byte of the payload that is wanted, and the byte after the last."""
-        return (int(self._starts[0]), int(self._reach[-1])) if self._copies else (0, 0)
-
-    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
-        """Return rows and devices as specified at :meth:`Targets.segments`."""
-        first = int(np.searchsorted(self._reach, offset, "right"))
-        last = int(np.searchsorted(self._starts, offset + nbytes, "left"))
-        copies = self._copies[first:last]
-        tables = [copy.rows(offset, offset + nbytes) for copy in copies]
-        table = np.concatenate(tables) if tables else np.empty((0, 3), np.uint64)
-        if not self.devices:
-            return table, None
-        return table, np.repeat(np.array([copy.device for copy in copies], np.int32), [*map(len, tables)])
-
-
-class JointTargets:
-    """Targets of two kinds, for one pass over a part."""
-
-    def __init__(self, *targets: Targets | BoxTargets) -> None:
-        self._targets = targets
-        self.devices = set[int]().union(*(each.devices for each in targets))
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first byte of the payload that is wanted, and the byte after the last."""
-        spans = [(low, high) for low, high in (each.span for each in self._targets) if low < high]
-        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else (0, 0)
-
-    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
-        """Return rows and devices as specified at :meth:`Targets.segments`."""
-        tables, devices = zip(*(each.segments(offset, nbytes) for each in self._targets), strict=True)
-        table = np.concatenate(tables)
-        if not self.devices:
-            return table, None
-        known = zip(tables, devices, strict=True)
-        return table, np.concatenate([np.full(len(t), HOST, np.int32) if d is None else d for t, d in known])
-
-
-AnyTargets: TypeAlias = Targets | BoxTargets | JointTargets
-
-
 @dataclass(slots=True, eq=False)
 class Resharding:
     """How wanted tensors are made of boxes.
@@ -190,7 +95,7 @@ class Resharding:
         troubles: Of each tensor that cannot be made its path, and why.
     """
 
-    targets: dict[int, BoxTargets] = field(default_factory=dict)
+    targets: dict[int, Targets] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
     _moved: list[tuple[torch.Tensor, Wanted]] = field(default_factory=list)
     _in_place: list[Wanted] = field(default_factory=list)
@@ -219,8 +124,7 @@ def reshard(
     """
     plan = Resharding()
     tied: dict[tuple[int, int, int], tuple[str, set[tuple[Any, ...]]]] = {}
-    copies: dict[int, list[Copy]] = {}
-    owners = []
+    copies: dict[int, list[Target]] = {}
     for one in wanted:
         mesh = private_mesh(own) if one.mesh is None else one.mesh
         parts = (own, *(part for part in stored if part != own))
@@ -243,10 +147,9 @@ def reshard(
             other, same = tied.setdefault((mesh, one.local.data_ptr(), one.local.nbytes), (one.path, places))
             if same != places:
                 plan.troubles.append(f"{one.path} (shares memory with {other} here, but not in the checkpoint)")
-        owners.append(into)
         for part, copy in _copies(one, boxes.values(), into):
             copies.setdefault(part, []).append(copy)
-    plan.targets = {part: BoxTargets(each, owners) for part, each in copies.items()}
+    plan.targets = {part: Targets(each) for part, each in copies.items()}
     return plan
 
 
@@ -294,7 +197,7 @@ def _overlap(stored: StoredBox, live: Box) -> _Ranges:
     return tuple(range(max(a, b), max(a, b, min(a + m, b + n))) for a, m, b, n in sides)
 
 
-def _copies(wanted: Wanted, boxes: Iterable[StoredBox], into: torch.Tensor) -> Iterator[tuple[int, Copy]]:
+def _copies(wanted: Wanted, boxes: Iterable[StoredBox], into: torch.Tensor) -> Iterator[tuple[int, Target]]:
     itemsize = into.element_size()
     device = HOST if into.is_cpu else into.device.index
     strides = [step * itemsize for step in into.stride()]
@@ -307,25 +210,12 @@ def _copies(wanted: Wanted, boxes: Iterable[StoredBox], into: torch.Tensor) -> I
         first = [each.start for each in ranges]
         start = stored.start + entry.offset + _reach(steps, first, stored.offsets)
         address = into.data_ptr() + _reach(strides, first, live.offsets)
-        yield stored.part, _copy(start, address, [*map(len, ranges)], steps, strides, itemsize, device)
+        dims = [each for each in zip(map(len, ranges), steps, strides, strict=True) if each[0] > 1]
+        nbytes = itemsize
+        while dims and dims[-1][1] == dims[-1][2] == nbytes:  # the last dimensions are one run if they are dense
+            nbytes *= dims.pop()[0]
+        yield stored.part, Target(start, nbytes, address, into, device, *(zip(*dims, strict=True) if dims else ()))
 
 
 def _reach(steps: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> int:
     return sum(step * (index - low) for step, index, low in zip(steps, at, origin, strict=True))
-
-
-def _copy(
-    start: int,
-    address: int,
-    sizes: Sequence[int],
-    steps: Sequence[int],
-    strides: Sequence[int],
-    nbytes: int,
-    device: int,
-) -> Copy:
-    """Return a copy whose last dimensions are one run if they are dense in both places."""
-    dims = [each for each in zip(sizes, steps, strides, strict=True) if each[0] > 1]
-    while dims and dims[-1][1] == dims[-1][2] == nbytes:
-        nbytes *= dims.pop()[0]
-    sizes, steps, strides = (tuple(each[number] for each in dims) for number in range(3))
-    return Copy(start, address, sizes, steps, strides, nbytes, device)
