@@ -249,7 +249,7 @@ class CheckpointEngine(EngineBase):
             if not self._core.in_flight.warn_of(pending, error):
                 raise
         finally:
-            self._core.stalls.note_call(pending, start)
+            self._core.in_flight.note_waited(pending, start, "checkpoint")
         return pending
 
     @_counted_until_awaited

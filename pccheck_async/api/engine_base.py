@@ -179,7 +179,7 @@ class EngineBase:
             A function that removes the hook.
         """
         self._core.check_process()
-        return self._core.reporter.hooks.add(hook)
+        return self._core.stream.hooks.add(hook)
 
     def wait_captured(self) -> None:
         """Block this thread until no capture reads the live state any more: it may be changed by any code now."""

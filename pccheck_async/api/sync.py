@@ -74,7 +74,7 @@ class SyncCheckpointEngine(EngineBase):
             block_on(self._core, self._core.abort, pending)
             raise
         finally:
-            self._core.stalls.note_call(pending, start)
+            self._core.in_flight.note_waited(pending, start, "checkpoint")
         return pending
 
     def restore(

@@ -18,7 +18,7 @@ from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
 from pccheck_async.store import open_store
-from pccheck_async.telemetry import Reporter, StageClock
+from pccheck_async.telemetry import Stream
 from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.plan import Planner
@@ -47,7 +47,7 @@ class Assembly:
         *,
         loop: EngineLoop,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
-        reporter: Reporter,
+        stream: Stream,
         collect: Callable[[], Status],
     ) -> None:
         """Lock (or create) the store, recover, and make everything around it.
@@ -56,7 +56,7 @@ class Assembly:
 
         Raises the errors of :func:`open_store`; WriteError if the folder cannot be written.
         """
-        self.loop, self.reporter, self.peers = loop, reporter, peers
+        self.loop, self.stream, self.peers = loop, stream, peers
         cores, memory = share_of_machine()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Set before any file is open: a child forked meanwhile closes them.
@@ -82,7 +82,6 @@ class Assembly:
             self.pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
             self.planner = Planner(decisions.chunk_bytes, store.block_bytes)
             self.inline_captures = InlineCaptures(opened.operations, self.planner)
-            self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(
                 store=store,
                 peers=peers,
@@ -90,9 +89,8 @@ class Assembly:
                 pool=self.pool,
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,
-                clock=self.clock,
                 ended=ended,
-                reporter=reporter,
+                stream=stream,
                 path=path,
             )
             # Other media need not be folders.

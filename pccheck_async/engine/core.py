@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any, final
 
@@ -29,7 +29,7 @@ from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.promise import Promise
 from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
-from pccheck_async.engine.statistics import EngineStatistics, Stalls
+from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.engine.status_publisher import make_status
 from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
 from pccheck_async.format import (
@@ -48,7 +48,7 @@ from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
 from pccheck_async.store import KeepAll
-from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
+from pccheck_async.telemetry import ReadProgress, Stream, about, write
 from pccheck_async.telemetry.events import Opened
 
 __all__ = ["EngineCore", "note_closing_failure_on"]
@@ -69,7 +69,7 @@ class EngineCore:
     Attributes:
         keeps: The rules of retention.
         training: Hooks of the training around the engine; code that runs training steps puts its own in this place.
-        trace: Records spans; None if spans are not recorded.
+        stream: Its events.
         unawaited: Calls of the facade's coroutine methods that have not begun, with the methods' names.
         loop: The engine's, from :meth:`open` on.
     """
@@ -83,18 +83,16 @@ class EngineCore:
         self.io = io
         self.made_at = _caller()
         self.training = TrainingHooks()
-        self.trace: Sink | None = None
         self.unawaited: dict[object, str] = {}
-        self.reporter = Reporter(self.path, lambda: self.stalls.seconds)
-        self.stalls = Stalls(self.reporter, lambda: self.trace)
-        self.in_flight = InFlight(config, self.reporter)
+        self.stream = Stream(self.path)
+        self.in_flight = InFlight(config, self.stream)
         self.loop: EngineLoop
         self._unrestored: list[CheckpointInfo] = []  # found at opening, until the first restore or save
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
         self.captures = Captures(allow_pickle=config.allow_pickle)
-        self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_guarded)
+        self.guard = Guard(config.max_stall, self._stop_capture, self.in_flight.note_waited)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
         self._closed: Promise[Exception | None] = Promise()  # and the error that kept it from closing wholly
@@ -134,10 +132,10 @@ class EngineCore:
                     await caller.run(self._assembly.close())
             finally:
                 await caller.outlast(self.loop.ask_to_stop())
-            await caller.wait(self.reporter.hooks.close(), HOOKS_SECONDS)
+            await caller.wait(self.stream.hooks.close(), HOOKS_SECONDS)
             raise
         self.state = "open"
-        self.reporter.tell(Opened, checkpoints=checkpoints, step=step, io=io)
+        self.stream.emit(Opened(checkpoints=checkpoints, step=step, io=io))
 
     async def _open(self) -> None:
         about.set({"store": self.path})
@@ -148,7 +146,7 @@ class EngineCore:
             self.peers,
             loop=self.loop,
             ended=self._note_end,
-            reporter=self.reporter,
+            stream=self.stream,
             collect=self._status,
         )
         self._assembly = parts = self._opening
@@ -210,9 +208,7 @@ class EngineCore:
                 self._say_unawaited()
                 self.training.closed()
                 self.guard.close()
-                counts = self.in_flight.counts
-                ended = {"durable": counts.durable, "superseded": counts.superseded, "failed": counts.failed}
-                self.reporter.closed(**ended, skipped=counts.skipped)
+                self.stream.close()
             finally:
                 try:
                     if closed:
@@ -220,7 +216,7 @@ class EngineCore:
                 finally:
                     self.state = "closed"
                     self._closed.set_result(failure)
-            await caller.wait(self.reporter.hooks.close(), HOOKS_SECONDS if closed else 0.0)
+            await caller.wait(self.stream.hooks.close(), HOOKS_SECONDS if closed else 0.0)
 
     def _gave_up(self, deadline: float | None, left: list[PendingCheckpoint]) -> CheckpointError:
         """Return the error that names the checkpoints left behind, and fail them with it."""
@@ -297,7 +293,7 @@ class EngineCore:
         ``last``: it is neither skipped, nor prevented by an earlier failure. A call that raises fails it on all ranks.
 
         Returns:
-            The checkpoint, and when the call began (of ``time.perf_counter()``), for ``stalls.note_call``.
+            The checkpoint, and when the call began (of ``time.perf_counter()``), for ``in_flight.note_waited``.
         """
         counter = self.in_flight.counter
         try:
@@ -375,7 +371,7 @@ class EngineCore:
             inline=inline,
             number=self.in_flight.counter + 1,
         )
-        self.stalls.state_seconds += time.perf_counter() - start
+        state_seconds = time.perf_counter() - start
         pending: PendingCheckpoint | None = None
         taken = False
         try:
@@ -388,12 +384,12 @@ class EngineCore:
                 # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
                 # Uses up a counter before the scheduler gets it: else an interrupt in between gives it away twice.
-                pending = self.in_flight.add(step, name)
+                pending = self.in_flight.add(step, name, state_seconds)
                 self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
                 overlapped = None if capture.lazy is None else self.guard.watch(pending, capture.lazy)
-                job = Job(pending, capture, plain, overlapped, self.trace)
+                job = Job(pending, capture, plain, overlapped, self.stream.trace)
                 # Set before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
                 # harm, one that is given back twice does.
                 taken = True
@@ -484,8 +480,7 @@ class EngineCore:
 
     def _stop_capture(self, pending: PendingCheckpoint) -> None:
         with suppress(ClosedError):  # closing ended it
-            if self.loop.call(self.assembly.scheduler.stop_capture(pending, self.config.max_stall)):
-                self.in_flight.counts.abandoned += 1
+            self.loop.call(self.assembly.scheduler.stop_capture(pending, self.config.max_stall))
 
     def end_last_drains_at(self, until: float | None) -> None:
         """Make drains that are the last end at a time of the monotonic clock; None: when every checkpoint ended."""
@@ -597,21 +592,17 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far. Raises ClosedError: never opened, or in a forked child."""
         self.check_process()
-        parts, counts, stalls = self.assembly, self.in_flight.counts, self.stalls
+        parts = self.assembly
         io, pool = parts.opened.medium.statistics(), parts.pool.statistics()
         store, copying = parts.store.statistics(), parts.backend.statistics()
         reasons = parts.decisions.reasons | {"device": copying.reason}
         with self.in_flight.lock:
             return EngineStatistics(
-                **asdict(counts),
+                **self.stream.totals.statistics(),
                 in_flight=len(self.in_flight),
-                stall_seconds=stalls.seconds,
-                guard_seconds=stalls.guard_seconds,
                 guard_fences=self.guard.fenced,
                 interval=self.training.decision,
-                last_stall_seconds=stalls.last_call,
-                state_seconds=stalls.state_seconds,
-                stages=parts.clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
+                stages=self.stream.clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
                 decisions=replace(parts.decisions, reasons=reasons),
                 io=f"{io.backend}, {'direct' if io.direct else 'buffered'}: {io.why}",
                 loop=self.loop.kind,
@@ -626,12 +617,8 @@ class EngineCore:
                 plan_hits=parts.planner.hits,
                 plan_misses=parts.planner.misses,
                 latest=self.latest,
-                durable_bytes=self.reporter.nbytes,
-                save_seconds=self.in_flight.save_seconds.distribution(),
-                capture_seconds=self.in_flight.capture_seconds.distribution(),
-                stalls=stalls.distributions(),
                 pool_in_use_bytes=pool.in_use * pool.buffer_bytes,
-                events_dropped=self.reporter.hooks.dropped,
+                events_dropped=self.stream.hooks.dropped,
             )
 
     def _status(self) -> Status:

@@ -6,32 +6,19 @@ import threading
 import time
 import warnings
 from collections import deque
-from dataclasses import dataclass
+from typing import Literal
 
 from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
-from pccheck_async.engine.statistics import Spread
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, TornCaptureError
-from pccheck_async.telemetry import Reporter
-from pccheck_async.telemetry.events import Admitted, Durable, Failed, Skipped, Superseded
+from pccheck_async.telemetry import Stream
+from pccheck_async.telemetry.events import Admitted, Durable, Event, Failed, Skipped, Superseded, Waited
 
-__all__ = ["Counts", "InFlight"]
+__all__ = ["InFlight"]
 
 _MOST_REPORTS = 64
 """Reports on durable checkpoints that wait for the end of the next training step; older ones are dropped."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """How many checkpoints took which course; see :class:`pccheck_async.EngineStatistics`."""
-
-    admitted: int = 0
-    durable: int = 0
-    superseded: int = 0
-    failed: int = 0
-    skipped: int = 0
-    abandoned: int = 0
 
 
 class InFlight:
@@ -41,18 +28,14 @@ class InFlight:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may read statistics meanwhile.
         counter: The largest counter that was given away.
         newest: The checkpoint that was admitted last, None before the first.
-        save_seconds: Times from admission to durable.
-        capture_seconds: Times from admission until captured, of durable checkpoints.
     """
 
-    def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
+    def __init__(self, config: EngineConfig, stream: Stream) -> None:
         self._config = config
-        self._reporter = reporter
+        self._stream = stream
         self.lock = threading.RLock()
         self.counter = -1
-        self.counts = Counts()
         self.newest: PendingCheckpoint | None = None
-        self.save_seconds, self.capture_seconds = Spread(), Spread()
         self._in_flight: dict[PendingCheckpoint, None] = {}
         self._failed: list[tuple[PendingCheckpoint, Exception]] = []
         self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
@@ -65,13 +48,15 @@ class InFlight:
         with self.lock:
             return list(self._in_flight)
 
-    def add(self, step: int | None, name: str | None = None) -> PendingCheckpoint:
-        """Admit a checkpoint under the next counter. Called before the engine's loop gets it."""
+    def add(self, step: int | None, name: str | None = None, state_seconds: float = 0.0) -> PendingCheckpoint:
+        """Admit a checkpoint under the next counter. Called before the engine's loop gets it.
+
+        ``state_seconds`` is the time that ``state_dict()`` and laying out its state took.
+        """
         self.counter += 1
         pending = PendingCheckpoint(self.counter if step is None else step, self.counter, name)
-        self._reporter.tell(Admitted, step=pending.step, counter=pending.counter)
+        self._stream.emit(Admitted(step=pending.step, counter=pending.counter, state_seconds=state_seconds))
         # No call from here on: an interrupt would leave one in flight without a holder.
-        self.counts.admitted += 1
         self.newest = pending
         self._in_flight[pending] = None
         return pending
@@ -87,12 +72,11 @@ class InFlight:
             if len(self._in_flight) < self._config.max_in_flight:
                 return None
             newest = next(reversed(self._in_flight))
-            self.counts.skipped += 1
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
 
     def tell_skipped(self, skipped: PendingCheckpoint, step: int | None) -> None:
         """Report a checkpoint that :meth:`skip` skipped; without the lock, as handlers of the log are user code."""
-        self._reporter.tell(Skipped, step=step, counter=skipped.counter, in_flight=self._config.max_in_flight)
+        self._stream.emit(Skipped(step=step, counter=skipped.counter, in_flight=self._config.max_in_flight))
 
     def withdraw(self, pending: PendingCheckpoint) -> None:
         """End a checkpoint that its caller does not receive, if it never reached the engine's loop."""
@@ -100,40 +84,42 @@ class InFlight:
             if pending.is_captured or pending not in self._in_flight:
                 return  # the loop got it, and ended it or has captured it
             del self._in_flight[pending]
-            self.counts.admitted -= 1
         error = CheckpointError(f"the checkpoint of step {pending.step} was interrupted")
-        self._reporter.tell(Failed, step=pending.step, counter=pending.counter, error=error)
+        self._stream.emit(Failed(step=pending.step, counter=pending.counter, error=error))
         pending.set_failed(error)
+
+    def note_waited(
+        self, pending: PendingCheckpoint, start: float, where: Literal["checkpoint", "optimizer"] = "optimizer"
+    ) -> None:
+        """Count the time since ``start`` (of ``time.perf_counter()``) that training was kept waiting."""
+        seconds = time.perf_counter() - start
+        pending.stall += seconds
+        self._stream.emit(Waited(step=pending.step, counter=pending.counter, seconds=seconds, where=where))
 
     # -- their ends
 
     def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         """Count the end of a checkpoint. Called before its waiting callers get it."""
-        now = time.monotonic()
-        step, counter, seconds = pending.step, pending.counter, now - pending.admitted_at
-        with self.lock:
+        now, step, counter = time.monotonic(), pending.step, pending.counter
+        seconds, captured, stall = now - pending.admitted_at, pending.captured_at - pending.admitted_at, pending.stall
+        event: Event
+        if error is not None:
+            event = Failed(step=step, counter=counter, error=error)
+        elif superseded:  # the time of its end is no measure of a save
+            event = Superseded(step=step, counter=counter, seconds=seconds)
+        else:
+            times = {"seconds": seconds, "capture_seconds": max(0.0, captured), "stall": stall}
+            event = Durable(step=step, counter=counter, nbytes=nbytes, **times)
+        with self.lock:  # both at once: statistics count each checkpoint once
             if pending not in self._in_flight:
                 return  # it was withdrawn, and its end is delivered
             del self._in_flight[pending]
+            self._stream.totals.add(event)
             if error is not None:
-                self.counts.failed += 1
                 self._failed.append((pending, error))
-            elif superseded:  # the time of its end is no measure of a save
-                self.counts.superseded += 1
-            else:
-                captured, stall = max(0.0, pending.captured_at - pending.admitted_at), pending.stall
-                self.counts.durable += 1
-                self.save_seconds.add(seconds)
-                self.capture_seconds.add(captured)
-                self._reports.append(SaveReport(step, now, seconds, captured, stall, nbytes))
-        tell = self._reporter.tell
-        if error is not None:
-            tell(Failed, step=step, counter=counter, error=error)
-        elif superseded:
-            tell(Superseded, step=step, counter=counter, seconds=seconds)
-        else:
-            times = {"seconds": seconds, "capture_seconds": captured, "stall": stall}
-            tell(Durable, step=step, counter=counter, nbytes=nbytes, **times)
+            elif not superseded:
+                self._reports.append(SaveReport(now=now, step=step, nbytes=nbytes, **times))
+        self._stream.publish(event)
 
     def take_reports(self) -> list[SaveReport]:
         """Return reports on the checkpoints that became durable since the last call."""

@@ -272,7 +272,7 @@ class Guard:
     Args:
         max_stall: Most seconds that training waits.
         stop_capture: Ends a capture that takes longer; returns once nothing of it is running.
-        waited: Called with a checkpoint and the seconds that training waited for its capture.
+        waited: Called with a checkpoint, and when training began to wait for its capture.
 
     Attributes:
         attached: Whether an optimizer was ever attached.
@@ -361,7 +361,7 @@ class Guard:
             if not capture.pending.wait_out_of_reach(deadline - start, capture.fence if for_fence else None):
                 self._stop_capture(capture.pending)
         finally:
-            self._waited(capture.pending, time.perf_counter() - start)
+            self._waited(capture.pending, start)
 
     def _compare(self, capture: Overlapped) -> None:
         capture.compare()

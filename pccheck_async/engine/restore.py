@@ -105,7 +105,7 @@ async def restore(
             finally:
                 one.release()
             told = {"step": restored.step, "counter": one.checkpoint.entry.counter, "nbytes": restored.nbytes}
-            assembly.reporter.tell(events.Restored, **told, seconds=time.perf_counter() - start)
+            assembly.stream.emit(events.Restored(**told, seconds=time.perf_counter() - start))
             return restored
     except BaseException as error:
         if damaged:
@@ -248,7 +248,7 @@ class Reading:
             own = checkpoint.own
             advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in own.manifest.chunks))
             with unreadable_errors():
-                with self._assembly.clock.timed("restore", own.manifest.payload_nbytes):
+                with self._assembly.stream.clock.timed("restore", own.manifest.payload_nbytes):
                     await own.fill(targets, marks, advance)
                 await checkpoint.fill_boxes()
                 return await checkpoint.differing(apart.__contains__) if apart else []

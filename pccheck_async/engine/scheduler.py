@@ -29,7 +29,7 @@ from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
-from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced, write
+from pccheck_async.telemetry import Sink, Stream, Traced, about, enter_chunk, traced, write
 from pccheck_async.telemetry.events import Abandoned, Captured
 from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Planner
@@ -75,11 +75,10 @@ class Scheduler:
     pool: BufferPool
     planner: Planner
     max_in_flight: InitVar[int]
-    clock: StageClock
     ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None]
     """Called with every checkpoint that ended, its error, whether it was superseded, and its bytes; before its waiting
     callers get it, but for one whose capture was stopped."""
-    reporter: Reporter
+    stream: Stream
     path: str
     """Of the store, for the log."""
 
@@ -133,7 +132,7 @@ class Scheduler:
         job = self._jobs.get(pending)
         if job is None or pending.is_captured:
             return False
-        self.reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
+        self.stream.emit(Abandoned(step=pending.step, counter=pending.counter, seconds=max_stall))
         error = CheckpointError(
             f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
             f"max_stall = {max_stall} s"
@@ -252,7 +251,7 @@ class Scheduler:
             if (inline := capture.inline) is not None:
                 pending.nbytes = pending.captured_nbytes = inline.plan.payload_nbytes
                 enter_chunk(0)
-                self.clock.note("capture", *inline.seconds, inline.entry.nbytes)
+                self.stream.clock.note("capture", *inline.seconds, inline.entry.nbytes)
                 enter_chunk(None)
                 self._note_captured(pending)
                 slot, entry, rest = await self._describe(job, inline.buffer)
@@ -285,7 +284,7 @@ class Scheduler:
                 check = None if overlapped is None else overlapped.check
                 committed = await self.peers.commit(slot, entry, rest, written, check, capture.sample)
             finally:
-                self.clock.note("commit", start, time.perf_counter())
+                self.stream.clock.note("commit", start, time.perf_counter())
             if committed:
                 return entry.info, False
             if (newest := self.peers.newest) is None:
@@ -312,7 +311,7 @@ class Scheduler:
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
         seconds, nbytes = max(0.0, at - pending.admitted_at), pending.nbytes or 0
-        self.reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
+        self.stream.emit(Captured(step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds))
         pending.set_captured()
 
     async def _copy_and_write(self, job: Job) -> _ToCommit:
@@ -383,7 +382,7 @@ class Scheduler:
     async def _copy_chunk(self, job: Job, index: int, buffer: memoryview) -> None:
         nbytes = job.capture.plan.chunks[index].nbytes
         enter_chunk(index)
-        with self.clock.timed("capture", nbytes):
+        with self.stream.clock.timed("capture", nbytes):
             await job.capture.copy(index, buffer[:nbytes])
         job.pending.captured_nbytes += nbytes
 

@@ -1,101 +1,16 @@
-"""The counters of an engine, and the frozen values that users, the tuner and the command line read."""
+"""The statistics of an engine: frozen values that users, metrics, the status file and the command line read."""
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Literal
 
 from pccheck_async.engine.config import Decisions
-from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import Decision
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.telemetry import Reporter, Sink, Span, Stage, Waited
+from pccheck_async.telemetry import Distribution, Stage
 
-__all__ = ["Distribution", "EngineStatistics", "Spread", "Stalls"]
-
-_BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
-"""Seconds: 1 ms to 500 s, three to a decade."""
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """A histogram of times.
-
-    Attributes:
-        count: Number of times.
-        seconds: Their sum.
-        up_to: By bound in seconds, ascending: how many times were at most that long; longer ones are in ``count`` only.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-    up_to: Mapping[float, int] = field(default_factory=lambda: dict.fromkeys(_BOUNDS, 0))
-
-
-class Spread:
-    """Collects times into a histogram."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS) + 1)
-        self._seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(_BOUNDS, seconds)] += 1
-        self._seconds += seconds
-
-    def distribution(self) -> Distribution:
-        """Return the counts so far."""
-        *up_to, count = accumulate(self._counts)
-        return Distribution(count, self._seconds, dict(zip(_BOUNDS, up_to, strict=True)))
-
-
-class Stalls:
-    """Time that training was kept waiting by one engine: adds it up, and reports each stall.
-
-    Attributes:
-        seconds: All stalls, summed.
-        guard_seconds: The stalls of the guard, summed (:meth:`note_guarded`).
-        state_seconds: The part of all calls of ``checkpoint()`` that ``state_dict()`` and laying out the state took.
-        last_call: Time that the last call of ``checkpoint()`` took.
-    """
-
-    def __init__(self, reporter: Reporter, sink: Callable[[], Sink | None]) -> None:
-        self._reporter = reporter
-        self._sink = sink
-        self._spreads = {"checkpoint": Spread(), "optimizer": Spread()}
-        self.seconds = self.guard_seconds = self.state_seconds = self.last_call = 0.0
-
-    def note_call(self, pending: PendingCheckpoint, start: float) -> None:
-        """Count the time since ``start`` (of ``time.perf_counter()``): a caller of ``checkpoint()`` waited."""
-        self.last_call = time.perf_counter() - start
-        self._add(pending, self.last_call, "checkpoint")
-
-    def note_guarded(self, pending: PendingCheckpoint, seconds: float) -> None:
-        """Count, as "optimizer", the seconds that the guard kept training waiting for a capture.
-
-        Mostly in the step of an attached optimizer; also in ``engine.wait_captured()``, and when code reaches for
-        memory that is being captured.
-        """
-        self.guard_seconds += seconds
-        self._add(pending, seconds, "optimizer")
-
-    def distributions(self) -> dict[str, Distribution]:
-        """Return the distribution of their lengths, by place."""
-        return {where: spread.distribution() for where, spread in self._spreads.items()}
-
-    def _add(self, pending: PendingCheckpoint, seconds: float, where: Literal["checkpoint", "optimizer"]) -> None:
-        pending.stall += seconds
-        self.seconds += seconds
-        self._spreads[where].add(seconds)
-        self._reporter.tell(Waited, step=pending.step, counter=pending.counter, seconds=seconds, where=where)
-        if (sink := self._sink()) is not None:
-            end = time.perf_counter()
-            sink(Span(name="stall", start=end - seconds, end=end, step=pending.step, counter=pending.counter))
+__all__ = ["Distribution", "EngineStatistics"]
 
 
 @dataclass(frozen=True, slots=True)

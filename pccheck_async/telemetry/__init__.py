@@ -4,13 +4,14 @@ Primitives without an engine or a store, which import ``errors`` only. :mod:`.ev
 :mod:`.logs` the log lines and their fields.
 """
 
-from pccheck_async.telemetry.events import Event, Waited
+from pccheck_async.telemetry.events import Event
 from pccheck_async.telemetry.logs import about, write
-from pccheck_async.telemetry.reporter import Hook, ReadProgress, Reporter, reading_progress
 from pccheck_async.telemetry.standard_files import fill_standard_files
+from pccheck_async.telemetry.stream import Hook, ReadProgress, Stream, reading_progress
+from pccheck_async.telemetry.totals import Distribution
 from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Traced, enter_chunk, traced
 
 __all__ = [
-    "Event", "Hook", "ReadProgress", "Reporter", "Sink", "Span", "Stage", "StageClock", "Traced", "Waited", "about",
+    "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream", "Traced", "about",
     "enter_chunk", "fill_standard_files", "reading_progress", "traced", "write",
 ]  # fmt: skip

@@ -74,9 +74,10 @@ class _OfCheckpoint(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted(_OfCheckpoint):
-    """A checkpoint was given its counter."""
+    """A checkpoint was given its counter; ``state_dict()`` and laying out the state took so many seconds."""
 
     name = "admitted"
+    state_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,7 +195,7 @@ class TrainingRun(TrainingHooks):
         this.counter = core.in_flight.counter
         this.rejections = self._rejections
         this.window = self._accumulation.begin(this.state)
-        this.stall_then = core.stalls.seconds
+        this.stall_then = core.stream.totals.stall_seconds
         this.in_flight = len(core.in_flight)
         this.began = time.monotonic()
         this.inside = here
@@ -221,11 +221,11 @@ class TrainingRun(TrainingHooks):
             check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
         core = self.core
         core.check_alive()
-        if core.trace is not None:
+        if core.stream.trace is not None:
             seconds = time.monotonic() - this.began  # before the other clock: else steps would begin before others end
             end = time.perf_counter()
             start = end - seconds
-            core.trace(Span(name="step", start=start, end=end, step=this.step))
+            core.stream.trace(Span(name="step", start=start, end=end, step=this.step))
         due = self._is_due(this) and not self.stopping
         first, self._state_seen = not self._state_seen, True
         if first:
@@ -254,7 +254,7 @@ class TrainingRun(TrainingHooks):
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
                 await caller.run(core.wait_ended(last=True))
             pending = this.pending
-            core.stalls.note_call(pending, start)
+            core.in_flight.note_waited(pending, start, "checkpoint")
             info = pending.result(0)
         except TimeoutError:
             text = "gave up: step %d was still being written; nothing newer than %s"
@@ -273,7 +273,7 @@ class TrainingRun(TrainingHooks):
     def _is_due(self, this: TrainingStep) -> bool:
         """Report a step to the policy; return whether to checkpoint after it."""
         now, core = time.monotonic(), self.core
-        stall = core.stalls.seconds
+        stall = core.stream.totals.stall_seconds
         for saved in core.in_flight.take_reports():
             self._policy.saved(saved)
         report = self.last_report = StepReport(

@@ -31,7 +31,7 @@ from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import until_done
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
-from pccheck_async.telemetry import Reporter
+from pccheck_async.telemetry import Stream
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES, to_its_end, uninterrupted
@@ -136,7 +136,7 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
 
 
 def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
-    in_flight = InFlight(EngineConfig(), Reporter("store", lambda: 0.0))
+    in_flight = InFlight(EngineConfig(), Stream("store"))
     for aborted in (True, False):
         pending = in_flight.add(1)
         with pending.waiting() if aborted else nullcontext():
@@ -148,7 +148,7 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
 
 @pytest.mark.parametrize("when", ["before it is told", "as it is told"])
 def test_a_failure_whose_waiter_is_cancelled_is_for_the_next_call(when: str) -> None:
-    in_flight = InFlight(EngineConfig(), Reporter("store", lambda: 0.0))
+    in_flight = InFlight(EngineConfig(), Stream("store"))
 
     async def main() -> None:
         pending = in_flight.add(1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, WriteError, list_checkpoints
-from pccheck_async.telemetry import Event, Waited
+from pccheck_async.telemetry import Event
 from pccheck_async.telemetry.events import (
     Abandoned,
     Admitted,
@@ -26,8 +26,9 @@ from pccheck_async.telemetry.events import (
     Restored,
     Skipped,
     Superseded,
+    Waited,
 )
-from pccheck_async.telemetry.reporter import Hooks
+from pccheck_async.telemetry.stream import Hooks
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
 from tests.engine.test_overlap import held
 

@@ -138,7 +138,7 @@ def test_a_handler_of_the_log_holds_no_lock_where_a_checkpoint_is_skipped() -> N
 def test_a_handler_of_the_log_holds_no_lock_where_events_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pccheck_async.telemetry.reporter._MOST_EVENTS", 0)
+    monkeypatch.setattr("pccheck_async.telemetry.stream._MOST_EVENTS", 0)
     locks = Locks()
     with logging_to(locks), SyncCheckpointEngine(tmp_path) as engine:
         locks.engine = engine

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.engine import Distribution, openmetrics, scalars
 from pccheck_async.engine.metrics import METRICS, EngineCollector, families
-from pccheck_async.engine.statistics import Spread
+from pccheck_async.telemetry.totals import Spread
 
 
 def parse_openmetrics(text: str) -> list[Metric]:

@@ -139,12 +139,12 @@ def recorded(engine: CheckpointEngine | SyncCheckpointEngine) -> Iterator[Timeli
     timeline when they have ended.
     """
     timeline = Timeline()
-    core = engine._core
-    before, core.trace = core.trace, timeline.spans.append  # appending is atomic: spans come from two threads
+    stream = engine._core.stream
+    before, stream.trace = stream.trace, timeline.spans.append  # appending is atomic: spans come from two threads
     try:
         yield timeline
     finally:
-        core.trace = before
+        stream.trace = before
 
 
 def lanes(items: Sequence[T], times: Sequence[tuple[float, float]]) -> list[list[T]]:

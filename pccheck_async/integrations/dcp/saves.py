@@ -135,7 +135,7 @@ class Saves:
         pending, start = core.start_checkpoint(state, self._step, metadata)
         try:
             pending.wait_eager_captured()
-            core.stalls.note_call(pending, start)
+            core.in_flight.note_waited(pending, start, "checkpoint")
             core.wait_prepared(pending)
         except Exception:
             raise

@@ -11,23 +11,27 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.medium import File
-from pccheck_async.telemetry import Event, Reporter, Waited
-from pccheck_async.telemetry.events import Durable, Failed, Superseded
+from pccheck_async.telemetry import Event, Span, Stream
+from pccheck_async.telemetry.events import Abandoned, Admitted, Durable, Failed, Skipped, Superseded, Waited
 from pccheck_async.testing import CrashDisk, CrashWriter, WrappingWriter
 
 
-def tell_durable(reporter: Reporter, step: int) -> None:
-    reporter.tell(Durable, step=step, counter=step, nbytes=100, seconds=0.5, capture_seconds=0.1, stall=0.1)
+def durable(step: int) -> Durable:
+    return Durable(step=step, counter=step, nbytes=100, seconds=0.5, capture_seconds=0.1, stall=0.1)
 
 
-def tell_superseded(reporter: Reporter, step: int) -> None:
-    reporter.tell(Superseded, step=step, counter=step, seconds=0.5)
+def superseded(step: int) -> Superseded:
+    return Superseded(step=step, counter=step, seconds=0.5)
+
+
+def waited(seconds: float) -> Waited:
+    return Waited(step=3, counter=2, seconds=seconds, where="checkpoint")
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("pccheck_async.telemetry.reporter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pccheck_async.telemetry.stream.time.monotonic", lambda: now[0])
     return now
 
 
@@ -38,14 +42,13 @@ def said(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def test_a_summary_every_ten_minutes_in_which_something_ended(clock: list[float], said: Any) -> None:
-    waited = [0.0]
-    reporter = Reporter("store", lambda: waited[0])
+    stream = Stream("store")
     for step in range(10):
-        waited[0] += 0.25
-        tell_durable(reporter, step)
+        stream.emit(waited(0.25))
+        stream.emit(durable(step))
     assert said() == []
     clock[0] += 601
-    tell_superseded(reporter, 10)
+    stream.emit(superseded(10))
     (first,) = said()
     assert {key: first[key] for key in ("event", "levelname", "store", "durable", "superseded", "failed")} == {
         "event": "summary",
@@ -57,57 +60,86 @@ def test_a_summary_every_ten_minutes_in_which_something_ended(clock: list[float]
     }
     assert (first["nbytes"], first["seconds"], first["stall"]) == (1000, 601, 2.5)
     clock[0] += 599
-    tell_durable(reporter, 11)
+    stream.emit(durable(11))
     assert len(said()) == 1
     clock[0] += 2
-    waited[0] += 0.125
-    reporter.tell(Failed, step=12, counter=12, error=ValueError("x"))
+    stream.emit(waited(0.125))
+    stream.emit(Failed(step=12, counter=12, error=ValueError("x")))
     summary = said()[-1]
     assert (summary["event"], summary["durable"], summary["failed"], summary["nbytes"]) == ("summary", 1, 1, 100)
     assert summary["stall"] == 0.125
-    assert reporter.nbytes == 1100
+    assert stream.totals.durable_bytes == 1100
 
 
 def test_a_burst_of_superseded_ones_is_said_once(said: Any) -> None:
-    reporter = Reporter("store", lambda: 0.0)
+    stream = Stream("store")
     for step in range(16):
-        (tell_durable if step % 3 else tell_superseded)(reporter, step)
+        stream.emit((durable if step % 3 else superseded)(step))
     assert said() == []  # one in three
     for step in range(40):
-        tell_superseded(reporter, step)
+        stream.emit(superseded(step))
     (burst,) = said()
     assert (burst["event"], burst["levelname"], burst["count"], burst["last"]) == ("superseded_burst", "WARNING", 9, 16)
     for step in range(40):
-        (tell_durable if step % 2 else tell_superseded)(reporter, step)
+        stream.emit((durable if step % 2 else superseded)(step))
     for step in range(2):
-        tell_superseded(reporter, step)
+        stream.emit(superseded(step))
     assert len(said()) == 1  # half of them, and then a ninth: that one is not over
     for step in range(40):
-        tell_durable(reporter, step)
+        stream.emit(durable(step))
     for step in range(8):
-        tell_superseded(reporter, step)
+        stream.emit(superseded(step))
     assert len(said()) == 1
-    tell_superseded(reporter, 9)
+    stream.emit(superseded(9))
     assert len(said()) == 2  # that one was over: another
 
 
 def test_long_waits_are_said_and_not_each_of_them(clock: list[float], said: Any) -> None:
-    reporter = Reporter("store", lambda: 0.0)
-
-    def wait(seconds: float) -> None:
-        reporter.tell(Waited, step=3, counter=2, seconds=seconds, where="checkpoint")
-
-    wait(0.9)
+    stream = Stream("store")
+    stream.emit(waited(0.9))
     assert said() == []
-    wait(1.5)
-    wait(2.5)
+    stream.emit(waited(1.5))
+    stream.emit(waited(2.5))
     (first,) = said()
     assert (first["event"], first["levelno"], first["step"], first["seconds"], first["where"]) == (
         "held_up", logging.WARNING, 3, 1.5, "checkpoint",
     )  # fmt: skip
     clock[0] += 600
-    wait(4.0)
+    stream.emit(waited(4.0))
     assert [record["seconds"] for record in said()] == [1.5, 4.0]
+
+
+def test_statistics_are_a_fold_over_the_events() -> None:
+    stream = Stream("store")
+    for step in range(4):
+        stream.emit(Admitted(step=step, counter=step, state_seconds=0.25))
+    for event in (
+        waited(0.5), Waited(step=1, counter=1, seconds=2.0, where="optimizer"), durable(0), superseded(1),
+        Abandoned(step=2, counter=2, seconds=1.0), Failed(step=2, counter=2, error=ValueError("x")),
+        Skipped(step=4, counter=3, in_flight=1),
+    ):  # fmt: skip
+        stream.emit(event)
+    found = stream.totals.statistics()
+    counts = {name: found[name] for name in ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")}
+    assert counts == {"admitted": 4, "durable": 1, "superseded": 1, "failed": 1, "skipped": 1, "abandoned": 1}
+    assert (found["stall_seconds"], found["guard_seconds"], found["last_stall_seconds"]) == (2.5, 2.0, 0.5)
+    assert (found["state_seconds"], found["durable_bytes"]) == (1.0, 100)
+    assert {where: (each.count, each.seconds) for where, each in found["stalls"].items()} == {
+        "checkpoint": (1, 0.5),
+        "optimizer": (1, 2.0),
+    }
+    assert (found["save_seconds"].seconds, found["capture_seconds"].seconds) == (0.5, 0.1)
+
+
+def test_a_recorder_gets_the_stalls_that_are_waited() -> None:
+    stream, spans = Stream("store"), list[Span]()
+    stream.emit(waited(0.5))
+    stream.trace = spans.append
+    stream.emit(waited(0.25))
+    stream.emit(durable(3))
+    (span,) = spans
+    assert (span.name, span.step, span.counter) == ("stall", 3, 2)
+    assert span.end - span.start == pytest.approx(0.25)
 
 
 def test_an_error_without_a_text_and_a_handler_that_raises_disturb_nobody(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reports events to the log and to users' callbacks, without a line for everything."""
+"""The stream of an engine's events: each is emitted once; totals, log lines, spans and users' hooks follow from it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import math
 import queue
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, ParamSpec, TypeAlias
+from dataclasses import fields
+from typing import Any, TypeAlias
 
 from pccheck_async.telemetry.events import Admitted, Closed, Durable, Event, Failed, Superseded, Waited
 from pccheck_async.telemetry.logs import log, write
+from pccheck_async.telemetry.totals import Totals
+from pccheck_async.telemetry.tracing import Sink, Span, StageClock
 
-__all__ = ["Hook", "Hooks", "ReadProgress", "Reporter", "reading_progress"]
+__all__ = ["Hook", "Hooks", "ReadProgress", "Stream", "reading_progress"]
 
-P = ParamSpec("P")
 Hook: TypeAlias = Callable[[Event], object]
 ReadProgress: TypeAlias = Callable[[int, int], object]
 """Takes the bytes of a checkpoint that are done, and all of them. Called on a thread of the engine's: it is quick, and
@@ -56,7 +58,7 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self._hooks: tuple[Hook, ...] = ()
+        self.hooks: tuple[Hook, ...] = ()
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # a signal handler may come in between
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -72,25 +74,21 @@ class Hooks:
         if not callable(hook):
             raise TypeError(f"a hook is called with every event, and {hook!r} cannot be called")
         with self._lock:
-            self._hooks = (*self._hooks, hook)
+            self.hooks = (*self.hooks, hook)
 
         def remove() -> None:
             with self._lock:
-                self._hooks = tuple(each for each in self._hooks if each is not hook)
+                self.hooks = tuple(each for each in self.hooks if each is not hook)
 
         return remove
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._hooks)
-
     def put(self, event: Event, *, quiet: bool = False) -> None:
-        """Queue an event for the hooks; dropped and counted if too many wait already.
+        """Queue an event; dropped and counted if too many wait already.
 
         The first dropped one that is not ``quiet`` is logged. A caller with a lock is quiet: handlers of the log are
         user code.
         """
-        if not self._hooks or self._closed:
+        if not self.hooks or self._closed:
             return
         if self._queue.qsize() < _MOST_EVENTS:
             self._queue.put(event)
@@ -128,7 +126,7 @@ class Hooks:
 
     def _deliver(self) -> None:
         while (event := self._queue.get()) is not None:
-            for hook in self._hooks:
+            for hook in self.hooks:
                 try:
                     hook(event)
                 except BaseException as error:  # noqa: BLE001 - hooks are none of the engine's business
@@ -139,77 +137,91 @@ class Hooks:
         self._ended.set_result(None)
 
 
-class Reporter:
-    """One engine's; may be used from any thread, and reentrantly, from signal handlers. Never raises.
+class Stream:
+    """One engine's events; may be used from any thread, and reentrantly, from signal handlers. Never raises.
 
-    ``waited`` returns the seconds that training was kept waiting so far.
+    Attributes:
+        totals: The sums over all events.
+        clock: Times the stages of the engine's own.
+        hooks: The users'.
+        trace: Records spans; None if spans are not recorded.
     """
 
-    def __init__(self, store: str, waited: Callable[[], float]) -> None:
+    def __init__(self, store: str) -> None:
+        self.totals = Totals()
+        self.clock = StageClock("capture", "commit", "restore")
         self.hooks = Hooks()
-        self.nbytes = 0  # of all durable checkpoints
+        self.trace: Sink | None = None
         self._store = store
-        self._waited = waited
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        self._since, self._waited_then = self._began, 0.0  # of the last summary, and the wait of training by then
-        self._sums: Counter[str] = Counter()  # since then
+        self._summed_at, self._summed = self._began, self._sums()  # the last summary
         self._last: deque[bool] = deque(maxlen=_LAST)  # whether they were superseded
         self._burst = False
         self._held_up = -math.inf  # when that was last logged
 
-    def tell(self, kind: Callable[P, Event], *arguments: P.args, **fields: P.kwargs) -> None:
-        """Count and log an event, given by class and fields; the object is made only for hooks."""
-        of: Any = kind
-        lines = self._count(of, fields)
-        logged = of.level is not None and log.isEnabledFor(of.level)
-        if lines or logged:
+    def emit(self, event: Event) -> None:
+        """Count an event, and publish it."""
+        self.totals.add(event)
+        self.publish(event)
+
+    def publish(self, event: Event) -> None:
+        """Log an event that is counted, record it, and queue it for hooks. Called without locks: loggers are users'."""
+        wait = event if isinstance(event, Waited) else None
+        if event.level is not None or (wait is not None and wait.seconds > _LONG_SECONDS):
             with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
-                if logged:
-                    error = {"error": f"{type(fields['error']).__name__}: {fields['error']}"} if kind is Failed else {}
-                    lines = [(of.level, of.name, of.text, {**fields, **error}), *lines]
-                for level, name, text, said in lines:
+                for level, name, text, said in self._lines(event):
                     said["store"] = self._store
                     write(level, name, text, said, **said)
-        if self.hooks:
+        if wait is not None and self.trace is not None:
+            end = time.perf_counter()
+            self.trace(Span(name="stall", start=end - wait.seconds, end=end, step=wait.step, counter=wait.counter))
+        if self.hooks.hooks:
             # A checkpoint is admitted under the engine's lock. Its end, which no lock covers, is dropped as well.
-            self.hooks.put(kind(*arguments, **fields), quiet=kind is Admitted)
+            self.hooks.put(event, quiet=isinstance(event, Admitted))
 
-    def closed(self, **ended: int) -> None:
-        """Called at the engine's end, with the numbers of durable, superseded, failed and skipped checkpoints."""
-        seconds, stall = time.monotonic() - self._began, self._waited()
-        self.tell(Closed, **ended, nbytes=self.nbytes, seconds=seconds, stall=stall)
+    def close(self) -> None:
+        """Emit the last event."""
+        sums, seconds = self._sums(), time.monotonic() - self._began
+        self.emit(Closed(**sums, skipped=self.totals.counts["skipped"], seconds=seconds))
 
-    def _count(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
-        """Return lines, which are not written under the lock: handlers of the log have locks of their own."""
+    def _sums(self) -> dict[str, Any]:
+        totals = self.totals
+        counts = {kind.name: totals.counts[kind.name] for kind in _ENDS}
+        return {**counts, "nbytes": totals.durable_bytes, "stall": totals.stall_seconds}
+
+    def _lines(self, event: Event) -> list[_Line]:
+        """Return the lines for an event: its own, and those about several events."""
+        lines = self._of_several(event) if isinstance(event, (Waited, *_ENDS)) else []
+        if event.level is not None and log.isEnabledFor(event.level):
+            said = {each.name: getattr(event, each.name) for each in fields(event) if each.name != "time"}
+            if isinstance(event, Failed):
+                said["error"] = f"{type(event.error).__name__}: {event.error}"
+            lines.insert(0, (event.level, event.name, event.text, said))
+        return lines
+
+    def _of_several(self, event: Event) -> list[_Line]:
         lines: list[_Line] = []
-        if fields["seconds"] <= _LONG_SECONDS if kind is Waited else kind not in _ENDS:
-            return lines
         with self._lock:
             now = time.monotonic()
-            if kind is Waited:
+            if isinstance(event, Waited):
                 if now - self._held_up >= _SUMMARY_SECONDS:
                     self._held_up = now
-                    lines.append((logging.WARNING, "held_up", _HELD_UP, dict(fields)))
+                    said = {name: getattr(event, name) for name in ("step", "counter", "seconds", "where")}
+                    lines.append((logging.WARNING, "held_up", _HELD_UP, said))
                 return lines
-            self._sums[kind.name] += 1
-            if kind is Durable:
-                self.nbytes += fields["nbytes"]
-                self._sums["nbytes"] += fields["nbytes"]
-            if kind is not Failed:
-                self._last.append(kind is Superseded)
+            if not isinstance(event, Failed):
+                self._last.append(isinstance(event, Superseded))
             superseded, before = sum(self._last), self._burst
             self._burst = superseded > _LAST // (4 if before else 2)
             if self._burst and not before:
                 said = {"count": superseded, "last": len(self._last)}
                 lines.append((logging.WARNING, "superseded_burst", _BURST, said))
-            if now - self._since >= _SUMMARY_SECONDS:
-                waited = self._waited()
-                sums = {name: self._sums[name] for name in ("durable", "superseded", "failed", "nbytes")}
-                times = {"seconds": now - self._since, "stall": waited - self._waited_then}
-                lines.append((logging.INFO, "summary", _SUMMARY, {**sums, **times}))
-                self._sums.clear()
-                self._since, self._waited_then = now, waited
+            if now - self._summed_at >= _SUMMARY_SECONDS:
+                sums = self._sums()
+                said = {name: value - self._summed[name] for name, value in sums.items()}
+                lines.append((logging.INFO, "summary", _SUMMARY, {**said, "seconds": now - self._summed_at}))
+                self._summed_at, self._summed = now, sums
         return lines
 
 

@@ -1,0 +1,101 @@
+"""Sums over the events of one engine, for statistics, metrics, the status file and summaries in the log."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from pccheck_async.telemetry.events import Admitted, Durable, Event, Waited
+
+__all__ = ["Distribution", "Spread", "Totals"]
+
+_BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
+"""Seconds: 1 ms to 500 s, three to a decade."""
+_COUNTED = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram of times.
+
+    Attributes:
+        count: Number of times.
+        seconds: Their sum.
+        up_to: By bound in seconds, ascending: how many times were at most that long; longer ones are in ``count`` only.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    up_to: Mapping[float, int] = field(default_factory=lambda: dict.fromkeys(_BOUNDS, 0))
+
+
+class Spread:
+    """Collects times into a histogram."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(_BOUNDS, seconds)] += 1
+        self.seconds += seconds
+
+    def distribution(self) -> Distribution:
+        """Return the counts so far."""
+        *up_to, count = accumulate(self._counts)
+        return Distribution(count, self.seconds, dict(zip(_BOUNDS, up_to, strict=True)))
+
+
+class Totals:
+    """A fold over events: nothing but :meth:`add` changes it. For any thread, and signal handlers.
+
+    Attributes:
+        counts: Of events, by name.
+        stall_seconds: All waiting of the training thread, summed.
+        durable_bytes: Of all durable checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.counts: Counter[str] = Counter()
+        self.durable_bytes = 0
+        self.stall_seconds = self._last_stall = self._state_seconds = 0.0
+        self._saves, self._captures = Spread(), Spread()
+        self._stalls = {"checkpoint": Spread(), "optimizer": Spread()}
+
+    def add(self, event: Event) -> None:
+        """Count an event."""
+        with self._lock:
+            self.counts[event.name] += 1
+            match event:
+                case Admitted():
+                    self._state_seconds += event.state_seconds
+                case Waited():
+                    self.stall_seconds += event.seconds
+                    self._stalls[event.where].add(event.seconds)
+                    if event.where == "checkpoint":
+                        self._last_stall = event.seconds
+                case Durable():
+                    self.durable_bytes += event.nbytes
+                    self._saves.add(event.seconds)
+                    self._captures.add(event.capture_seconds)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the sums so far, by their names in :class:`pccheck_async.EngineStatistics`."""
+        with self._lock:
+            return {name: self.counts[name] for name in _COUNTED} | {
+                "durable_bytes": self.durable_bytes,
+                "stall_seconds": self.stall_seconds,
+                "guard_seconds": self._stalls["optimizer"].seconds,
+                "last_stall_seconds": self._last_stall,
+                "state_seconds": self._state_seconds,
+                "save_seconds": self._saves.distribution(),
+                "capture_seconds": self._captures.distribution(),
+                "stalls": {where: spread.distribution() for where, spread in self._stalls.items()},
+            }
