@@ -48,7 +48,7 @@ from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
 from pccheck_async.store import KeepAll
-from pccheck_async.telemetry import ReadProgress, Stream, about, write
+from pccheck_async.telemetry import ReadProgress, Stream, Work, work, write
 from pccheck_async.telemetry.events import Opened
 
 __all__ = ["EngineCore", "note_closing_failure_on"]
@@ -138,7 +138,7 @@ class EngineCore:
         self.stream.emit(Opened(checkpoints=checkpoints, step=step, io=io))
 
     async def _open(self) -> None:
-        about.set({"store": self.path})
+        work.set(Work(self.path))
         await self._opening.open(
             self.peers.folder(self.path),
             self.io,

@@ -29,7 +29,7 @@ from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
-from pccheck_async.telemetry import Sink, Stream, Traced, about, enter_chunk, traced, write
+from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured
 from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Planner
@@ -193,9 +193,7 @@ class Scheduler:
     async def _run(self, job: Job, refused: BaseException | None) -> None:
         """Save a checkpoint, or end one that the store ``refused`` with that error."""
         pending = job.pending
-        about.set({"store": self.path, "step": pending.step, "counter": pending.counter})
-        if job.trace is not None:
-            traced.set(Traced(job.trace, pending.step, pending.counter))
+        work.set(Work(self.path, pending.step, pending.counter, recorder=job.trace))
         try:
             try:
                 if refused is not None:

@@ -5,13 +5,13 @@ Primitives without an engine or a store, which import ``errors`` only. :mod:`.ev
 """
 
 from pccheck_async.telemetry.events import Event
-from pccheck_async.telemetry.logs import about, write
+from pccheck_async.telemetry.logs import write
 from pccheck_async.telemetry.standard_files import fill_standard_files
 from pccheck_async.telemetry.stream import Hook, ReadProgress, Stream, reading_progress
 from pccheck_async.telemetry.totals import Distribution
-from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Traced, enter_chunk, traced
+from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Work, enter_chunk, work
 
 __all__ = [
-    "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream", "Traced", "about",
-    "enter_chunk", "fill_standard_files", "reading_progress", "traced", "write",
+    "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream", "Work",
+    "enter_chunk", "fill_standard_files", "reading_progress", "work", "write",
 ]  # fmt: skip

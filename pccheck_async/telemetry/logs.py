@@ -78,17 +78,14 @@ no_fence            DEBUG    the streams of a device cannot wait for copies, so 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["FIELDS", "about", "log", "write"]
+from pccheck_async.telemetry.tracing import work
+
+__all__ = ["FIELDS", "log", "write"]
 
 FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
 """Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
-
-about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 - nobody changes it
-"""Fields of the current task's work, inherited by the tasks that it starts: modules below need no arguments for it."""
 
 log = logging.getLogger("pccheck_async")
 
@@ -100,11 +97,11 @@ def write(level: int, event: str, message: str, *arguments: Any, **fields: Any) 
 
 
 def _complete(record: logging.LogRecord) -> bool:
-    """Add the missing fields to a record. A filter of the log that returns True."""
-    known = about.get()
+    """Add the missing fields to a record, from the work of the current task. A filter of the log that returns True."""
+    known = work.get()
     for name in FIELDS:
         if getattr(record, name, None) is None:
-            setattr(record, name, known.get(name))
+            setattr(record, name, getattr(known, name, None))
     return True
 
 

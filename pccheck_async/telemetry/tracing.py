@@ -1,4 +1,4 @@
-"""Timing of an engine: sums by stage, and spans for a recorder of a run.
+"""Timing of operations: sums by stage, and spans for a recorder of a run.
 
 Without a recorder, as in everyday use, this costs the lookup of one variable for each timed operation. The
 recorder is found through a context variable, so that a writer need not know for which checkpoint it writes.
@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Sink", "Span", "Stage", "StageClock", "Traced", "enter_chunk", "tell", "traced"]
+__all__ = ["Sink", "Span", "Stage", "StageClock", "Work", "enter_chunk", "work"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that took time.
 
@@ -45,29 +46,30 @@ Sink = Callable[[Span], None]
 """Takes spans as they end, from the training thread and from the engine's. It is quick and does not raise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """The work of the current task, and the recorder of its spans."""
+class Work(NamedTuple):
+    """The work of a task: fields of its records in the log, and of its spans."""
 
-    sink: Sink
-    step: int
-    counter: int
+    store: str | None = None
+    step: int | None = None
+    counter: int | None = None
     chunk: int | None = None
+    recorder: Sink | None = None
+    """Gets its spans; None if they are not recorded."""
+
+    def record(self, name: str, start: float, end: float, nbytes: int) -> None:
+        """Record a span, if there is a recorder."""
+        if (sink := self.recorder) is not None:
+            sink(Span(name, start, end, nbytes, self.step, self.counter, self.chunk))
 
 
-traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
-"""Set in the task of a checkpoint that is recorded, and inherited by the tasks that it starts."""
+work: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039 - a tuple
+"""That of the current task; tasks that it starts inherit it, so that modules below need no arguments for it."""
 
 
 def enter_chunk(index: int | None) -> None:
     """Set the chunk that the current task works for; None for none."""
-    if (now := traced.get()) is not None:
-        traced.set(replace(now, chunk=index))
-
-
-def tell(now: Traced, name: str, start: float, end: float, nbytes: int) -> None:
-    """Record a span of the current task."""
-    now.sink(Span(name=name, start=start, end=end, nbytes=nbytes, step=now.step, counter=now.counter, chunk=now.chunk))
+    if (now := work.get()).recorder is not None:
+        work.set(now._replace(chunk=index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Stage:
 
 
 class StageClock:
-    """Adds up counts, bytes and seconds by stage, and passes each operation to the recorder, if there is one."""
+    """Adds up counts, bytes and seconds by stage, and records each operation as a span of the current work."""
 
     def __init__(self, *names: str) -> None:
         self._sums: dict[str, list[float]] = {name: [0, 0, 0.0] for name in names}
@@ -100,8 +102,8 @@ class StageClock:
         sums[0] += 1
         sums[1] += nbytes
         sums[2] += end - start
-        if (now := traced.get()) is not None:
-            tell(now, name, start, end, nbytes)
+        if (now := work.get()).recorder is not None:
+            now.record(name, start, end, nbytes)
 
     def stages(self) -> dict[str, Stage]:
         """Return the sums so far."""

@@ -13,7 +13,7 @@ import torch
 
 import pccheck_async
 from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.telemetry import events, logs
+from pccheck_async.telemetry import Work, events, logs, work
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
 from tests.engine.test_failures import flip, slot_of, state_of
 
@@ -124,11 +124,11 @@ def test_a_fall_back_is_shown_once(tmp_path: Path, lines: JSONLines) -> None:
 
 
 def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:
-    token = logs.about.set({"store": str(tmp_path), "step": 3, "counter": 4})
+    token = work.set(Work(str(tmp_path), 3, 4))
     try:
         logs.write(logging.WARNING, "readers", "a checkpoint waits for %d reader(s)", 1)
     finally:
-        logs.about.reset(token)
+        work.reset(token)
     (line,) = lines.lines
     assert (line["event"], line["store"], line["step"], line["counter"]) == ("readers", str(tmp_path), 3, 4)
 

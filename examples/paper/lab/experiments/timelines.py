@@ -16,8 +16,7 @@ from pccheck_async import SyncCheckpointEngine
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.telemetry import traced
-from pccheck_async.telemetry.tracing import tell
+from pccheck_async.telemetry import work
 from pccheck_async.testing import ThrottledWriter
 from pccheck_async.transfer.operations import Operations
 
@@ -45,14 +44,13 @@ class _SlowWriter(ThrottledWriter):
     """Tells of writes as the slow device would do them, and not of what the disk below does."""
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        now, start = traced.get(), time.perf_counter()
-        quiet = traced.set(None)
+        now, start = work.get(), time.perf_counter()
+        quiet = work.set(now._replace(recorder=None))
         try:
             await super().write(file, offset, data)
         finally:
-            traced.reset(quiet)
-            if now is not None:
-                tell(now, "write", start, time.perf_counter(), len(data))
+            work.reset(quiet)
+            now.record("write", start, time.perf_counter(), len(data))
 
 
 class Timelines(Experiment):
