@@ -14,7 +14,6 @@ The :class:`Capture` goes from there to the engine's loop, which copies the rest
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from array import array
 from collections import deque
@@ -192,7 +191,7 @@ class Captures:
         if flat.pickled and not self._told_pickled:
             self._told_pickled = True
             text = "allow_pickle: %d values are pickled, whoever unpickles them runs code of theirs: %s"
-            write(logging.WARNING, "pickled", text, len(flat.pickled), ", ".join(flat.pickled[:5]))
+            write("pickled", text, len(flat.pickled), ", ".join(flat.pickled[:5]))
         with no_functions(), no_dispatch():
             layout, layout_cache = cached_layout(flat.leaves, layout_cache)
             self._last = flat.outline, layout_cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -191,7 +190,7 @@ class EngineCore:
             text = "calls that nobody awaited did nothing: %s; write 'await engine.%s(...)'"
             said = ", ".join(f"{count} of {name}()" for name, count in calls.items())
             with suppress(Exception):  # of a handler of the log: the engine closes all the same
-                write(logging.WARNING, "unawaited", text, said, next(iter(calls)), store=self.path)
+                write("unawaited", text, said, next(iter(calls)), store=self.path)
 
     async def _close(self, caller: Caller, deadline: float | None) -> None:
         closed, failure = True, None
@@ -422,7 +421,7 @@ class EngineCore:
         newest = found[0].step
         if step is None:
             text = "nobody has restored step %d, and another state is saved after it: restore(state) goes on from there"
-            write(logging.WARNING, "unrestored", text, newest, store=self.path)
+            write("unrestored", text, newest, store=self.path)
         elif step <= newest:
             raise ValueError(
                 f"{self.path} holds step {newest}, and this engine, which has not restored it, is to save step {step}: "

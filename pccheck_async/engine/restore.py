@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
@@ -288,7 +287,7 @@ class Reading:
                 "to those of the next step"
             )
             fields = {"step": entry.step, "counter": entry.counter}
-            write(logging.WARNING, "cleared_gradients", text, cleared, **fields)
+            write("cleared_gradients", text, cleared, **fields)
         if restoration.missing or restoration.unexpected:
             _warn_of_parts(entry, restoration)
         if entry.info.inside_window:
@@ -296,7 +295,7 @@ class Reading:
                 "step %d was saved inside a window of gradient accumulation, or the engine could not know better: "
                 "gradients that had been computed for the next step of an optimizer are lost"
             )
-            write(logging.WARNING, "lost_gradients", text, entry.step, step=entry.step, counter=entry.counter)
+            write("lost_gradients", text, entry.step, step=entry.step, counter=entry.counter)
         filled = sum(number for number, _ in restoration.counts.values())
         return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
 
@@ -305,7 +304,7 @@ def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
     counts = [f"{number} of {all_} leaves of {name}" for name, (number, all_) in restoration.counts.items()]
     texts = _first_few(restoration.missing), _first_few(restoration.unexpected), _first_few(counts)
     text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s; restored were %s"
-    write(logging.WARNING, "restored_in_part", text, entry.step, *texts, step=entry.step, counter=entry.counter)
+    write("restored_in_part", text, entry.step, *texts, step=entry.step, counter=entry.counter)
 
 
 def _first_few(names: Sequence[str]) -> str:

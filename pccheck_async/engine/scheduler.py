@@ -11,7 +11,6 @@ in one piece with its manifest, without a coroutine for each part. Checkpoints r
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -233,7 +232,7 @@ class Scheduler:
             self.ended(pending, error, superseded, nbytes)
         except BaseException as failure:  # noqa: BLE001 - also of a handler of the log that exits
             with suppress(BaseException):
-                write(logging.ERROR, "miscounted", "the end of a checkpoint is not counted right: %r", failure)
+                write("miscounted", "the end of a checkpoint is not counted right: %r", failure)
         finally:
             if info is None:
                 assert error is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import socket
 import threading
@@ -149,7 +148,7 @@ class Publisher:
         if not self._said:
             self._said = True
             text = "%s: other processes (pccheck watch) see nothing of this engine: %s; said once"
-            write(logging.WARNING, "status", text, self._store, error, store=self._store)
+            write("status", text, self._store, error, store=self._store)
 
 
 def make_status(

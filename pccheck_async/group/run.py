@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -156,7 +155,7 @@ class GroupRun:
             if one.committed and one.key.counter > newest and self.member.rank == 0:
                 hosts = ", ".join(one.hosts) or "no host of this run"
                 text = "the checkpoint of step %d lacks the parts of %s (they run on %s): an older one is restored"
-                write(logging.WARNING, "incomplete", text, one.step, one.lacking, hosts, store=os.fspath(self._folder))
+                write("incomplete", text, one.step, one.lacking, hosts, store=os.fspath(self._folder))
 
     def _note_lost(self, why: str) -> None:
         if not self._opened.done():
@@ -206,7 +205,7 @@ class GroupRun:
                 "this checkpoint is of %d ranks, here are %d: what was each rank's own, rank r restores of rank r "
                 "modulo %d; RNGState stays as it is"
             )
-            write(logging.WARNING, "other_world", text, old, member.world, old, store=os.fspath(self._folder))
+            write("other_world", text, old, member.world, old, store=os.fspath(self._folder))
         if (part := member.parts.get(key)) is not None:
             return OwnSlot(self._store, part.entry)
         if (found := self._complete(key)) is None:
@@ -437,7 +436,7 @@ class GroupRun:
             wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
             if (remaining := await uninterrupted(self.call(server.close, wait))) and wait:
                 text = "rank 0 of the group of %s goes although ranks %s have not left"
-                write(logging.WARNING, "group_left", text, self._folder, ", ".join(map(str, remaining)))
+                write("group_left", text, self._folder, ", ".join(map(str, remaining)))
 
     # -- the member's actions
 
@@ -556,7 +555,7 @@ class GroupRun:
                 await self.call(remove_store, self._folder, store.rank)
             except (OSError, CheckpointError) as error:  # it costs space, and no checkpoint
                 path = self._folder / rank_name(store.rank)
-                write(logging.WARNING, "surplus", "%s is not needed any more, and cannot be removed: %s", path, error)
+                write("surplus", "%s is not needed any more, and cannot be removed: %s", path, error)
 
 
 def _settings(folder: Path, config: EngineConfig) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,6 @@ async def name_slow_ranks(
         for what in now.keys() & seen - named:
             ranks = ", ".join(map(str, now[what]))
             text = "%s has waited for ranks %s longer than %g s"
-            write(logging.WARNING, "slow_ranks", text, what, ranks, seconds, store=os.fspath(folder))
+            write("slow_ranks", text, what, ranks, seconds, store=os.fspath(folder))
         named = now.keys() & seen
         seen = set(now)

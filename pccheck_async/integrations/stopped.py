@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from pccheck_async.format import Restored
 from pccheck_async.telemetry import write
 
@@ -16,4 +14,4 @@ def log_stopped(why: str, limits: str, restored: Restored) -> None:
         "nothing is trained: training was told to stop after step %d (%s); it goes on with a larger %s, or with "
         "PCcheckCallback(resume_stopped=True)"
     )
-    write(logging.WARNING, "stopped", text, restored.step, why, limits, step=restored.step)
+    write("stopped", text, restored.step, why, limits, step=restored.step)

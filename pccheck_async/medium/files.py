@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -59,7 +58,7 @@ class Files(Medium):
             await self._make_folder()
         self._facts = await self._operations.call(probe, self._folder.path, create)
         if not self._facts.direct:
-            write(logging.INFO, "buffered", _BUFFERED, self._folder.path, self._facts.why)
+            write("buffered", _BUFFERED, self._folder.path, self._facts.why)
         return self._facts
 
     async def _make_folder(self) -> None:
@@ -104,7 +103,7 @@ class Files(Medium):
             file = await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
         if reserved and self._folder.zeros:
             with suppress(Exception):  # a logging handler failed: the caller still needs the file
-                write(logging.INFO, "zeros", "%s: %s", self._folder.path, _ZEROS % self._folder.zeros)
+                write("zeros", "%s: %s", self._folder.path, _ZEROS % self._folder.zeros)
         return file
 
     async def open(self, name: str, *, writable: bool) -> File:
@@ -271,7 +270,7 @@ class Files(Medium):
             why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
             self._facts = replace(self._facts, direct=False, why=why)
             with suppress(Exception):  # of a handler of the log: it would end a write that goes on
-                write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
+                write("direct_refused", _BUFFERED, self._folder.path, why)
 
 
 def map_error(error: OSError, path: Path) -> OSError:

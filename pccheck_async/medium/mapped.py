@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ class MappedFiles(StepwiseMedium, Files):
         self._kind = kind = await self._operations.call(kind_of_folder, self._folder.path)
         by = "" if kind == "cached" else f"; lines are written back by {INSTRUCTIONS or 'msync'}"
         self._facts = MediumFacts(PAGE_BYTES, 1, direct=kind == "persistent", why=_WHY[kind] + by)
-        write(logging.INFO, "mapped", "%s: %s", self._folder.path, self._facts.why)
+        write("mapped", "%s: %s", self._folder.path, self._facts.why)
         return self._facts
 
     @property

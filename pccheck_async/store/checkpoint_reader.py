@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -164,7 +163,7 @@ class CheckpointReader:
             if is_needed or is_exhausted(error):
                 raise
             text = "whether other ranks have different tensors is not known, as a part of theirs cannot be read: %s"
-            write(logging.WARNING, "not_compared", text, error)
+            write("not_compared", text, error)
             return []
 
     # -- into the boxes of live tensors

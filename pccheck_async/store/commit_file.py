@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -77,7 +76,7 @@ async def read_identity(medium: Medium, folder: str = "") -> Identity | None:
         if rebuilt is None:
             raise
         text = "%s cannot be read (%s): the commit records tell what it says; `pccheck recover --write` writes it anew"
-        write(logging.WARNING, "identity", text, folder + IDENTITY_NAME, error.strerror, error=str(error))
+        write("identity", text, folder + IDENTITY_NAME, error.strerror, error=str(error))
         return rebuilt[0]
 
 

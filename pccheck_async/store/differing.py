@@ -6,7 +6,6 @@ others the bytes are read, until more differ than a message names.
 
 from __future__ import annotations
 
-import logging
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +109,7 @@ def warn_of_others(names: Sequence[str], path: str | os.PathLike[str]) -> None:
     """Log that rank 0's tensors are taken, and under which names other ranks have different ones."""
     if names:
         text = "other ranks have different tensors, and those of rank 0 are taken: %s; name the rank that is meant"
-        write(logging.WARNING, "other_ranks", text, first_few(names), store=os.fspath(path))
+        write("other_ranks", text, first_few(names), store=os.fspath(path))
 
 
 def _named(parts: Mapping[int, PartReader]) -> dict[str, list[_Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -140,5 +139,5 @@ class Fallback:
 def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
     """Warn that a checkpoint is passed over for an older one. Logged as INFO: the warning is shown already."""
     text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
-    write(logging.INFO, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
+    write("fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -332,7 +331,7 @@ class Committed:
         dropped = [entry.step for entry in self.retention.dropped(self.record.entries)]
         if dropped:
             text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
-            write(logging.WARNING, "dropping", text, dropped)
+            write("dropping", text, dropped)
 
     def decide(self, new: Entry) -> Record | None:
         """Return the record that commits ``new``; None if it was superseded (I6) or rejected meanwhile.
@@ -350,12 +349,12 @@ class Committed:
         """Log which checkpoints are dropped for want of room, and, once, that ``keep_best`` cannot rank ``new``."""
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
-            write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
+            write("crowded_out", text, entry.step, MOST_ENTRIES)
         best = self.retention.keep_best
         if best is not None and not self._without_metric and best.number(new) is None:
             self._without_metric = True
             text = "keep_best ignores checkpoints without a number %r in their metadata; that of step %d is %s"
-            write(logging.WARNING, "no_metric", text, best.metric, new.step, new.metadata or "empty")
+            write("no_metric", text, best.metric, new.step, new.metadata or "empty")
 
 
 def make_best(best: object) -> Best:

@@ -9,7 +9,6 @@ committed slot becomes free only once the record without it is durable (:meth:`S
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -205,7 +204,7 @@ async def open_slots(
             if is_exhausted(error):
                 raise
             unusable[number] = error
-            write(logging.WARNING, "unusable_slot", "%s cannot be used: %s", name, error, error=str(error))
+            write("unusable_slot", "%s cannot be used: %s", name, error, error=str(error))
     sizes = {number: file.nbytes for number, file in files.items()}
     named = [entry.slot for entry in record.entries]
     before = [entry.slot for entry in record.before]
@@ -241,7 +240,7 @@ class Slots:
                     waiting = True
                     self.reader_waits += 1
                     text = "a checkpoint waits for %d reader(s) of this store to finish"
-                    write(logging.WARNING, "readers", text, len(passed_over))
+                    write("readers", text, len(passed_over))
                 await asyncio.sleep(_POLL_SECONDS)
                 passed_over.clear()
                 continue
@@ -297,7 +296,7 @@ class Slots:
                     if await self._lock_free(slot):
                         await self._remove_slot(slot)
                 except OSError as error:
-                    write(logging.WARNING, "surplus", "%s could not be removed: %s", slot_name(slot), error)
+                    write("surplus", "%s could not be removed: %s", slot_name(slot), error)
 
     async def _reserve_all(self, nbytes: int) -> None:
         missing = self.table.missing()

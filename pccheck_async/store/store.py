@@ -8,7 +8,6 @@ other by a wrong one, and must find every one of them.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -48,7 +47,7 @@ class Latch:
         """Take no more commits because of ``error``; only the first one is kept, and logged."""
         if self.failure is None:
             self.failure = error
-            write(logging.ERROR, "store_failed", "the store takes no more commits: %s", error, error=str(error))
+            write("store_failed", "the store takes no more commits: %s", error, error=str(error))
 
     def check(self) -> None:
         """Raise StoreFailedError if the store takes no more commits."""

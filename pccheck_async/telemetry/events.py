@@ -5,10 +5,11 @@ The log has a line for those with a level (:mod:`pccheck_async.telemetry.logs` h
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
+
+from pccheck_async.telemetry.logs import LEVELS
 
 __all__ = [
     "Abandoned", "Admitted", "Captured", "Closed", "Durable", "Event", "Failed", "Opened", "Restored", "Skipped",
@@ -32,13 +33,15 @@ class Event:
     text: ClassVar[str] = ""
     time: float = field(default_factory=time.time)
 
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__.lower()
+        cls.level = LEVELS.get(cls.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened(Event):
     """The store was opened: the number of its checkpoints, the newest one's step, and the I/O backend."""
 
-    name = "opened"
-    level = logging.INFO
     text = "opened %(store)s with %(checkpoints)d checkpoint(s); %(io)s"
     checkpoints: int
     step: int | None
@@ -49,8 +52,6 @@ class Opened(Event):
 class Closed(Event):
     """The engine was closed: the outcomes of its checkpoints, the bytes of the durable ones, its seconds."""
 
-    name = "closed"
-    level = logging.INFO
     text = (
         "closed %(store)s after %(seconds).1f s: %(durable)d checkpoint(s) durable (%(nbytes)d bytes), %(superseded)d "
         "superseded, %(failed)d failed, %(skipped)d skipped; training was kept waiting for %(stall).3f s"
@@ -76,7 +77,6 @@ class _OfCheckpoint(Event):
 class Admitted(_OfCheckpoint):
     """A checkpoint was given its counter; ``state_dict()`` and laying out the state took so many seconds."""
 
-    name = "admitted"
     state_seconds: float = 0.0
 
 
@@ -84,7 +84,6 @@ class Admitted(_OfCheckpoint):
 class Captured(_OfCheckpoint):
     """Its bytes are out of the trainer's reach, so many seconds after it was admitted."""
 
-    name = "captured"
     nbytes: int
     seconds: float
 
@@ -93,8 +92,6 @@ class Captured(_OfCheckpoint):
 class Durable(_OfCheckpoint):
     """It is committed: seconds since it was admitted, those until captured, those training waited for it so far."""
 
-    name = "durable"
-    level = logging.DEBUG
     text = "checkpoint of step %(step)d durable: %(nbytes)d bytes in %(seconds).3f s, training waited %(stall).3f s"
     nbytes: int
     seconds: float
@@ -106,8 +103,6 @@ class Durable(_OfCheckpoint):
 class Superseded(_OfCheckpoint):
     """Newer ones became durable first and made it pointless, so many seconds after it was admitted."""
 
-    name = "superseded"
-    level = logging.DEBUG
     text = "checkpoint of step %(step)d superseded by newer ones after %(seconds).3f s"
     seconds: float
 
@@ -116,8 +111,6 @@ class Superseded(_OfCheckpoint):
 class Failed(_OfCheckpoint):
     """It failed, or was cancelled; nothing of it is committed."""
 
-    name = "failed"
-    level = logging.WARNING
     text = "checkpoint of step %(step)d failed: %(error)s"
     error: Exception
 
@@ -126,8 +119,6 @@ class Failed(_OfCheckpoint):
 class Skipped(Event):
     """All places were in flight and ``on_busy="skip"``; ``counter`` is that of the newest one in flight."""
 
-    name = "skipped"
-    level = logging.WARNING
     text = "skipped the checkpoint of step %(step)s: %(in_flight)d are in flight"
     step: int | None
     counter: int
@@ -138,8 +129,6 @@ class Skipped(Event):
 class Abandoned(_OfCheckpoint):
     """Its capture held an optimizer's step up for longer than ``max_stall`` (seconds). A :class:`Failed` follows."""
 
-    name = "abandoned"
-    level = logging.WARNING
     text = (
         "abandoned the checkpoint of step %(step)d: its capture held an optimizer's step up for longer than "
         "max_stall = %(seconds)s s"
@@ -155,7 +144,6 @@ class Waited(_OfCheckpoint):
     memory that is being captured, count there, too.
     """
 
-    name = "waited"
     seconds: float
     where: Literal["checkpoint", "optimizer"]
 
@@ -164,8 +152,6 @@ class Waited(_OfCheckpoint):
 class Restored(_OfCheckpoint):
     """A checkpoint was restored into a state."""
 
-    name = "restored"
-    level = logging.INFO
     text = "restored step %(step)d in %(seconds).3f s"
     nbytes: int
     seconds: float

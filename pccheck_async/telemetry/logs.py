@@ -4,10 +4,23 @@ No handler is installed. Every record has the attributes of :data:`FIELDS` (None
 formatter that writes JSON, or one with ``%(event)s %(step)s`` in its format, gets them; events add fields of their own.
 A run that goes well writes a line when it opens, one for every interval that the policy decides on, a summary every ten
 minutes and one when it closes. Checkpoints write a line each at DEBUG, and at WARNING when they fail.
+:data:`TABLE` has all events.
+"""
 
-==================  =======  ===========================================================================================
-event               level    when, and fields of its own
-==================  =======  ===========================================================================================
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from pccheck_async.telemetry.tracing import work
+
+__all__ = ["FIELDS", "LEVELS", "TABLE", "log", "write"]
+
+FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
+"""Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
+
+TABLE = """\
 opened              INFO     a store was opened: checkpoints, io; step is that of the newest
 closed              INFO     an engine was closed: durable, superseded, failed, skipped, stall; nbytes and seconds are
                              those of all durable checkpoints and of the engine's life
@@ -72,27 +85,20 @@ no_snapshot         INFO     a device has no memory for a snapshot, and is copie
 no_scratch          DEBUG    a device has no memory in which to gather small tensors
 no_table            DEBUG    a device has no memory for the list of small tensors that its kernel gathers
 no_fence            DEBUG    the streams of a device cannot wait for copies, so the training thread does
-==================  =======  ===========================================================================================
 """
+"""Name of each event, the level of its lines, and when there is one, with which fields of its own."""
 
-from __future__ import annotations
-
-import logging
-from typing import Any
-
-from pccheck_async.telemetry.tracing import work
-
-__all__ = ["FIELDS", "log", "write"]
-
-FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
-"""Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
+LEVELS = {
+    name: logging.getLevelNamesMapping()[level] for name, level in re.findall(r"^(\w+) +([A-Z]+) ", TABLE, re.MULTILINE)
+}
+"""By name of the event."""
 
 log = logging.getLogger("pccheck_async")
 
 
-def write(level: int, event: str, message: str, *arguments: Any, **fields: Any) -> None:
-    """Write a record of an event, with these fields."""
-    if log.isEnabledFor(level):
+def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:
+    """Write a record of an event of :data:`TABLE`, with these fields."""
+    if log.isEnabledFor(level := LEVELS[event]):
         log.log(level, message, *arguments, extra={"event": event, **fields}, stacklevel=2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 import threading
@@ -26,8 +25,8 @@ ReadProgress: TypeAlias = Callable[[int, int], object]
 """Takes the bytes of a checkpoint that are done, and all of them. Called on a thread of the engine's: it is quick, and
 calls nothing of the engine. If it raises, that is logged and it is not called again."""
 
-_Line: TypeAlias = tuple[int, str, str, dict[str, Any]]
-"""Level, name of the event, text and fields of a record."""
+_Line: TypeAlias = tuple[str, str, dict[str, Any]]
+"""Name of the event, text and fields of a record."""
 
 _MOST_EVENTS = 1024
 """Waiting for a slow hook; more are dropped."""
@@ -101,7 +100,7 @@ class Hooks:
             self._logged_drops = self._logged_drops or first
         if first:
             with suppress(Exception):  # of a handler of the log; no caller expects it
-                write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
+                write("event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
 
     def close(self) -> Future[None]:
         """Take no more events. The future is done when those taken are delivered; a hook may take long.
@@ -133,7 +132,7 @@ class Hooks:
                     if all(hook is not each for each in self._raised):
                         self._raised.append(hook)
                         with suppress(Exception):  # of a handler of the log
-                            write(logging.WARNING, "event_hook", "a hook raised %r at %r; said once", error, event)
+                            write("event_hook", "a hook raised %r at %r; said once", error, event)
         self._ended.set_result(None)
 
 
@@ -170,9 +169,9 @@ class Stream:
         wait = event if isinstance(event, Waited) else None
         if event.level is not None or (wait is not None and wait.seconds > _LONG_SECONDS):
             with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
-                for level, name, text, said in self._lines(event):
+                for name, text, said in self._lines(event):
                     said["store"] = self._store
-                    write(level, name, text, said, **said)
+                    write(name, text, said, **said)
         if wait is not None and self.trace is not None:
             end = time.perf_counter()
             self.trace(Span(name="stall", start=end - wait.seconds, end=end, step=wait.step, counter=wait.counter))
@@ -197,7 +196,7 @@ class Stream:
             said = {each.name: getattr(event, each.name) for each in fields(event) if each.name != "time"}
             if isinstance(event, Failed):
                 said["error"] = f"{type(event.error).__name__}: {event.error}"
-            lines.insert(0, (event.level, event.name, event.text, said))
+            lines.insert(0, (event.name, event.text, said))
         return lines
 
     def _of_several(self, event: Event) -> list[_Line]:
@@ -208,7 +207,7 @@ class Stream:
                 if now - self._held_up >= _SUMMARY_SECONDS:
                     self._held_up = now
                     said = {name: getattr(event, name) for name in ("step", "counter", "seconds", "where")}
-                    lines.append((logging.WARNING, "held_up", _HELD_UP, said))
+                    lines.append(("held_up", _HELD_UP, said))
                 return lines
             if not isinstance(event, Failed):
                 self._last.append(isinstance(event, Superseded))
@@ -216,11 +215,11 @@ class Stream:
             self._burst = superseded > _LAST // (4 if before else 2)
             if self._burst and not before:
                 said = {"count": superseded, "last": len(self._last)}
-                lines.append((logging.WARNING, "superseded_burst", _BURST, said))
+                lines.append(("superseded_burst", _BURST, said))
             if now - self._summed_at >= _SUMMARY_SECONDS:
                 sums = self._sums()
                 said = {name: value - self._summed[name] for name, value in sums.items()}
-                lines.append((logging.INFO, "summary", _SUMMARY, {**said, "seconds": now - self._summed_at}))
+                lines.append(("summary", _SUMMARY, {**said, "seconds": now - self._summed_at}))
                 self._summed_at, self._summed = now, sums
         return lines
 
@@ -239,6 +238,6 @@ def reading_progress(callback: ReadProgress | None, nbytes: int) -> Callable[[in
                 current(done, nbytes)
             except Exception as error:  # noqa: BLE001 - it is there to look on
                 current = None
-                write(logging.WARNING, "progress", "a progress callback raised %r and is not called any more", error)
+                write("progress", "a progress callback raised %r and is not called any more", error)
 
     return advance

@@ -22,7 +22,6 @@ their own, FSDP2 without synchronisation) need an attached optimizer.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -204,7 +203,7 @@ class Accumulation:
         count = self._unused_contexts
         self._unused.clear()
         self._unused_contexts = 0
-        write(logging.WARNING, "unused_gradients", text, count, names, advice, step=step, store=self._store)
+        write("unused_gradients", text, count, names, advice, step=step, store=self._store)
         return all(self._watched[optimizer].ignored for optimizer in waiting)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -225,7 +224,7 @@ class Accumulation:
         if not self._guard.attached and type(optimizer) not in self._unseen:
             self._unseen.add(type(optimizer))
             text = "checkpoints do not wait for windows of gradient accumulation of an optimizer in the state: %s"
-            write(logging.WARNING, "unseen_optimizer", text, error, store=self._store)
+            write("unseen_optimizer", text, error, store=self._store)
 
 
 def _note_used(optimizer: torch.optim.Optimizer, sample: int | None) -> None:

@@ -11,7 +11,6 @@ only ever tried, decides which of both ends the process: the training step that 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -161,7 +160,7 @@ class _Signals:
     def _watch_time(self, request: _Request) -> None:
         name = _name(request.signum)
         text = "got %s: saving once more after this training step, then the process goes, in %g s at the latest"
-        write(logging.WARNING, "preemption", text, name, request.seconds)
+        write("preemption", text, name, request.seconds)
         for each in request.asked:
             each.end_last_drains_at(request.until)
         request.wait_woken()
@@ -332,7 +331,7 @@ class Preemption:
 
     def write(self, message: str, *arguments: Any) -> None:
         """Log a warning about this engine."""
-        write(logging.WARNING, "preemption", message, *arguments, store=self._engine.path)
+        write("preemption", message, *arguments, store=self._engine.path)
 
 
 def _name(signum: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import threading
@@ -324,9 +323,7 @@ class TrainingRun(TrainingHooks):
                 "%d steps in a row set %r, which keep_best goes by: from now on the interval alone says which are "
                 "saved, and this_step.save(), until a step does not set it"
             )
-            write(
-                logging.INFO, "metric_each_step", text, _EVERY_STEP, self._metric, step=this.step, store=self.core.path
-            )
+            write("metric_each_step", text, _EVERY_STEP, self._metric, step=this.step, store=self.core.path)
         return self._with_metric <= _EVERY_STEP
 
     def _warn_of_state_dicts(self, this: TrainingStep) -> None:
@@ -336,7 +333,7 @@ class TrainingRun(TrainingHooks):
             "is saved every time, and restore() refuses it; put the %s itself there"
         )
         for where, owner in state_dicts(this.state):
-            write(logging.WARNING, "state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
+            write("state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
 
     def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
         """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""
@@ -353,7 +350,7 @@ class TrainingRun(TrainingHooks):
                 "steps, or let engine.step enclose whole windows (told once until a window ends)"
             )
             fields = {"step": this.step, "store": self.core.path}
-            write(logging.WARNING, "inside_window", text, this.step, self._postponed, this.why_not_whole, **fields)
+            write("inside_window", text, this.step, self._postponed, this.why_not_whole, **fields)
         return True
 
     def _say(self) -> None:
@@ -362,7 +359,7 @@ class TrainingRun(TrainingHooks):
         if said != self._said:
             self._said = said
             fields = {"interval": decision.interval, "seconds": decision.seconds, "store": self.core.path}
-            write(logging.INFO, "interval", "%s", decision.reason, **fields)
+            write("interval", "%s", decision.reason, **fields)
 
     # -- leaving the engine's context
 
@@ -395,7 +392,7 @@ class TrainingRun(TrainingHooks):
                     "step %d is saved on leaving, as the state is now: with no optimizer attached (engine.attach), it "
                     "is not seen if code has changed weights since through 'param.data.copy_()' or an array"
                 )
-                write(logging.INFO, "last_unseen", text, last.step, step=last.step, store=core.path)
+                write("last_unseen", text, last.step, step=last.step, store=core.path)
             pending, _ = core.start_checkpoint(last.state, last.step, last.metadata, last=True)
             await caller.run(core.wait_ended(last=True))
             if isinstance(pending.error, ReplicasDifferError):
@@ -404,7 +401,7 @@ class TrainingRun(TrainingHooks):
         await caller.run(core.wait_ended(last=True))  # closing would wait, too: the newest one is known then
         there = "nothing is saved" if core.newest_step is None else f"newest saved: step {core.newest_step}"
         text = "the last step, %d, is not saved on leaving (%s): %s"
-        write(logging.WARNING, "last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
+        write("last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
 
     def _what_changed(self, this: TrainingStep, *, well: bool) -> str:
         """Return why the state is not that of the end of this step any more; empty if it is, by all that can be seen.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -61,7 +60,7 @@ def warn_of_unpickling(where: Collection[str]) -> None:
     """Log the paths of values that are unpickled."""
     if where:
         text = "allow_pickle: %d values are unpickled, which runs code that the checkpoint names: %s"
-        write(logging.WARNING, "unpickled", text, len(where), ", ".join([*where][:5]))
+        write("unpickled", text, len(where), ", ".join([*where][:5]))
 
 
 class _Live:

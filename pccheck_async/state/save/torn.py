@@ -7,7 +7,6 @@ Torn are leaves that code changes outside the steps of attached optimizers. Step
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -163,7 +162,7 @@ class TornLeaves:
                 "engine.wait_captured() before that code instead"
             )
             with suppress(Exception):  # of a handler of the log: the checkpoint ends all the same
-                write(logging.WARNING, "captured_eagerly", text, names, _EAGER)
+                write("captured_eagerly", text, names, _EAGER)
 
     def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
         """Return the sources of the leaves that have to be captured before the call returns.

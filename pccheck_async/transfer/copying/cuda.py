@@ -7,7 +7,6 @@ CUDA graphs). (Invariants, such as I9: :mod:`pccheck_async.store`.)
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -236,7 +235,7 @@ class CudaCopy(CopyBackend):
                     snapshot = self._copiers[index].snapshot(addresses, lengths, marks[index])
                 except MemoryError as error:
                     self._reason = f"device {index}: streamed to the host: no memory for a snapshot ({error})"
-                    write(logging.INFO, "no_snapshot", "%s", self._reason)
+                    write("no_snapshot", "%s", self._reason)
                 else:
                     started[index] = (snapshot, rows)
             if on_fence is not None and started.keys() == sources.devices:
@@ -298,7 +297,7 @@ class _Pinning:
             try:
                 self._device.unregister(slab.start)
             except RuntimeError as error:
-                write(logging.WARNING, "still_pinned", "staging memory stays registered with CUDA: %s", error)
+                write("still_pinned", "staging memory stays registered with CUDA: %s", error)
 
     def _register(self, address: int, nbytes: int) -> None:
         try:
@@ -310,7 +309,7 @@ class _Pinning:
                     "staging buffers cannot be registered with CUDA (%s); copies to and from the device go on, slower "
                     "(is the limit of locked memory, ulimit -l, too low?)"
                 )
-                write(logging.WARNING, "not_pinned", text, error)
+                write("not_pinned", text, error)
         else:
             self._slabs.append(range(address, address + nbytes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ class CudaDevice:
                     torch.cuda.current_stream(self.index).wait_event(event.event)
             except RuntimeError as error:
                 text = "device %d: a stream cannot wait for copies (%s); the host does"
-                write(logging.DEBUG, "no_fence", text, self.index, error)
+                write("no_fence", text, self.index, error)
                 return False
         return True
 
@@ -167,7 +166,7 @@ class CudaStream:
             table = self.table_of(rows.nbytes)
         except (MemoryError, RuntimeError) as error:
             text = "device %d: no memory for a table of %d bytes (%s); copying one by one, slower"
-            write(logging.DEBUG, "no_table", text, self._index, rows.nbytes, error)
+            write("no_table", text, self._index, rows.nbytes, error)
             return _Rows(joined(rows), None)
         self.keep(pinned)
         pinned.numpy().view(np.uint64)[:] = rows.ravel()
@@ -233,6 +232,6 @@ def choose_runtime() -> TorchRuntime:
             "CuPy is missing: torch's streams copy; slower for many small tensors (%s; install "
             "pccheck-async[cuda12] or pccheck-async[cuda13])"
         )
-        write(logging.WARNING, "no_cupy", text, error)
+        write("no_cupy", text, error)
         return TorchRuntime()
     return CupyRuntime()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from contextlib import suppress
 from functools import cache
@@ -82,6 +81,6 @@ def _compiled(index: int) -> bool:
             _ = _move.num_regs
     except Exception as error:  # noqa: BLE001 - copying works without the kernel, after any error of the compiler
         text = "device %d: the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower"
-        write(logging.WARNING, "no_kernel", text, index, str(error))  # its traceback would keep the stream
+        write("no_kernel", text, index, str(error))  # its traceback would keep the stream
         return False
     return True

@@ -8,7 +8,6 @@ that decide this are plain arithmetic on tables, at the end of the file. (Invari
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -174,7 +173,7 @@ class Lane:
             return found, self._scratch.of(self._stream, nbytes).address
         except MemoryError as error:
             text = "device %d has no memory for a scratch image of %d bytes: %s"
-            write(logging.DEBUG, "no_scratch", text, self._device.index, nbytes, error)
+            write("no_scratch", text, self._device.index, nbytes, error)
             return split(table, foreign, large=0), 0
 
 
