@@ -6,8 +6,9 @@ The log has a line for those with a level (:mod:`pccheck_async.telemetry.logs` h
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
+
+import msgspec
 
 from pccheck_async.telemetry.logs import LEVELS
 
@@ -17,8 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened.
 
     Attributes:
@@ -31,15 +31,14 @@ class Event:
     name: ClassVar[str] = ""
     level: ClassVar[int | None] = None
     text: ClassVar[str] = ""
-    time: float = field(default_factory=time.time)
+    time: float = msgspec.field(default_factory=time.time)
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__name__.lower()
         cls.level = LEVELS.get(cls.name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened(Event):
+class Opened(Event, frozen=True, kw_only=True):
     """The store was opened: the number of its checkpoints, the newest one's step, and the I/O backend."""
 
     text = "opened %(store)s with %(checkpoints)d checkpoint(s); %(io)s"
@@ -48,8 +47,7 @@ class Opened(Event):
     io: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed(Event):
+class Closed(Event, frozen=True, kw_only=True):
     """The engine was closed: the outcomes of its checkpoints, the bytes of the durable ones, its seconds."""
 
     text = (
@@ -65,31 +63,27 @@ class Closed(Event):
     stall: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfCheckpoint(Event):
+class _OfCheckpoint(Event, frozen=True, kw_only=True):
     """Attributes: the user's and the engine's number of the checkpoint."""
 
     step: int
     counter: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted(_OfCheckpoint):
+class Admitted(_OfCheckpoint, frozen=True, kw_only=True):
     """A checkpoint was given its counter; ``state_dict()`` and laying out the state took so many seconds."""
 
     state_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured(_OfCheckpoint):
+class Captured(_OfCheckpoint, frozen=True, kw_only=True):
     """Its bytes are out of the trainer's reach, so many seconds after it was admitted."""
 
     nbytes: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Durable(_OfCheckpoint):
+class Durable(_OfCheckpoint, frozen=True, kw_only=True):
     """It is committed: seconds since it was admitted, those until captured, those training waited for it so far."""
 
     text = "checkpoint of step %(step)d durable: %(nbytes)d bytes in %(seconds).3f s, training waited %(stall).3f s"
@@ -99,24 +93,21 @@ class Durable(_OfCheckpoint):
     stall: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Superseded(_OfCheckpoint):
+class Superseded(_OfCheckpoint, frozen=True, kw_only=True):
     """Newer ones became durable first and made it pointless, so many seconds after it was admitted."""
 
     text = "checkpoint of step %(step)d superseded by newer ones after %(seconds).3f s"
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_OfCheckpoint):
+class Failed(_OfCheckpoint, frozen=True, kw_only=True):
     """It failed, or was cancelled; nothing of it is committed."""
 
     text = "checkpoint of step %(step)d failed: %(error)s"
     error: Exception
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped(Event):
+class Skipped(Event, frozen=True, kw_only=True):
     """All places were in flight and ``on_busy="skip"``; ``counter`` is that of the newest one in flight."""
 
     text = "skipped the checkpoint of step %(step)s: %(in_flight)d are in flight"
@@ -125,8 +116,7 @@ class Skipped(Event):
     in_flight: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned(_OfCheckpoint):
+class Abandoned(_OfCheckpoint, frozen=True, kw_only=True):
     """Its capture held an optimizer's step up for longer than ``max_stall`` (seconds). A :class:`Failed` follows."""
 
     text = (
@@ -136,8 +126,7 @@ class Abandoned(_OfCheckpoint):
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waited(_OfCheckpoint):
+class Waited(_OfCheckpoint, frozen=True, kw_only=True):
     """The training thread was kept waiting: in a call of ``checkpoint()`` ("checkpoint"), or for an overlapped capture.
 
     The latter is "optimizer": mostly an optimizer's step waits; ``engine.wait_captured()``, and code that reaches for
@@ -148,8 +137,7 @@ class Waited(_OfCheckpoint):
     where: Literal["checkpoint", "optimizer"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored(_OfCheckpoint):
+class Restored(_OfCheckpoint, frozen=True, kw_only=True):
     """A checkpoint was restored into a state."""
 
     text = "restored step %(step)d in %(seconds).3f s"

@@ -7,11 +7,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any, TypeAlias
+
+from msgspec.structs import asdict
 
 from pccheck_async.telemetry.events import Admitted, Closed, Durable, Event, Failed, Superseded, Waited
 from pccheck_async.telemetry.logs import log, write
@@ -157,7 +158,7 @@ class Stream:
         self._summed_at, self._summed = self._began, self._sums()  # the last summary
         self._last: deque[bool] = deque(maxlen=_LAST)  # whether they were superseded
         self._burst = False
-        self._held_up = -math.inf  # when that was last logged
+        self._held_up_at = -math.inf  # when that was last logged
 
     def emit(self, event: Event) -> None:
         """Count an event, and publish it."""
@@ -166,18 +167,20 @@ class Stream:
 
     def publish(self, event: Event) -> None:
         """Log an event that is counted, record it, and queue it for hooks. Called without locks: loggers are users'."""
-        wait = event if isinstance(event, Waited) else None
-        if event.level is not None or (wait is not None and wait.seconds > _LONG_SECONDS):
-            with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
-                for name, text, said in self._lines(event):
-                    said["store"] = self._store
-                    write(name, text, said, **said)
-        if wait is not None and self.trace is not None:
-            end = time.perf_counter()
-            self.trace(Span(name="stall", start=end - wait.seconds, end=end, step=wait.step, counter=wait.counter))
+        lines: list[_Line] = []
+        if type(event) is Waited:
+            if event.seconds > _LONG_SECONDS:
+                lines = self._held_up(event)
+            if self.trace is not None:
+                end = time.perf_counter()
+                self.trace(Span("stall", end - event.seconds, end, 0, event.step, event.counter))
+        elif type(event) in _ENDS:
+            lines = self._of_ends(event)
+        if (event.level is not None and log.isEnabledFor(event.level)) or lines:
+            self._write(event, lines)
         if self.hooks.hooks:
             # A checkpoint is admitted under the engine's lock. Its end, which no lock covers, is dropped as well.
-            self.hooks.put(event, quiet=isinstance(event, Admitted))
+            self.hooks.put(event, quiet=type(event) is Admitted)
 
     def close(self) -> None:
         """Emit the last event."""
@@ -186,40 +189,45 @@ class Stream:
 
     def _sums(self) -> dict[str, Any]:
         totals = self.totals
-        counts = {kind.name: totals.counts[kind.name] for kind in _ENDS}
+        counts = {name: totals.counts[name] for name in ("durable", "superseded", "failed")}
         return {**counts, "nbytes": totals.durable_bytes, "stall": totals.stall_seconds}
 
-    def _lines(self, event: Event) -> list[_Line]:
-        """Return the lines for an event: its own, and those about several events."""
-        lines = self._of_several(event) if isinstance(event, (Waited, *_ENDS)) else []
-        if event.level is not None and log.isEnabledFor(event.level):
-            said = {each.name: getattr(event, each.name) for each in fields(event) if each.name != "time"}
+    def _write(self, event: Event, others: Iterable[_Line]) -> None:
+        """Write the line of an event, if it has one, and lines about several events."""
+        with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
+            said = asdict(event)
+            del said["time"]
             if isinstance(event, Failed):
                 said["error"] = f"{type(event.error).__name__}: {event.error}"
-            lines.insert(0, (event.name, event.text, said))
-        return lines
+            own = [(event.name, event.text, said)] if event.level is not None else []
+            for name, text, fields in (*own, *others):
+                fields["store"] = self._store
+                write(name, text, fields, **fields)
 
-    def _of_several(self, event: Event) -> list[_Line]:
+    def _held_up(self, event: Waited) -> list[_Line]:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._held_up_at < _SUMMARY_SECONDS:
+                return []
+            self._held_up_at = now
+        said = {"step": event.step, "counter": event.counter, "seconds": event.seconds, "where": event.where}
+        return [("held_up", _HELD_UP, said)]
+
+    def _of_ends(self, event: Event) -> list[_Line]:
+        """Return lines about the checkpoints that ended by now. Not written here, under the lock."""
         lines: list[_Line] = []
         with self._lock:
             now = time.monotonic()
-            if isinstance(event, Waited):
-                if now - self._held_up >= _SUMMARY_SECONDS:
-                    self._held_up = now
-                    said = {name: getattr(event, name) for name in ("step", "counter", "seconds", "where")}
-                    lines.append(("held_up", _HELD_UP, said))
-                return lines
-            if not isinstance(event, Failed):
-                self._last.append(isinstance(event, Superseded))
+            if type(event) is not Failed:
+                self._last.append(type(event) is Superseded)
             superseded, before = sum(self._last), self._burst
             self._burst = superseded > _LAST // (4 if before else 2)
             if self._burst and not before:
-                said = {"count": superseded, "last": len(self._last)}
-                lines.append(("superseded_burst", _BURST, said))
+                lines.append(("superseded_burst", _BURST, {"count": superseded, "last": len(self._last)}))
             if now - self._summed_at >= _SUMMARY_SECONDS:
-                sums = self._sums()
-                said = {name: value - self._summed[name] for name, value in sums.items()}
-                lines.append(("summary", _SUMMARY, {**said, "seconds": now - self._summed_at}))
+                sums, then = self._sums(), self._summed
+                said = {name: value - then[name] for name, value in sums.items()}
+                lines.append(("summary", _SUMMARY, said | {"seconds": now - self._summed_at}))
                 self._summed_at, self._summed = now, sums
         return lines
 
