@@ -85,7 +85,6 @@ class Assembly:
             self.scheduler = Scheduler(
                 store=store,
                 peers=peers,
-                medium=opened.medium,
                 pool=self.pool,
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,

@@ -17,7 +17,7 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -236,12 +236,11 @@ class Capture:
         lazy: The part that is captured while training goes on; None if the caller waits for all of it.
         inline: All of it, if it was captured inline: nothing of the live state is read any more.
         time: Seconds since the epoch.
-        plan: The chunks; there from :meth:`begin` on, or from the beginning if it was captured inline.
-        copied: Set when the last chunk was copied; there from :meth:`begin` on.
+        plan: The chunks; there from :meth:`begin` on.
     """
 
     plan: Plan
-    copied: asyncio.Event
+    _entries: list[ChunkEntry | None]
     sums: Mapping[str, int] | None = None
     sample: Sample | None = None
     differing: frozenset[int] = frozenset()
@@ -262,36 +261,33 @@ class Capture:
         self.layout = layout
         self.lazy = lazy
         self.inline = inline
-        if inline is not None:
-            self.plan = inline.plan
         self.time = time.time()
         self._backend = backend
         self._marks = marks
         self._sources = layout.sources
+        # Numbers of the chunks that hold bytes of the live state and are not copied yet; and of those among them that
+        # the caller waits for.
+        self._live: set[int] = set()
+        self._eager: set[int] = set()
 
-    async def begin(
-        self,
-        plan: Plan,
-        captured: Callable[[], None],
-        eager_captured: Callable[[], None] = lambda: None,
-        on_fence: Fenced | None = None,
-    ) -> None:
-        """Get ready to copy; if the backend copies the state on its device first, it may be out of reach already.
+    async def begin(self, planner: Planner, on_fence: Fenced | None = None) -> Plan:
+        """Get ready to copy, and return the chunks; a backend may copy the state on its device first.
 
-        ``captured`` is called when the live state is out of reach, ``eager_captured`` when the eager part of it is, if
-        there is a lazy one. ``on_fence`` is called, on any thread, once all remaining copies of the live state are
-        queued on devices, with the fence behind them.
+        ``on_fence`` is called, on any thread, once all remaining copies of the live state are queued on devices, with
+        the fence behind them.
 
         Cancellation: ends once all that was started ended.
         """
-        self.plan, self._chunks = plan, plan.chunks
-        self._captured, self._eager_captured, self._on_fence = captured, eager_captured, on_fence
+        if self.inline is not None:
+            self.plan, self._entries, self._sums = self.inline.plan, [self.inline.entry], [self.inline.sums]
+            return self.plan
+        self.plan = plan = planner.plan(self.layout)
+        self._chunks, self._on_fence = plan.chunks, on_fence
         self._fence = Fence({})
-        self._entries: list[ChunkEntry | None] = [None] * len(plan.chunks)
+        self._entries = [None] * len(plan.chunks)
         self._sums = [b""] * len(plan.chunks)
         self._left = len(plan.chunks)
         self._idle = asyncio.Event()
-        self.copied = asyncio.Event()
         live = self._sources
         # A fence behind snapshots on devices is not enough if the host has live bytes left to copy.
         of_snapshots = None if on_fence is None or (live.live() & live.on_host()).any() else on_fence
@@ -303,31 +299,36 @@ class Capture:
         if self._sources is not live:
             live.release()
         alive = self._sources.live()
-        # Numbers of the chunks that hold bytes of the live state and are not copied yet.
         self._live = self._chunks_of(alive)
         # Numbers of the live chunks whose copies are not behind the fence yet; empty without ``on_fence``.
         self._unfenced = self._live.copy() if on_fence is not None else set()
         # Numbers of the live chunks of which the host copies bytes: no fence covers these before they are copied.
         self._by_host = self._chunks_of(alive & self._sources.on_host()) if on_fence is not None else set()
-        # Numbers of the live chunks that the caller waits for.
-        self._eager: set[int] = set()
-        if self.lazy is not None:
-            if self.lazy.eager is not None:
-                self._eager = self._chunks_of(alive & self.lazy.eager)
-            if not self._eager:
-                eager_captured()
+        if self.lazy is None:
+            self._eager = self._live.copy()
+        elif self.lazy.eager is not None:
+            self._eager = self._chunks_of(alive & self.lazy.eager)
         self._timed_nbytes, self._timed_since = 0, time.perf_counter()
-        if not self._live:
-            captured()
-        if not self._left:
-            self.copied.set()
+        return plan
+
+    @property
+    def reads_live(self) -> bool:
+        """Whether bytes of the live state are left to copy."""
+        return bool(self._live)
+
+    @property
+    def reads_eager(self) -> bool:
+        """Whether bytes are left to copy for which the caller waits: all of the live ones, unless some are lazy."""
+        return bool(self._eager)
 
     def order(self) -> list[int]:
-        """Return the numbers of the chunks, first those for which the caller waits."""
+        """Return the numbers of the chunks to copy, first those for which the caller waits."""
+        if self.inline is not None:
+            return []
         return sorted(range(len(self._chunks)), key=lambda index: index not in self._eager)
 
     async def copy(self, index: int, into: memoryview) -> None:
-        """Copy one chunk into its staging buffer, of its length, and keep its checksums.
+        """Copy one chunk into memory of its length, and keep its checksums.
 
         Cancellation: ends once the copy ended.
         """
@@ -351,30 +352,21 @@ class Capture:
         self._left -= 1
         self._take_time(chunk.nbytes)
         if not self._left:
-            self.copied.set()
             if lazy is not None:
                 lazy.note_captured([each.table for each in self._chunks], [each.checksum for each in self.entries()])
             self.release()
-        if index in self._eager:
-            self._eager.remove(index)
-            if not self._eager:
-                self._eager_captured()
-        if index in self._live:
-            self._live.remove(index)
-            if not self._live:
-                self._captured()
-            elif index in self._unfenced:
-                self._extend_fence(index)
+        self._eager.discard(index)
+        self._live.discard(index)
+        if self._live and index in self._unfenced:
+            self._extend_fence(index)
 
     def entries(self) -> tuple[ChunkEntry, ...]:
         """Return offset, length and checksum of every chunk; all of them were captured."""
-        if self.inline is not None:
-            return (self.inline.entry,)
         return tuple(entry for entry in self._entries if entry is not None)
 
     def pieces(self) -> tuple[bytes, ...]:
         """Return the checksums of the pieces of every chunk; all of them were captured."""
-        return tuple(self._sums) if self.inline is None else (self.inline.sums,)
+        return tuple(self._sums)
 
     async def stop(self) -> None:
         """Copy nothing more; return once nothing reads the live state."""

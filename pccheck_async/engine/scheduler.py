@@ -1,51 +1,39 @@
 """The scheduler: the order of one checkpoint, from its admission until it is durable.
 
-A checkpoint is a task graph: for each chunk a staging buffer is leased, and a coroutine copies and writes; the buffer
-goes back when that has ended, in success or failure. Another coroutine writes the manifest as soon as the last chunk is
-copied; when all ended, the store commits. A state of one chunk, captured inline or into one staging buffer, is written
-in one piece with its manifest, without a coroutine for each part. Checkpoints run concurrently, at most
-``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters. (Invariants, such as I9:
-:mod:`pccheck_async.store`.)
+A checkpoint is a task graph: beside the reservation of its slot, a coroutine for each chunk copies it and hands it to
+the writer (:class:`SlotWriter`); when all ended, the manifest follows, and the commit. Of a state that was captured
+inline nothing is left to copy. Checkpoints run concurrently, at most ``max_in_flight`` of them (PCcheck, section 3.1),
+admitted in the order of their counters. (Invariants, such as I9: :mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.errors import CheckpointError, NoCheckpointError, write_error
-from pccheck_async.format import CheckpointInfo, Entry, align, crc32
+from pccheck_async.errors import CheckpointError, NoCheckpointError
+from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
-from pccheck_async.medium import Medium, Piece
-from pccheck_async.store import SlotLease, Store
+from pccheck_async.store import Place, SlotLease, SlotWriter, Store
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured
-from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
+from pccheck_async.transfer import BufferPool, Tasks
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
-_ROUNDS_TO_RESERVE = 4
-"""Rounds of the event loop after which a slot is reserved, unless it has to be made or waited for."""
 _YIELD_EVERY = 8
 """Chunks that are begun before others may run."""
-_MANY = 1000
-"""Tensors that take a while to encode: some 100 us."""
-
-
-_ToCommit: TypeAlias = tuple[SlotLease, Entry, Sequence[Piece]]
-"""The slot of a captured checkpoint, its entry for the commit record, and its pieces that are not written yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +47,8 @@ class Job:
     """Detects a torn capture; None if training waits for all of it."""
     trace: Sink | None
     """Gets spans of the work for it."""
+    captured: bool = False
+    """Whether that was reported: nothing of the live state is read any more."""
     task: asyncio.Task[None] = field(init=False)
     abandoned: CheckpointError | None = None
     """Its failure, once its capture was stopped."""
@@ -70,7 +60,6 @@ class Scheduler:
 
     store: Store
     peers: Peers
-    medium: Medium
     pool: BufferPool
     planner: Planner
     max_in_flight: InitVar[int]
@@ -243,166 +232,81 @@ class Scheduler:
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""
         pending, capture, overlapped = job.pending, job.capture, job.overlapped
-        lease: BufferLease | None = None
-        try:
-            if (inline := capture.inline) is not None:
-                pending.nbytes = pending.captured_nbytes = inline.plan.payload_nbytes
-                enter_chunk(0)
-                self.stream.clock.note("capture", *inline.seconds, inline.entry.nbytes)
-                enter_chunk(None)
-                self._note_captured(pending)
-                slot, entry, rest = await self._describe(job, inline.buffer)
-            else:
-                plan = self.planner.plan(capture.layout)
-                pending.nbytes = plan.payload_nbytes
-                on_fence = None if overlapped is None else overlapped.fence.set_result
-                await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, on_fence)
-                # In one piece, a checkpoint holds its buffer while it waits for a slot. It never takes the last one,
-                # which one that has its slot may need to go on: else each would wait for the other one's.
-                if len(plan.chunks) != 1 or self.pool.available <= 1:
-                    slot, entry, rest = await self._copy_and_write(job)
-                else:
-                    lease = await self.pool.lease()
-                    tensors = capture.layout.tensors
-                    if len(tensors) >= _MANY:
-                        # Encode while the copy runs. The copy's batch is submitted in the next round of the event loop,
-                        # which has to come first: so this is put off by two rounds.
-                        loop = asyncio.get_running_loop()
-                        loop.call_soon(loop.call_soon, self._manifests.prepare, capture.skeleton, tensors)
-                    await self._copy_chunk(job, 0, lease.view)
-                    enter_chunk(None)
-                    slot, entry, rest = await self._describe(job, lease.view)
+        plan = await capture.begin(self.planner, None if overlapped is None else overlapped.fence.set_result)
+        pending.nbytes = plan.payload_nbytes
+        if (inline := capture.inline) is not None:
+            enter_chunk(0)
+            self.stream.clock.note("capture", *inline.seconds, plan.payload_nbytes)
+            enter_chunk(None)
+            pending.captured_nbytes = plan.payload_nbytes
+        self._note_progress(job)
+        async with SlotWriter(self.store, self.pool, plan, None if inline is None else inline.buffer) as writer:
+            if order := capture.order():
+                async with Tasks() as tasks:
+                    await writer.reserve(tasks, partial(self._longest_manifest, job))
+                    for number, index in enumerate(order):
+                        place = await writer.place(plan.chunks[index])
+                        tasks.create_task(self._save_chunk(job, index, writer, place))
+                        if number % _YIELD_EVERY == 0:
+                            await asyncio.sleep(0)  # those begin while the others are still being made
+            manifest = self._encode(job, capture.entries(), capture.pieces())
 
             def written() -> None:
-                pending.written_nbytes = entry.nbytes
+                pending.written_nbytes = plan.payload_nbytes
 
             start = time.perf_counter()
             try:
                 check = None if overlapped is None else overlapped.check
+                slot, rest = await writer.finish(manifest)
+                entry = self._entry(job, slot, manifest)
                 committed = await self.peers.commit(slot, entry, rest, written, check, capture.sample)
             finally:
                 self.stream.clock.note("commit", start, time.perf_counter())
-            if committed:
-                return entry.info, False
-            if (newest := self.peers.newest) is None:
-                pending.failure_told = True  # the next call need not raise it: all were removed on purpose
-                raise NoCheckpointError(
-                    f"the checkpoint of step {pending.step} was rejected, and no other is left: they were removed"
-                )
-            return newest.info, True
+        if committed:
+            return entry.info, False
+        if (newest := self.peers.newest) is None:
+            pending.failure_told = True  # the next call need not raise it: all were removed on purpose
+            raise NoCheckpointError(
+                f"the checkpoint of step {pending.step} was rejected, and no other is left: they were removed"
+            )
+        return newest.info, True
+
+    async def _save_chunk(self, job: Job, index: int, writer: SlotWriter, place: Place) -> None:
+        """Copy a chunk, and hand it to the writer."""
+        enter_chunk(index)
+        nbytes, start = len(place.view), time.perf_counter()
+        try:
+            await job.capture.copy(index, place.view)
+        except OSError as error:
+            raise place.explained(error) from error
         finally:
-            if lease is not None:
-                lease.release()
+            self.stream.clock.note("capture", start, time.perf_counter(), nbytes)
+        job.pending.captured_nbytes += nbytes
+        self._note_progress(job)
+        await writer.put(place)
+        job.pending.written_nbytes = writer.written
 
-    async def _describe(self, job: Job, buffer: memoryview) -> _ToCommit:
-        """Put the manifest behind the state that a buffer begins with, if there is room; reserve a slot for both."""
-        data, start = self._encode(job, job.capture.entries(), job.capture.pieces()), job.capture.plan.payload_nbytes
-        padded = align(len(data), self.store.block_bytes)
-        rest = [(0, buffer[: start + padded])]
-        if start + padded > len(buffer):
-            rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
-        rest[-1][1][-padded:] = data.ljust(padded, b"\0")
-        slot = await self._reserve(job, data)  # last: its holder gives it back
-        return slot, self._entry(job, slot, data), rest
-
-    def _note_captured(self, pending: PendingCheckpoint) -> None:
+    def _note_progress(self, job: Job) -> None:
+        """Resolve the promises of the capture that are kept by now. Called when it got further."""
+        pending, capture = job.pending, job.capture
+        if not (capture.reads_eager or pending.is_eager_captured):
+            pending.set_eager_captured()
+        if capture.reads_live or job.captured:
+            return
+        job.captured = True
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
         seconds, nbytes = max(0.0, at - pending.admitted_at), pending.nbytes or 0
         self.stream.emit(Captured(step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds))
         pending.set_captured()
 
-    async def _copy_and_write(self, job: Job) -> _ToCommit:
-        """Capture a state into a slot, manifest included; when this returns every write has ended."""
-        reserving: asyncio.Task[SlotLease] | None = None
-        try:
-            async with Tasks() as group:
-                # Beside the capture: the trainer waits for the copy, never for the store.
-                reserving = group.create_task(self._reserve(job))
-                describing = group.create_task(self._write_manifest(job, reserving))
-                # Chunks are copied right into a slot that is mapped into memory, if it is reserved by then.
-                for _ in range(_ROUNDS_TO_RESERVE if self.medium.stages else 0):
-                    await asyncio.sleep(0)
-                for number, index in enumerate(job.capture.order()):
-                    place: memoryview | None = None
-                    if self.medium.stages and reserving.done():  # then one copy is all there is to do
-                        chunk = job.capture.plan.chunks[index]
-                        place = self.medium.stage(reserving.result().file, chunk.offset, chunk.nbytes)
-                    if place is not None:
-                        group.create_task(self._save_chunk(job, index, reserving, place, in_place=True))
-                        continue
-                    if not reserving.done() and self.pool.available <= 1:
-                        # The last buffer is for checkpoints that have their slot: else one without a slot could hold
-                        # all buffers, and the one whose commit frees a slot would wait for a buffer.
-                        await asyncio.wait((reserving,))
-                    lease = await self.pool.lease()
-                    saving = self._save_chunk(job, index, reserving, lease.view)
-                    # The lease outlives the task, also one that is cancelled before it ran at all (I9).
-                    group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
-                    if number % _YIELD_EVERY == 0:
-                        await asyncio.sleep(0)  # those begin while the others are still being made
-        except BaseException:
-            if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
-                # Every operation on it has ended; the manifest's may have been one of them.
-                end = job.capture.plan.payload_nbytes if job.capture.copied.is_set() else None
-                await self.store.release(reserving.result(), end)
-            raise
-        return reserving.result(), describing.result(), ()
+    def _longest_manifest(self, job: Job) -> int:
+        """Return the most bytes that the manifest may have: its checksums are not known yet."""
+        chunks = job.capture.plan.chunks
+        largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in chunks)
+        return len(self._encode(job, largest, tuple(bytes(SUM_BYTES * piece_count(each.nbytes)) for each in chunks)))
 
-    async def _reserve(self, job: Job, manifest: bytes = b"") -> SlotLease:
-        """Reserve a slot; by default for the longest manifest that there may be: its checksums are not known yet."""
-        capture = job.capture
-        if not manifest:
-            await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
-            chunks = capture.plan.chunks
-            largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in chunks)
-            pieces = tuple(bytes(SUM_BYTES * piece_count(each.nbytes)) for each in chunks)
-            manifest = self._encode(job, largest, pieces)
-        # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
-        return await self.store.reserve(capture.plan.payload_nbytes + len(manifest) + self.store.block_bytes)
-
-    async def _save_chunk(
-        self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview, *, in_place: bool = False
-    ) -> None:
-        """Copy a chunk into a buffer, or into its place in the slot, and write it."""
-        chunk = job.capture.plan.chunks[index]
-        try:
-            await self._copy_chunk(job, index, buffer)
-        except OSError as error:
-            if not in_place:
-                raise
-            # The file is shorter than it was, or its memory is broken.
-            raise write_error(error, reserving.result().file.name) from error
-        slot = await asyncio.shield(reserving)
-        await self.medium.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
-        job.pending.written_nbytes += chunk.nbytes
-
-    async def _copy_chunk(self, job: Job, index: int, buffer: memoryview) -> None:
-        nbytes = job.capture.plan.chunks[index].nbytes
-        enter_chunk(index)
-        with self.stream.clock.timed("capture", nbytes):
-            await job.capture.copy(index, buffer[:nbytes])
-        job.pending.captured_nbytes += nbytes
-
-    async def _write_manifest(self, job: Job, reserving: asyncio.Task[SlotLease]) -> Entry:
-        """Write the manifest beside the last chunks, as soon as the checksums of all are known."""
-        await job.capture.copied.wait()
-        slot = await asyncio.shield(reserving)
-        data = self._encode(job, job.capture.entries(), job.capture.pieces())
-        entry = self._entry(job, slot, data)
-        size = self.pool.buffer_bytes
-        for start in range(0, len(data), size):
-            part = data[start : start + size]
-            padded = align(len(part), self.store.block_bytes)
-            lease = await self.pool.lease()
-            try:
-                lease.view[:padded] = part.ljust(padded, b"\0")
-                await self.medium.write(slot.file, entry.manifest_offset + start, lease.view[:padded])
-            finally:
-                lease.release()
-        return entry
-
-    def _entry(self, job: Job, slot: SlotLease, data: bytes) -> Entry:
-        """Return the entry of a checkpoint for the commit record; its encoded manifest is ``data``."""
+    def _entry(self, job: Job, slot: SlotLease, manifest: bytes) -> Entry:
+        """Return the entry of a checkpoint for the commit record."""
         nbytes = job.capture.plan.payload_nbytes
         return Entry(
             counter=job.pending.counter,
@@ -411,8 +315,8 @@ class Scheduler:
             nbytes=nbytes,
             slot=slot.slot,
             manifest_offset=nbytes,  # whole blocks
-            manifest_nbytes=len(data),
-            manifest_checksum=crc32(data),
+            manifest_nbytes=len(manifest),
+            manifest_checksum=crc32(manifest),
             pinned=False,
             metadata=job.metadata,
         )

@@ -145,11 +145,6 @@ class ManifestEncoder:
     def __init__(self) -> None:
         self._last: dict[str, tuple[object, msgspec.Raw]] = {}
 
-    def prepare(self, skeleton: Node, tensors: tuple[TensorEntry, ...]) -> None:
-        """Encode the large parts ahead of time."""
-        self._kept("skeleton", skeleton)
-        self._kept("tensors", tensors)
-
     def encode(self, manifest: Manifest) -> bytes:
         """Return the manifest as msgpack. Raises UnsupportedStateError (see :func:`encode`)."""
         large = {name: self._kept(name, getattr(manifest, name)) for name in ("skeleton", "tensors", "storages")}

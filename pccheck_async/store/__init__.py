@@ -34,6 +34,7 @@ from pccheck_async.store.fallback import (
 from pccheck_async.store.part_reader import OpenSlot, PartReader, Source, Staging, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
+from pccheck_async.store.slot_writer import Place, SlotWriter
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, open_store
@@ -50,8 +51,10 @@ __all__ = [
     "OpenSlot",
     "OwnSlot",
     "PartReader",
+    "Place",
     "Retention",
     "SlotLease",
+    "SlotWriter",
     "Source",
     "SpaceNeeded",
     "Staging",

@@ -218,8 +218,8 @@ class Store:
             WriteError, StoreFullError: a write to the slot failed, and nothing else (I11).
             StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
         """
-        small = rest and sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES
-        chain = bool(check is None and small and self.medium.chains and not self.lock.locked())
+        small = entry.nbytes <= sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES  # nothing of it is written yet
+        chain = check is None and small and self.medium.chains and not self.lock.locked()
         if not chain:
             await self.finish_data(lease, entry, rest, written, check)
         deciding = False

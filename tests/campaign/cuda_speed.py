@@ -60,9 +60,8 @@ class Copies:
 
     async def to_host(self, state: dict[str, Any]) -> tuple[float, Plan]:
         capture = Captures().start(state, self.backend)
-        plan = self.planner.plan(capture.layout)
         start = time.perf_counter()
-        await capture.begin(plan, lambda: None)
+        plan = await capture.begin(self.planner)
 
         async def one(index: int) -> None:
             lease = await self.pool.lease()

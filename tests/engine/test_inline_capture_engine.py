@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.engine import CheckpointProgress, scheduler
+from pccheck_async.engine import CheckpointProgress
 from pccheck_async.format import Entry
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.medium import File, Medium
-from pccheck_async.store import Retention, open_store
+from pccheck_async.store import Retention, open_store, slot_writer
 from pccheck_async.testing import Access, CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.transfer import aligned_buffer
 
@@ -200,7 +200,7 @@ def test_without_memory_for_its_manifest_a_checkpoint_takes_no_slot(
     state = small() | {"numbers": list(range(100_000))}  # no room for them behind the tensors
     with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(scheduler, "aligned_buffer", no_memory)
+            patched.setattr(slot_writer, "aligned_buffer", no_memory)
             for step in range(3):  # one more than there are slots
                 with pytest.raises(OSError, match="no memory"):
                     engine.checkpoint(state, step=step).result(30)

@@ -802,7 +802,7 @@ def test_a_capture_that_is_stopped_while_it_begins_reads_nothing_more() -> None:
                 return sources
 
         capture = Captures().start({"x": torch.ones(10)}, Slow(None))  # type: ignore[arg-type]  # copies nothing
-        beginning = asyncio.create_task(capture.begin(Planner(4096, 4096).plan(capture.layout), lambda: None))
+        beginning = asyncio.create_task(capture.begin(Planner(4096, 4096)))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(capture.stop())
         await asyncio.sleep(0)

@@ -431,7 +431,8 @@ class Saving:
         leaves = [ArrayLeaf(str(n), np.zeros(int(size), np.uint8), "ndarray") for n, size in enumerate(sources.lengths)]
         self.layout = arrange(leaves)
         object.__setattr__(self.layout, "sources", sources)
-        self.plan = Planner(256 * KIB, 4 * KIB).plan(self.layout)
+        self.planner = Planner(256 * KIB, 4 * KIB)
+        self.plan = self.planner.plan(self.layout)
         self.payload = bytearray(self.plan.payload_nbytes)
         self.captured_after: int | None = None
         self.copied = 0
@@ -440,16 +441,18 @@ class Saving:
         self.capture = Capture(None, self.layout, it.backend, admission)
 
     async def begin(self) -> None:
-        await self.capture.begin(self.plan, self._note)
+        await self.capture.begin(self.planner)
+        self._note()
 
     def _note(self) -> None:
-        assert self.captured_after is None
-        self.captured_after = self.copied
+        if self.captured_after is None and not self.capture.reads_live:
+            self.captured_after = self.copied
 
     async def chunk(self, index: int) -> None:
         chunk = self.plan.chunks[index]
         lease = await self.it.pool.lease()
         await self.capture.copy(index, lease.view[: chunk.nbytes])
+        self._note()
         self.copied += 1
         self.payload[chunk.offset : chunk.offset + chunk.nbytes] = lease.view[: chunk.nbytes]
         lease.release()

@@ -1,0 +1,138 @@
+"""The way of one checkpoint into a slot: its chunks, and its manifest behind them.
+
+(Invariants, such as I9: :mod:`pccheck_async.store`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pccheck_async.errors import write_error
+from pccheck_async.format import align
+from pccheck_async.medium import File, Piece
+from pccheck_async.store.slots import SlotLease
+from pccheck_async.store.store import Store
+from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
+from pccheck_async.transfer.plan import Chunk, Plan
+
+__all__ = ["Place", "SlotWriter"]
+
+
+class Place(NamedTuple):
+    """Memory for one chunk, of its length: a staging buffer, or its place in a slot that is mapped into memory."""
+
+    offset: int
+    """In the slot."""
+    view: memoryview
+    lease: BufferLease | None
+    slot: File | None
+
+    def explained(self, error: OSError) -> OSError:
+        """Return the error of a copy into this memory: that in a mapped slot is one of the storage.
+
+        The file is shorter than it was, or its memory is broken.
+        """
+        return error if self.slot is None else write_error(error, self.slot.name)
+
+
+class SlotWriter:
+    """Writes one checkpoint; as a context manager it gives back, at the end, the buffers, and the slot before :meth:`finish`.
+
+    Each chunk is written as soon as it is captured. If there is only one, it is kept until the manifest is there: both
+    are then one request, which small checkpoints share with their commit record (:meth:`Store.commit`).
+
+    Args:
+        store: Of the slot.
+        pool: Has the staging buffers.
+        plan: The chunks.
+        first: The only chunk, if it was captured before, and room behind it.
+    """
+
+    def __init__(self, store: Store, pool: BufferPool, plan: Plan, first: memoryview | None = None) -> None:
+        self._store = store
+        self._medium = store.medium
+        self._pool = pool
+        self._plan = plan
+        self._kept = first  # begins with the only chunk
+        self._leases: set[BufferLease] = set()
+        self._reserving: asyncio.Task[SlotLease] | None = None
+        self.written = 0
+        """Bytes of chunks that were written."""
+
+    async def __aenter__(self) -> SlotWriter:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for lease in self._leases:
+            lease.release()
+        reserving = self._reserving
+        if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
+            await self._store.release(reserving.result())
+
+    async def reserve(self, tasks: Tasks, longest: Callable[[], int]) -> None:
+        """Start to reserve a slot, beside the capture: the trainer waits for the copies, never for the store.
+
+        ``longest`` returns the most bytes that the manifest may have.
+        """
+
+        async def reserve() -> SlotLease:
+            if not self._medium.stages:
+                await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
+            return await self._reserve(longest())
+
+        self._reserving = tasks.create_task(reserve())
+        if self._medium.stages:
+            await asyncio.sleep(0)  # the slot first, if none has to be made or waited for: it is copied right into it
+
+    async def place(self, chunk: Chunk) -> Place:
+        """Return the memory to copy a chunk into. :meth:`reserve` came before.
+
+        Cancellation: takes no memory.
+        """
+        assert self._reserving is not None
+        if not self._reserving.done() and self._pool.available <= 1:
+            # The last buffer is for checkpoints that have their slot: else one without a slot could hold all buffers,
+            # and the one whose commit frees a slot would wait for a buffer.
+            await asyncio.wait((self._reserving,))
+        if self._medium.stages and self._reserving.done():
+            file = self._reserving.result().file
+            if (view := self._medium.stage(file, chunk.offset, chunk.nbytes)) is not None:
+                return Place(chunk.offset, view, None, file)
+        lease = await self._pool.lease()
+        self._leases.add(lease)
+        return Place(chunk.offset, lease.view[: chunk.nbytes], lease, None)
+
+    async def put(self, place: Place) -> None:
+        """Write a chunk that was copied into its place, or keep it for the manifest if it is the only one."""
+        assert self._reserving is not None
+        if len(self._plan.chunks) == 1:
+            self._kept = place.view if place.lease is None else place.lease.view
+            return
+        slot = await asyncio.shield(self._reserving)
+        await self._medium.write(slot.file, place.offset, place.view)
+        self.written += len(place.view)
+        if place.lease is not None:
+            self._leases.remove(place.lease)
+            place.lease.release()
+
+    async def finish(self, manifest: bytes) -> tuple[SlotLease, list[Piece]]:
+        """Return the slot, which is the caller's then, and the pieces of it that are not written yet."""
+        end, padded = self._plan.payload_nbytes, align(len(manifest), self._store.block_bytes)
+        kept = self._kept
+        if kept is None:
+            rest: list[Piece] = [(end, aligned_buffer(padded))]
+        elif end + padded <= len(kept):
+            rest = [(0, kept[: end + padded])]
+        else:
+            rest = [(0, kept[:end]), (end, aligned_buffer(padded))]
+        rest[-1][1][-padded:] = manifest.ljust(padded, b"\0")
+        # Last: the caller gives it back.
+        slot = await self._reserve(len(manifest)) if self._reserving is None else self._reserving.result()
+        self._reserving = None
+        return slot, rest
+
+    async def _reserve(self, manifest_nbytes: int) -> SlotLease:
+        # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
+        return await self._store.reserve(self._plan.payload_nbytes + manifest_nbytes + self._store.block_bytes)
