@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno as _errno
 import os
 from collections.abc import Sequence
+from typing import Self
 
 __all__ = [
-    "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "GroupError", "IncompleteCheckpointError",
-    "InfeasibleError", "InvalidTuningError", "NoCheckpointError", "ReadError", "StateMismatchError",
-    "StoreError", "StoreFailedError", "StoreFullError",
-    "StoreLockedError", "TornCaptureError", "UnsupportedStateError", "WriteError",
+    "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "DurabilityUnknownError", "GroupError",
+    "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "NoCheckpointError", "ReadError",
+    "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError", "StoreLockedError",
+    "TornCaptureError", "UnsupportedStateError", "WriteError",
 ]  # fmt: skip
 
 
@@ -39,6 +40,17 @@ class _PathError(CheckpointError):
 
 class WriteError(CheckpointError, OSError):
     """A write or flush failed; ``errno`` and ``filename`` are those of the system call."""
+
+
+class DurabilityUnknownError(WriteError):
+    """A flush failed, or a step after one: nobody knows what of it a power loss would leave."""
+
+    @classmethod
+    def of(cls, error: OSError) -> Self:
+        """Return it with the arguments of the error that is its cause."""
+        unknown = cls(*error.args)
+        unknown.filename = error.filename
+        return unknown
 
 
 class ReadError(CheckpointError, OSError):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pccheck_async.errors import ReadError, is_exhausted
+from pccheck_async.errors import DurabilityUnknownError, ReadError, is_exhausted
 from pccheck_async.medium.mapping import Mapping
 from pccheck_async.telemetry import Stage
-from pccheck_async.transfer import PAGE_BYTES, to_its_end, uninterrupted
+from pccheck_async.transfer import PAGE_BYTES, uninterrupted
 
 __all__ = [
     "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium",
-    "Unsure", "ignore", "read_around",
+    "read_around",
 ]  # fmt: skip
 
 _NONE = Stage()
@@ -23,8 +24,6 @@ MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
 Piece: TypeAlias = tuple[int, memoryview]
 """Bytes, and where in a file they go."""
-Unsure: TypeAlias = Callable[[OSError], None]
-"""Called with an error that leaves durability unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +81,6 @@ class MediumStatistics:
     write: Stage = _NONE
     read: Stage = _NONE
     flush: Stage = _NONE
-
-
-def ignore(error: OSError) -> None:
-    """Ignore an :data:`Unsure` error, which is raised as well: for callers without a store to latch."""
 
 
 class Medium(abc.ABC):
@@ -150,7 +145,7 @@ class Medium(abc.ABC):
         """Write all of ``data``; offset, length and address are aligned by :class:`MediumFacts`. Volatile."""
 
     @abc.abstractmethod
-    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         """Write the pieces of a file and then flush it, and only then those of the next: all in one go.
 
         A flush makes everything written to the file durable, its size too. Every file but the last is unlocked
@@ -158,12 +153,13 @@ class Medium(abc.ABC):
 
         Args:
             parts: Pieces are aligned as for :meth:`write`; none: the file is only flushed.
-            unsure: Called before an error is raised that leaves durability unknown: of a flush, and of any step
-                after the first flush. After a failed write to the first file nothing else happened.
-            final: The caller needs the outcome: cancellation is ignored.
+            ignore_cancellation: The caller needs the outcome.
 
-        Cancellation: raised once everything is done, or a step failed and ``unsure`` was called; ignored if
-            ``final``.
+        Cancellation: raised once everything is done or a step failed, unless that leaves durability unknown.
+
+        Raises:
+            DurabilityUnknownError: a flush failed, or any step after the first flush.
+            WriteError, StoreFullError: a write to the first file failed, and nothing else happened.
         """
 
     @abc.abstractmethod
@@ -212,11 +208,18 @@ class StepwiseMedium(Medium):
     async def flush(self, file: File) -> None:
         """Make everything written to ``file``, and its size, durable."""
 
-    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         """See :meth:`Medium.make_durable`."""
-        await (to_its_end if final else uninterrupted)(self._make_durable(parts, unsure))
+        steps = asyncio.ensure_future(self._make_durable(parts))
+        try:
+            await uninterrupted(steps)
+        except asyncio.CancelledError:
+            unknown = not steps.cancelled() and isinstance(steps.exception(), DurabilityUnknownError)
+            if not (ignore_cancellation or unknown):
+                raise
+            steps.result()
 
-    async def _make_durable(self, parts: Sequence[Part], unsure: Unsure) -> None:
+    async def _make_durable(self, parts: Sequence[Part]) -> None:
         flushing = False
         try:
             for number, (file, pieces) in enumerate(parts, 1):
@@ -226,9 +229,11 @@ class StepwiseMedium(Medium):
                 await self.flush(file)
                 if number < len(parts):
                     await self.unlock(file)
+        except DurabilityUnknownError:  # of a medium behind this one
+            raise
         except OSError as error:
             if flushing:
-                unsure(error)
+                raise DurabilityUnknownError.of(error) from error
             raise
 
 

@@ -13,8 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pccheck_async.errors import ClosedError, StoreFullError, folder_error, lock_error, read_error, write_error
-from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part, Unsure, ignore
+from pccheck_async.errors import (
+    ClosedError,
+    DurabilityUnknownError,
+    StoreFullError,
+    folder_error,
+    lock_error,
+    read_error,
+    write_error,
+)
+from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder
 from pccheck_async.telemetry import StageClock, write
@@ -154,7 +162,7 @@ class Files(Medium):
         finally:
             self._clock.note(stage, start, time.perf_counter(), len(data))
 
-    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         files, steps = _steps(parts)
         done = 0
         cancelled = unknown = False
@@ -183,8 +191,8 @@ class Files(Medium):
             self._give_up_direct(files[last])
             done = last  # once more
         if failure is not None and unknown:
-            unsure(failure)
-        if cancelled and not final:
+            raise DurabilityUnknownError.of(failure) from failure
+        if cancelled and not ignore_cancellation:
             raise asyncio.CancelledError
         if failure is not None:
             raise failure

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.medium.base import File, MediumFacts, Part, Piece, StepwiseMedium, Unsure, ignore
+from pccheck_async.errors import DurabilityUnknownError
+from pccheck_async.medium.base import File, MediumFacts, Part, Piece, StepwiseMedium
 from pccheck_async.medium.files import REMOVED, Files, map_error
 from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type
 from pccheck_async.medium.mapping import INSTRUCTIONS, Kind, Mapping, map_file
@@ -131,17 +132,16 @@ class MappedFiles(StepwiseMedium, Files):
         await self._operations.flush(file.fd)
         mapping.settled = True
 
-    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         for file, _ in parts:
             # Else all could succeed, and be gone with the descriptors.
             if os.fstat(file.fd).st_nlink == 0:
-                error = map_error(OSError(errno.ENOENT, REMOVED), self._folder.path / file.name)
-                unsure(error)
-                raise error
+                removed = OSError(errno.ENOENT, REMOVED)
+                raise DurabilityUnknownError.of(map_error(removed, self._folder.path / file.name)) from removed
         if all(_at_once(*part) for part in parts):
-            await self._make_durable(parts, unsure)  # nothing in it waits, so nothing can cancel it
+            await self._make_durable(parts)  # nothing in it waits, so nothing can cancel it
         else:
-            await super().make_durable(parts, unsure, final=final)
+            await super().make_durable(parts, ignore_cancellation=ignore_cancellation)
 
 
 def _at_once(file: File, pieces: Sequence[Piece]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
-from pccheck_async.errors import StoreFailedError
+from pccheck_async.errors import DurabilityUnknownError, StoreFailedError
 from pccheck_async.format import Entry, Record, Which, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import Medium, Part, Piece
@@ -44,20 +44,20 @@ class Latch:
         self.failure: BaseException | None = None
 
     def set(self, error: BaseException) -> None:
-        """Take no more commits because of ``error``; only the first one is kept, and logged."""
+        """Refuse commits from now on because of ``error``; only the first one is kept, and logged."""
         if self.failure is None:
             self.failure = error
             write("store_failed", "the store takes no more commits: %s", error, error=str(error))
+
+    def failed(self, error: BaseException) -> StoreFailedError:
+        """Refuse commits from now on because of ``error``, and return the error to raise from it."""
+        self.set(error)
+        return _failed(error)
 
     def check(self) -> None:
         """Raise StoreFailedError if the store takes no more commits."""
         if self.failure is not None:
             raise _failed(self.failure) from self.failure
-
-    def raise_as_failed(self, error: BaseException) -> None:
-        """Raise StoreFailedError from ``error`` if the store takes no more commits; else return."""
-        if self.failure is not None and isinstance(error, Exception):
-            raise _failed(error) from error
 
     async def flush(self, flush: Callable[[], Awaitable[None]]) -> None:
         """Flush; if that fails, take no more commits. Raises StoreFailedError.
@@ -70,8 +70,7 @@ class Latch:
                 await flush()
             except OSError as error:
                 # After a failed flush the kernel may report success although the data is gone: never try again.
-                self.set(error)
-                raise _failed(error) from error
+                raise self.failed(error) from error
 
         await uninterrupted(flush_or_latch())
 
@@ -289,7 +288,7 @@ class Store:
                     # Flushed, as the manifest may have been; if the device fails here too, no more can be done.
                     zeros = aligned_buffer(self.file.identity.block_bytes)
                     with suppress(OSError):
-                        await self.medium.make_durable([(lease.file, [(manifest_offset, zeros)])], self.latch.set)
+                        await self.make_data_durable(lease, [(manifest_offset, zeros)])
             finally:
                 try:
                     await self.medium.unlock(lease.file)
@@ -425,10 +424,9 @@ class Store:
     async def make_data_durable(self, lease: SlotLease, rest: Sequence[Piece]) -> None:
         """Write the rest of a checkpoint and flush its slot. Raises the errors of :meth:`commit`."""
         try:
-            await self.medium.make_durable([(lease.file, rest)], self.latch.set)
-        except OSError as error:
-            self.latch.raise_as_failed(error)
-            raise
+            await self.medium.make_durable([(lease.file, rest)])
+        except DurabilityUnknownError as error:
+            raise self.latch.failed(error) from error
 
     async def write_record(self, record: Record, data: Sequence[Part] = ()) -> None:
         """Write a record over the older one of the two and make it durable; before it ``data``, if that is not yet.
@@ -438,11 +436,13 @@ class Store:
         Raises the errors of :meth:`commit`; WriteError and StoreFullError only if a write of ``data`` failed.
         """
         try:
-            await self.medium.make_durable([*data, self.file.part(record)], self.latch.set, final=True)
+            await self.medium.make_durable([*data, self.file.part(record)], ignore_cancellation=True)
         except BaseException as error:
-            if not (data and isinstance(error, OSError)):  # else it is latched, or only a write of the data failed
-                self.latch.set(error)  # which of the two records a restart will find is unknown
-            self.latch.raise_as_failed(error)
+            if data and isinstance(error, OSError) and not isinstance(error, DurabilityUnknownError):
+                raise  # a write of the data failed, and no more
+            failed = self.latch.failed(error)  # which of the two records a restart will find is unknown
+            if isinstance(error, Exception):
+                raise failed from error
             raise
 
     def publish(self, record: Record) -> None:

@@ -16,7 +16,7 @@ from pccheck_async.transfer.machine import (
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
 from pccheck_async.transfer.plan import PackedPiece, Segments
 from pccheck_async.transfer.pool import BufferLease, BufferPool
-from pccheck_async.transfer.uninterrupted import Tasks, to_its_end, uninterrupted
+from pccheck_async.transfer.uninterrupted import Tasks, uninterrupted
 
 __all__ = [
     "PAGE_BYTES",
@@ -36,6 +36,5 @@ __all__ = [
     "map_memory",
     "share_of_cores",
     "share_of_machine",
-    "to_its_end",
     "uninterrupted",
 ]  # fmt: skip

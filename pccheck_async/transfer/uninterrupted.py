@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterator
-from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["Tasks", "to_its_end", "uninterrupted"]
+__all__ = ["Tasks", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -24,17 +23,6 @@ async def uninterrupted(step: Awaitable[T]) -> T:
         if not task.cancelled():
             task.exception()  # retrieved: the caller gets the cancellation
         raise
-    return task.result()
-
-
-async def to_its_end(step: Awaitable[T]) -> T:
-    """Await ``step`` in a task of its own; return its result, or raise its error.
-
-    Cancellation: ignored; the caller needs the outcome of the step.
-    """
-    task = asyncio.ensure_future(step)
-    with suppress(asyncio.CancelledError):
-        await _End(task)
     return task.result()
 
 

@@ -17,7 +17,6 @@ from pccheck_async.format import record as layout
 from pccheck_async.format.manifest import decode
 from pccheck_async.format.record import slot_number
 from pccheck_async.medium import File, Medium, Part
-from pccheck_async.medium.base import Unsure, ignore
 from pccheck_async.store import Retention, Store, store, store_reader
 from pccheck_async.store.commit_file import read_record
 from pccheck_async.store.retention import Committed, Kept
@@ -100,14 +99,14 @@ class RecordFirst(WrappingWriter):
         super().__init__(inner)
         self._late: list[File] = []
 
-    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         for file, pieces in parts:
             if file.name.startswith("slot-"):
                 for offset, data in pieces:
                     await self.write(file, offset, data)
                 self._late.append(file)
             else:
-                await super().make_durable([(file, pieces)], unsure, final=final)
+                await super().make_durable([(file, pieces)], ignore_cancellation=ignore_cancellation)
                 while self._late:
                     await self.flush(self._late.pop())
 
@@ -125,14 +124,14 @@ class FlushFirst(WrappingWriter):
         super().__init__(inner)
         self._name = name
 
-    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         for number, (file, pieces) in enumerate(parts, 1):
             if file.name.startswith(self._name):
                 await self.flush(file)
                 for offset, data in pieces:
                     await self.write(file, offset, data)
             else:
-                await super().make_durable([(file, pieces)], unsure, final=final)
+                await super().make_durable([(file, pieces)], ignore_cancellation=ignore_cancellation)
             if number < len(parts):
                 await self.unlock(file)
 
