@@ -237,6 +237,8 @@ class Capture:
         inline: All of it, if it was captured inline: nothing of the live state is read any more.
         time: Seconds since the epoch.
         plan: The chunks; there from :meth:`begin` on.
+        live: Numbers of the chunks that hold bytes of the live state and are not copied yet;
+        eager: and of those among them that the caller waits for: all, unless a part is lazy.
     """
 
     plan: Plan
@@ -265,10 +267,8 @@ class Capture:
         self._backend = backend
         self._marks = marks
         self._sources = layout.sources
-        # Numbers of the chunks that hold bytes of the live state and are not copied yet; and of those among them that
-        # the caller waits for.
-        self._live: set[int] = set()
-        self._eager: set[int] = set()
+        self.live: set[int] = set()
+        self.eager: set[int] = set()
 
     async def begin(self, planner: Planner, on_fence: Fenced | None = None) -> Plan:
         """Get ready to copy, and return the chunks; a backend may copy the state on its device first.
@@ -282,7 +282,7 @@ class Capture:
             self.plan, self._entries, self._sums = self.inline.plan, [self.inline.entry], [self.inline.sums]
             return self.plan
         self.plan = plan = planner.plan(self.layout)
-        self._chunks, self._on_fence = plan.chunks, on_fence
+        self._chunks, self._on_fence = plan.chunks, on_fence if self._sources.devices else None
         self._fence = Fence({})
         self._entries = [None] * len(plan.chunks)
         self._sums = [b""] * len(plan.chunks)
@@ -290,7 +290,7 @@ class Capture:
         self._idle = asyncio.Event()
         live = self._sources
         # A fence behind snapshots on devices is not enough if the host has live bytes left to copy.
-        of_snapshots = None if on_fence is None or (live.live() & live.on_host()).any() else on_fence
+        of_snapshots = None if on_fence is None or (live.live() & live.on_host()).any() else self._on_fence
         self._copying = 1
         try:
             self._sources = await self._backend.begin(self._marks, live, of_snapshots)
@@ -299,44 +299,37 @@ class Capture:
         if self._sources is not live:
             live.release()
         alive = self._sources.live()
-        self._live = self._chunks_of(alive)
+        self.live = self._chunks_of(alive)
         # Numbers of the live chunks whose copies are not behind the fence yet; empty without ``on_fence``.
-        self._unfenced = self._live.copy() if on_fence is not None else set()
+        self._unfenced = self.live.copy() if self._on_fence is not None else set()
         # Numbers of the live chunks of which the host copies bytes: no fence covers these before they are copied.
-        self._by_host = self._chunks_of(alive & self._sources.on_host()) if on_fence is not None else set()
+        self._by_host = self._chunks_of(alive & self._sources.on_host()) if self._unfenced else set()
         if self.lazy is None:
-            self._eager = self._live.copy()
+            self.eager = self.live.copy()
         elif self.lazy.eager is not None:
-            self._eager = self._chunks_of(alive & self.lazy.eager)
+            self.eager = self._chunks_of(alive & self.lazy.eager)
         self._timed_nbytes, self._timed_since = 0, time.perf_counter()
         return plan
-
-    @property
-    def reads_live(self) -> bool:
-        """Whether bytes of the live state are left to copy."""
-        return bool(self._live)
-
-    @property
-    def reads_eager(self) -> bool:
-        """Whether bytes are left to copy for which the caller waits: all of the live ones, unless some are lazy."""
-        return bool(self._eager)
 
     def order(self) -> list[int]:
         """Return the numbers of the chunks to copy, first those for which the caller waits."""
         if self.inline is not None:
             return []
-        return sorted(range(len(self._chunks)), key=lambda index: index not in self._eager)
+        return [*sorted(self.eager), *[index for index in range(len(self._chunks)) if index not in self.eager]]
 
-    async def copy(self, index: int, into: memoryview) -> None:
+    async def copy(self, index: int, into: memoryview) -> bool:
         """Copy one chunk into memory of its length, and keep its checksums.
 
         Cancellation: ends once the copy ended.
+
+        Returns:
+            Whether it was the last one of :attr:`live` or :attr:`eager`.
         """
         if self._stopped:
             raise asyncio.CancelledError
         chunk, lazy = self._chunks[index], self.lazy
         on_fence = None
-        if self._on_fence is not None and index in self._live and index not in self._by_host:
+        if self._on_fence is not None and index in self.live and index not in self._by_host:
             on_fence = partial(self._extend_fence, index)
         self._copying += 1
         self._idle.clear()
@@ -350,19 +343,22 @@ class Capture:
         self._entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
         self._sums[index] = sums
         self._left -= 1
-        self._take_time(chunk.nbytes)
+        if self._sources.devices:
+            self._take_time(chunk.nbytes)
         if not self._left:
             if lazy is not None:
                 lazy.note_captured([each.table for each in self._chunks], [each.checksum for each in self.entries()])
             self.release()
-        self._eager.discard(index)
-        self._live.discard(index)
-        if self._live and index in self._unfenced:
+        last = self.live == {index} or self.eager == {index}
+        self.live.discard(index)
+        self.eager.discard(index)
+        if self.live and index in self._unfenced:
             self._extend_fence(index)
+        return last
 
     def entries(self) -> tuple[ChunkEntry, ...]:
         """Return offset, length and checksum of every chunk; all of them were captured."""
-        return tuple(entry for entry in self._entries if entry is not None)
+        return tuple([entry for entry in self._entries if entry is not None])
 
     def pieces(self) -> tuple[bytes, ...]:
         """Return the checksums of the pieces of every chunk; all of them were captured."""
@@ -405,5 +401,5 @@ class Capture:
             self._timed_since = now
         else:
             self._timed_nbytes += nbytes
-        if not self._left and self._sources.devices:
+        if not self._left:
             self._backend.note_capture(self._timed_nbytes, now - self._timed_since)

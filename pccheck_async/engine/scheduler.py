@@ -21,7 +21,7 @@ from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
-from pccheck_async.format.checksum import SUM_BYTES, piece_count
+from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
 from pccheck_async.store import Place, SlotLease, SlotWriter, Store
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
@@ -276,22 +276,23 @@ class Scheduler:
         enter_chunk(index)
         nbytes, start = len(place.view), time.perf_counter()
         try:
-            await job.capture.copy(index, place.view)
+            last = await job.capture.copy(index, place.view)
         except OSError as error:
             raise place.explained(error) from error
         finally:
             self.stream.clock.note("capture", start, time.perf_counter(), nbytes)
         job.pending.captured_nbytes += nbytes
-        self._note_progress(job)
+        if last:
+            self._note_progress(job)
         await writer.put(place)
         job.pending.written_nbytes = writer.written
 
     def _note_progress(self, job: Job) -> None:
         """Resolve the promises of the capture that are kept by now. Called when it got further."""
         pending, capture = job.pending, job.capture
-        if not (capture.reads_eager or pending.is_eager_captured):
+        if not capture.eager:
             pending.set_eager_captured()
-        if capture.reads_live or job.captured:
+        if capture.live or job.captured:
             return
         job.captured = True
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
@@ -301,9 +302,9 @@ class Scheduler:
 
     def _longest_manifest(self, job: Job) -> int:
         """Return the most bytes that the manifest may have: its checksums are not known yet."""
-        chunks = job.capture.plan.chunks
-        largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in chunks)
-        return len(self._encode(job, largest, tuple(bytes(SUM_BYTES * piece_count(each.nbytes)) for each in chunks)))
+        largest = [ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in job.capture.plan.chunks]
+        pieces = [bytes(SUM_BYTES * -(-each.nbytes // PIECE_BYTES)) for each in job.capture.plan.chunks]
+        return len(self._encode(job, tuple(largest), tuple(pieces)))
 
     def _entry(self, job: Job, slot: SlotLease, manifest: bytes) -> Entry:
         """Return the entry of a checkpoint for the commit record."""

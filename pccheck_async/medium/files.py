@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -138,12 +138,11 @@ class Files(Medium):
         with self._errors(file.name, write_error):
             fcntl.flock(file.fd, fcntl.LOCK_UN)
 
-    async def write(self, file: File, offset: int, data: memoryview) -> None:
-        await self._transfer("write", file, offset, data)
+    def write(self, file: File, offset: int, data: memoryview) -> Coroutine[Any, Any, None]:
+        return self._transfer("write", file, offset, data)
 
-    async def read(self, file: File, offset: int, into: memoryview) -> int:
-        got: int = await self._transfer("read", file, offset, into)
-        return got
+    def read(self, file: File, offset: int, into: memoryview) -> Coroutine[Any, Any, int]:
+        return self._transfer("read", file, offset, into)
 
     async def _transfer(self, stage: Literal["write", "read"], file: File, offset: int, data: memoryview) -> Any:
         operations, writes = self._operations, stage == "write"

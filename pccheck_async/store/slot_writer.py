@@ -41,7 +41,8 @@ class SlotWriter:
     """Writes one checkpoint; as a context manager it gives back, at the end, the buffers, and the slot before :meth:`finish`.
 
     Each chunk is written as soon as it is captured. If there is only one, it is kept until the manifest is there: both
-    are then one request, which small checkpoints share with their commit record (:meth:`Store.commit`).
+    are then one request, which small checkpoints share with their commit record (:meth:`Store.commit`); and their slot
+    is reserved only then, when their length is known.
 
     Args:
         store: Of the slot.
@@ -76,6 +77,10 @@ class SlotWriter:
 
         ``longest`` returns the most bytes that the manifest may have.
         """
+        # The last buffer is for checkpoints that have their slot: else those without a slot could hold all buffers, and
+        # the one whose commit frees a slot would wait for a buffer.
+        if len(self._plan.chunks) == 1 and self._pool.available > 1:
+            return
 
         async def reserve() -> SlotLease:
             if not self._medium.stages:
@@ -91,26 +96,24 @@ class SlotWriter:
 
         Cancellation: takes no memory.
         """
-        assert self._reserving is not None
-        if not self._reserving.done() and self._pool.available <= 1:
-            # The last buffer is for checkpoints that have their slot: else one without a slot could hold all buffers,
-            # and the one whose commit frees a slot would wait for a buffer.
-            await asyncio.wait((self._reserving,))
-        if self._medium.stages and self._reserving.done():
-            file = self._reserving.result().file
-            if (view := self._medium.stage(file, chunk.offset, chunk.nbytes)) is not None:
-                return Place(chunk.offset, view, None, file)
+        if (reserving := self._reserving) is not None:
+            if not reserving.done() and self._pool.available <= 1:
+                await asyncio.wait((reserving,))
+            if self._medium.stages and reserving.done():
+                file = reserving.result().file
+                if (view := self._medium.stage(file, chunk.offset, chunk.nbytes)) is not None:
+                    return Place(chunk.offset, view, None, file)
         lease = await self._pool.lease()
         self._leases.add(lease)
         return Place(chunk.offset, lease.view[: chunk.nbytes], lease, None)
 
     async def put(self, place: Place) -> None:
         """Write a chunk that was copied into its place, or keep it for the manifest if it is the only one."""
-        assert self._reserving is not None
         if len(self._plan.chunks) == 1:
             self._kept = place.view if place.lease is None else place.lease.view
             return
-        slot = await asyncio.shield(self._reserving)
+        assert self._reserving is not None
+        slot = self._reserving.result() if self._reserving.done() else await asyncio.shield(self._reserving)
         await self._medium.write(slot.file, place.offset, place.view)
         self.written += len(place.view)
         if place.lease is not None:

@@ -140,19 +140,20 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     """Return the segments that fill the buffer of ``chunk``."""
     table = chunk.table
     index = table[:, 0].astype(np.intp)
-    is_packed = sources.packed[index]
+    addresses = sources.addresses[index]
     packed: list[PackedPiece] = []
-    if is_packed.any():
+    if not addresses.all():
+        is_packed = addresses == 0
         for number, low, offset, length in table[is_packed].tolist():
             source = sources[number]
             assert isinstance(source, PackedSource)
             packed.append((source, low, low + length, offset))
-        table, index = table[~is_packed], index[~is_packed]
+        table, index, addresses = table[~is_packed], index[~is_packed], addresses[~is_packed]
     raw = np.empty((len(table), 3), np.uint64)
-    np.add(sources.addresses[index], table[:, 1], out=raw[:, 0])
+    np.add(addresses, table[:, 1], out=raw[:, 0])
     raw[:, 1:] = table[:, 2:]
     devices = sources.device_of
-    return _by_device(raw, None if devices is None else devices[index], packed)
+    return Segments(raw.tobytes(), packed=packed) if devices is None else _by_device(raw, devices[index], packed)
 
 
 def scatter_runs(offset: int, nbytes: int, unit: int, targets: Targets) -> list[tuple[range, Segments]]:

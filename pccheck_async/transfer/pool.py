@@ -72,6 +72,7 @@ class BufferPool:
         count = nbytes // buffer_bytes
         if count < 1:
             raise ValueError(f"host_memory of {nbytes} bytes holds no buffer of {buffer_bytes} bytes")
+        self._count = count
         self.nbytes = count * buffer_bytes
         self.buffer_bytes = buffer_bytes
         self._view = aligned_buffer(count * buffer_bytes)
@@ -91,7 +92,7 @@ class BufferPool:
         """Wait for a buffer. Cancellation: leases nothing; one given at the same moment goes to the next waiter."""
         if self._free:
             index = self._free.pop()
-            self._peak = max(self._peak, self._in_use())
+            self._peak = max(self._peak, self._count - len(self._free))
         else:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -121,10 +122,7 @@ class BufferPool:
 
     def statistics(self) -> PoolStatistics:
         """Return the current use."""
-        return PoolStatistics(self.buffer_bytes, self._touched, self._in_use(), self._peak, self._waited)
-
-    def _in_use(self) -> int:
-        return self.nbytes // self.buffer_bytes - len(self._free)
+        return PoolStatistics(self.buffer_bytes, self._touched, self._count - len(self._free), self._peak, self._waited)
 
     def _give(self, index: int) -> None:
         """Give a buffer to the first task that still waits for one, if there is any."""
@@ -140,7 +138,7 @@ class BufferPool:
         async with self._turn:
             while pinning.active and index >= self._pinned:
                 low, most = self._pinned, max(1, LARGEST_SLAB // self.buffer_bytes)
-                high = min(low + max(1, min(low, most)), self.nbytes // self.buffer_bytes)
+                high = min(low + max(1, min(low, most)), self._count)
                 try:
                     await pinning.pin(self._view[low * self.buffer_bytes : high * self.buffer_bytes])
                 finally:

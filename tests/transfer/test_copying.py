@@ -445,7 +445,7 @@ class Saving:
         self._note()
 
     def _note(self) -> None:
-        if self.captured_after is None and not self.capture.reads_live:
+        if self.captured_after is None and not self.capture.live:
             self.captured_after = self.copied
 
     async def chunk(self, index: int) -> None:
