@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 class SlotWriter:
-    """Writes one checkpoint; as a context manager it gives back, at the end, the buffers, and the slot before :meth:`finish`.
+    """Writes one checkpoint. Its context gives back, at the end, the buffers, and the slot before :meth:`finish`.
 
     Each chunk is written as soon as it is captured. If there is only one, it is kept until the manifest is there: both
     are then one request, which small checkpoints share with their commit record (:meth:`Store.commit`); and their slot

@@ -129,7 +129,7 @@ def test_an_unreadable_manifest_falls_back(tmp_path: Path, io: str) -> None:
             engine.checkpoint(state_of(step), step=step).result(60)
 
     def failing(path: str, operations: Operations) -> Medium:
-        return FailingWriter(Files(path, operations), fail_at=3, kinds=("read",))
+        return FailingWriter(Files(path, operations), fail_at=4, kinds=("read",))
 
     with pytest.warns(RuntimeWarning, match="falling back to step 0"):
         assert load_sync(tmp_path, io=failing)["step"] == 0
