@@ -1,5 +1,6 @@
 """A stored state back into Python: new objects (``load``) or the live ones (``engine.restore``).
 
-``tree`` reads a skeleton, ``arrays`` makes the memory that is read into, ``objects`` handles modules and optimizers,
-``match`` pairs live and stored values, and ``listing`` names the leaves for people.
+A live state is a tree (``state.save.flatten``) like the stored one. ``diff`` says how they differ and what is done with
+each part; ``adapt`` knows modules and optimizers, ``bind`` addresses; ``match`` calls them in their order. ``tree``
+reads a skeleton, ``arrays`` makes the memory that is read into, and ``listing`` names the leaves for people.
 """

@@ -177,9 +177,7 @@ class Binding:
         wanted = {index for step in (*found.steps, *found.last) for index in arrays(step.node)} - found.elsewhere
         direct = {live.index for live in lives if live.in_place}
         preferred = {
-            index: device
-            for index, device in found.preferred.items()
-            if device.type == "cuda" and self._by_address and index not in self._live
+            index: device for index, device in found.preferred.items() if device.type == "cuda" and self._by_address
         }
         gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
         with apart():

@@ -46,7 +46,7 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
 
-__all__ = ["Diff", "Fill", "Give", "Put", "diff"]
+__all__ = ["Diff", "Fill", "Give", "Put", "Rules", "diff"]
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
@@ -124,9 +124,8 @@ class Diff:
         made: Tensors on several ranks, or stored as such, by the identity of their stored node,
         plain_made: and by their index those that were stored as plain tensors.
         composed: Live composed tensors by the identity of their stored node.
-        is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
-        stored_paths: Of those, by the identity of their nodes.
         unpickled: Paths and values of those that were pickled, by the identity of their nodes, once they are needed.
+        is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
     """
 
     tree: LiveTree
@@ -150,14 +149,24 @@ class Diff:
     made: dict[int, Any] = field(default_factory=dict)
     plain_made: dict[int, Any] = field(default_factory=dict)
     composed: dict[int, torch.Tensor] = field(default_factory=dict)
-    is_special: bool = False
-    stored_paths: Mapping[int, str] = field(default_factory=dict)
     unpickled: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    is_special: bool = field(init=False)
+    _stored_paths: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_special = not _SPECIAL.isdisjoint(map(type, nodes.walk(self.manifest.skeleton)))
+
+    def path_of(self, node: Node) -> str:
+        """Return the path of a stored value."""
+        if not self._stored_paths:
+            found = leaves(self.manifest.skeleton)
+            self._stored_paths = {id(each): path for path, leaf in found for each in nodes.walk(leaf)}
+        return self._stored_paths.get(id(node), "")
 
     def unpickle(self, node: PickledNode) -> Any:
         """Return a pickled value, unpickled once. Raises UnsupportedStateError."""
         if id(node) not in self.unpickled:
-            path = self.stored_paths.get(id(node), "")
+            path = self.path_of(node)
             self.unpickled[id(node)] = path, unpickle(node, path)
         return self.unpickled[id(node)][1]
 
@@ -208,18 +217,19 @@ class Diff:
         return ""
 
 
-def diff(
-    tree: LiveTree,
-    manifest: Manifest,
-    *,
-    strict: bool = True,
-    dtype: torch.dtype | None = None,
-    allow_pickle: bool = False,
-    generators: bool = True,
-    added: Collection[str] = (),
-) -> Diff:
-    """Return how a live state differs from a stored one, and what a restore does; see :func:`.match.match`."""
-    walk = _Walk(tree, manifest, strict, dtype, allow_pickle, generators, added)
+class Rules(NamedTuple):
+    """The arguments of :func:`.match.match` that say which differences count."""
+
+    strict: bool = True
+    dtype: torch.dtype | None = None
+    allow_pickle: bool = False
+    generators: bool = True
+    added: Collection[str] = ()
+
+
+def diff(tree: LiveTree, manifest: Manifest, rules: Rules) -> Diff:
+    """Return how a live state differs from a stored one, and what a restore does."""
+    walk = _Walk(tree, manifest, rules)
     walk.outermost()
     return walk.found
 
@@ -227,30 +237,12 @@ def diff(
 class _Walk:
     """One walk over a live and a stored tree side by side."""
 
-    def __init__(
-        self,
-        tree: LiveTree,
-        manifest: Manifest,
-        strict: bool,
-        dtype: torch.dtype | None,
-        allow_pickle: bool,
-        generators: bool,
-        added: Collection[str],
-    ) -> None:
-        assert isinstance(manifest.skeleton, MappingNode)
+    def __init__(self, tree: LiveTree, manifest: Manifest, rules: Rules) -> None:
         self._tree = tree
-        self._skeleton = manifest.skeleton
+        self._skeleton: Any = manifest.skeleton
         self._tensors = manifest.tensors
-        self._strict = strict
-        self._dtype = dtype
-        self._allow_pickle = allow_pickle
-        self._restores_generators = generators
-        self._added = added
-        special = not _SPECIAL.isdisjoint(map(type, nodes.walk(manifest.skeleton)))
-        stored = (
-            {id(node): path for path, leaf in leaves(manifest.skeleton) for node in nodes.walk(leaf)} if special else {}
-        )
-        self.found = Diff(tree, manifest, is_special=special, stored_paths=stored)
+        self._rules = rules
+        self.found = Diff(tree, manifest)
         self._unread = 0  # leaves of the checkpoint that the state lacks
 
     @cached_property
@@ -344,7 +336,7 @@ class _Walk:
         elif isinstance(node, ComposedNode):
             self._fill_parts(live, node, path, strict=strict)
         elif isinstance(node, ArrayNode):
-            trouble = difference(self._tensors[node.index], live, self._dtype)
+            trouble = difference(self._tensors[node.index], live, self._rules.dtype)
             if not trouble:
                 found.fills.append(Fill(path, node.index, live, strict))
             elif strict:
@@ -392,7 +384,9 @@ class _Walk:
         if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
             (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
         ]:
-            troubles = (difference(entry, view, self._dtype) for entry, (_, view) in zip(stored, views, strict=True))
+            troubles = (
+                difference(entry, view, self._rules.dtype) for entry, (_, view) in zip(stored, views, strict=True)
+            )
             if trouble := next(filter(None, troubles), ""):
                 found.mismatched.append(f"{path} ({trouble})")
             else:
@@ -405,17 +399,11 @@ class _Walk:
         found.elsewhere.update(child.index for child in children)
         if isinstance(node, ArrayNode):
             found.plain_made[node.index] = live
-        stored_path = self._path_of(node)
+        stored_path = self.found.path_of(node)
         mesh = node.mesh if isinstance(node, ShardedNode) else None
         for box, view in views:
             wrapper = live if isinstance(live, torch.Tensor) else view
             found.resharded.append(Wanted(path, stored_path, mesh, shape, box, view.detach(), wrapper))
-
-    def _path_of(self, node: Node) -> str:
-        """Return the path of a leaf in the checkpoint."""
-        if known := self.found.stored_paths.get(id(node)):
-            return known
-        return next((path for path, leaf in leaves(self._skeleton) if leaf is node), "")
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live tensor has the shape and dtype of a stored one."""
@@ -423,7 +411,7 @@ class _Walk:
             return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
         if is_sharded(live):
             return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
-        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._dtype)
+        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._rules.dtype)
 
     def _give(self, node: Node) -> None:
         """Check that the stored values that are no arrays can be made.
@@ -433,12 +421,12 @@ class _Walk:
         """
         found = self.found
         for each in nodes.walk(node) if found.is_special else ():
-            if isinstance(each, PickledNode) and not self._allow_pickle:
-                refuse_pickled(each, self._path_of(each))
+            if isinstance(each, PickledNode) and not self._rules.allow_pickle:
+                refuse_pickled(each, self.found.path_of(each))
             elif isinstance(each, ComposedNode):
-                class_of(each, self._path_of(each))
+                class_of(each, self.found.path_of(each))
             elif isinstance(each, ShardedNode) and id(each) not in found.made:
-                path = self._path_of(each)
+                path = self.found.path_of(each)
                 if each.plain:
                     self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
                 else:
@@ -459,14 +447,14 @@ class _Walk:
             child = self._module(live, known, child)
             tensors = [each for each in known.state.values() if isinstance(each, torch.Tensor) and not is_lazy(each)]
             inference = any(map(torch.Tensor.is_inference, tensors))
-            if not self._strict:
+            if not self._rules.strict:
                 load = partial(adapt.load_into, value, known.state)
         elif isinstance(value, torch.optim.Optimizer):
             child = self._optimizer(live, known, child)
-            load = partial(adapt.load, value, dtype=self._dtype)
+            load = partial(adapt.load, value, dtype=self._rules.dtype)
             found.trained += chain.from_iterable(group["params"] for group in value.param_groups)
             found.matched += 1
-        elif isinstance(value, RNGState) and not self._restores_generators:
+        elif isinstance(value, RNGState) and not self._rules.generators:
             found.matched += 1
             return
         else:
@@ -491,7 +479,7 @@ class _Walk:
             return node
         node = adapt.with_tied(own, node)
         own_loading, missing = adapt.own_loading(module), len(found.missing)
-        common = self._common(live.child, node, path, own_loading.all if self._strict else ())
+        common = self._common(live.child, node, path, own_loading.all if self._rules.strict else ())
         for key, value, child, below in common:
             array = self._tree.leaves.values[value.index] if type(value) is ArrayNode else None
             is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
@@ -513,7 +501,7 @@ class _Walk:
         kept = [
             index
             for index, (key, name, _) in enumerate(entries(node))
-            if key in keys or (self._strict and paths.child(path, name) not in self._added)
+            if key in keys or (self._rules.strict and paths.child(path, name) not in self._rules.added)
         ]
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept])
 
@@ -523,7 +511,7 @@ class _Walk:
             return False
         if isinstance(value, _ARRAYS) and self._fits(value, node):
             return key.startswith(own_loading.users)
-        return self._strict
+        return self._rules.strict
 
     def _optimizer(self, live: StatefulNode, known: Live, node: Node) -> Node:
         """Compare an optimizer; return the stored state to load."""
@@ -595,7 +583,7 @@ class _Walk:
                 found.missing.append(below)
         unread = [pair for key, pair in stored.items() if not str(key).startswith(ignored)]
         unexpected = (prefix + name for name, _ in unread)
-        found.unexpected += [each for each in unexpected if each not in self._added]
+        found.unexpected += [each for each in unexpected if each not in self._rules.added]
         self._unread += sum(count(child) for _, child in unread)
         return common
 

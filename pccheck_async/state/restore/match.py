@@ -15,7 +15,7 @@ from pccheck_async.state.composed import check_classes, compose
 from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Targets, place_of
 from pccheck_async.state.restore.bind import Binding, Restoration, warn_of_unpickling
-from pccheck_async.state.restore.diff import diff
+from pccheck_async.state.restore.diff import Rules, diff
 from pccheck_async.state.restore.tree import leaves, rebuild, refuse_boxes, select
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten_live
@@ -105,9 +105,7 @@ def match(
         CorruptStoreError: The skeleton describes no value.
     """
     tree = state if isinstance(state, LiveTree) else live_tree(state)
-    found = diff(
-        tree, manifest, strict=strict, dtype=dtype, allow_pickle=allow_pickle, generators=generators, added=added
-    )
+    found = diff(tree, manifest, Rules(strict, dtype, allow_pickle, generators, added))
     binding = Binding(found, by_address)
     found.mismatched += binding.conflicts()
     error = found.error(strict=strict)
