@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import chain
+from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
-from pccheck_async.engine.statistics import Distribution, EngineStatistics
+from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import ClosedError
 
-__all__ = ["CONTENT_TYPE", "METRICS", "EngineCollector", "Family", "Metric", "Sample", "families", "openmetrics"]
+__all__ = ["CONTENT_TYPE", "METRICS", "EngineCollector", "Metric", "Sample", "families", "openmetrics"]
 __all__ += ["scalars"]
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """Of :func:`openmetrics`, for an HTTP response."""
 
+_PREFIX = "pccheck_"
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
 
@@ -41,6 +44,12 @@ class Metric(NamedTuple):
     read: Callable[[EngineStatistics], Any]
     label: str = ""
 
+    @property
+    def unit(self) -> str:
+        """The last part of the name if it is a base unit, else empty."""
+        last = self.name.rpartition("_")[2]
+        return last if last in ("seconds", "bytes") else ""
+
 
 def _results(statistics: EngineStatistics) -> dict[str, int]:
     return {name: getattr(statistics, name) for name in ("durable", "superseded", "failed", "skipped")}
@@ -48,6 +57,10 @@ def _results(statistics: EngineStatistics) -> dict[str, int]:
 
 def _lookups(statistics: EngineStatistics) -> dict[str, int]:
     return {"hit": statistics.plan_hits, "miss": statistics.plan_misses}
+
+
+def _by_stage(statistics: EngineStatistics, what: str) -> dict[str, float]:
+    return {name: getattr(stage, what) for name, stage in statistics.stages.items()}
 
 
 METRICS = (
@@ -86,21 +99,11 @@ METRICS = (
 
 
 class Sample(NamedTuple):
-    """One number: the suffix of its family's name, its labels, and the value."""
-
-    suffix: str
-    labels: Mapping[str, str]
-    value: float
-
-
-class Family(NamedTuple):
-    """Samples of one metric."""
+    """One number: its name, its labels, and the value."""
 
     name: str
-    kind: Kind
-    help: str
-    unit: Literal["seconds", "bytes", ""]
-    samples: list[Sample]
+    labels: Mapping[str, str]
+    value: float
 
 
 class _Source(Protocol):
@@ -112,20 +115,12 @@ class _Source(Protocol):
     def statistics(self) -> EngineStatistics: ...
 
 
-def families(statistics: Mapping[str, EngineStatistics]) -> list[Family]:
-    """Return all metrics of some engines, by the paths of their stores."""
-    metrics = []
+def families(statistics: Mapping[str, EngineStatistics]) -> Iterator[tuple[Metric, list[Sample]]]:
+    """Yield the metrics of some engines, by the paths of their stores, with their samples, if there are any."""
     for metric in METRICS:
-        unit: Any = metric.name.rpartition("_")[2]
-        unit = unit if unit in ("seconds", "bytes") else ""
-        samples = [
-            sample
-            for store, each in statistics.items()
-            for sample in _samples(metric, metric.read(each), {"store": store})
-        ]
-        if samples:
-            metrics.append(Family(f"pccheck_{metric.name}", metric.kind, metric.help, unit, samples))
-    return metrics
+        found = [_samples(metric, metric.read(each), {"store": store}) for store, each in statistics.items()]
+        if samples := [*chain.from_iterable(found)]:
+            yield metric, samples
 
 
 def openmetrics(statistics: Mapping[str, EngineStatistics]) -> str:
@@ -175,57 +170,48 @@ class EngineCollector:
                 statistics[engine.path] = engine.statistics()
             except ClosedError:
                 continue
-        for family in families(statistics):
-            metric = metrics_core.Metric(family.name, family.help, family.kind, family.unit)
-            for sample in family.samples:
-                metric.add_sample(family.name + sample.suffix, dict(sample.labels), sample.value)
-            yield metric
+        for metric, samples in families(statistics):
+            family = metrics_core.Metric(_PREFIX + metric.name, metric.help, metric.kind, metric.unit)
+            for sample in samples:
+                family.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield family
 
     def describe(self) -> list[Any]:
         """Name nothing: metrics depend on which engines are open."""
         return []
 
 
-def _by_stage(statistics: EngineStatistics, what: str) -> dict[str, float]:
-    return {name: getattr(stage, what) for name, stage in statistics.stages.items()}
-
-
 def _samples(metric: Metric, value: Any, labels: dict[str, str]) -> Iterator[Sample]:
-    if value is None:
-        return
+    name = _PREFIX + metric.name
     if metric.kind == "info":
-        yield Sample("_info", labels | value, 1)
-        return
-    for name, each in value.items() if isinstance(value, Mapping) else [("", value)]:
-        own = labels | {metric.label: name} if metric.label else labels
-        if metric.kind == "histogram":
-            yield from _histogram(each, own)
-        else:
-            yield Sample("_total" if metric.kind == "counter" else "", own, each)
+        yield Sample(f"{name}_info", labels | value, 1)
+    elif value is not None:
+        for label, each in value.items() if metric.label else [("", value)]:
+            own = labels | {metric.label: label} if metric.label else labels
+            if metric.kind != "histogram":
+                yield Sample(f"{name}_total" if metric.kind == "counter" else name, own, each)
+                continue
+            for bound, count in [*each.up_to.items(), (inf, each.count)]:
+                yield Sample(f"{name}_bucket", own | {"le": _number(bound)}, count)
+            yield Sample(f"{name}_count", own, each.count)
+            yield Sample(f"{name}_sum", own, each.seconds)
 
 
-def _histogram(times: Distribution, labels: dict[str, str]) -> Iterator[Sample]:
-    for bound, count in times.up_to.items():
-        yield Sample("_bucket", labels | {"le": _number(bound)}, count)
-    yield Sample("_bucket", labels | {"le": "+Inf"}, times.count)
-    yield Sample("_count", labels, times.count)
-    yield Sample("_sum", labels, times.seconds)
-
-
-def _lines(metrics: Iterable[Family]) -> Iterator[str]:
-    for family in metrics:
-        yield f"# TYPE {family.name} {family.kind}\n"
-        if family.unit:
-            yield f"# UNIT {family.name} {family.unit}\n"
-        yield f"# HELP {family.name} {_escaped(family.help)}\n"
-        for sample in family.samples:
-            labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in sample.labels.items())
-            yield f"{family.name}{sample.suffix}{{{labels}}} {_number(sample.value)}\n"
+def _lines(metrics: Iterable[tuple[Metric, list[Sample]]]) -> Iterator[str]:
+    for metric, samples in metrics:
+        name = _PREFIX + metric.name
+        yield f"# TYPE {name} {metric.kind}\n"
+        if metric.unit:
+            yield f"# UNIT {name} {metric.unit}\n"
+        yield f"# HELP {name} {_escaped(metric.help)}\n"
+        for sample in samples:
+            labels = ",".join(f'{label}="{_escaped(value)}"' for label, value in sample.labels.items())
+            yield f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
     yield "# EOF\n"
 
 
 def _number(value: float) -> str:
-    return repr(value) if isinstance(value, int) else repr(float(value))
+    return "+Inf" if value == inf else repr(value if isinstance(value, int) else float(value))
 
 
 def _escaped(text: str) -> str:

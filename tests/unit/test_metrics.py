@@ -73,7 +73,7 @@ def test_the_text_is_openmetrics_and_says_what_the_statistics_say(tmp_path: Path
 
 def test_units_types_and_the_table_agree(tmp_path: Path) -> None:
     engine = trained(tmp_path, 1)
-    found = {family.name: family for family in families({"x": engine.statistics()})}
+    found = {f"pccheck_{metric.name}": metric for metric, _ in families({"x": engine.statistics()})}
     for family in parse_openmetrics(engine.metrics()):
         assert (family.type, family.unit) == (found[family.name].kind, found[family.name].unit)
         assert family.documentation == found[family.name].help
