@@ -111,11 +111,11 @@ class EngineCore:
         if self.state != "new":
             state = "closed; make a new one" if self.state in ("closing", "closed") else "open already"
             raise ClosedError(f"the engine of {self.path} is {state}")
-        self.peers.meet(self.config)
         self.state = "opening"
         self.loop = EngineLoop()
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
+            self.peers.meet(self.config)
             await caller.run(self._open())
             self._began = time.time()
             self.training.opened()

@@ -109,12 +109,17 @@ class Ranks(Peers):
         return Connected(run.member.counter, owners)
 
     def unopened(self, error: BaseException) -> None:
-        if hasattr(self, "run"):  # this rank said hello
+        if hasattr(self, "run"):  # this rank said hello, and leaves
             return
-        with suppress(CheckpointError):  # the others wait for this rank, which could not open its store
-            client = Client(self.address, self.group.rank, lambda _: None, lambda _: None)
-            client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
-            client.close()
+        failed = Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True)
+        if self._server is not None:
+            self._server.decide(lambda coordinator: coordinator.receive(failed))  # its store stays, to be read
+            self._server.close(0.0)
+        elif hasattr(self, "address"):
+            with suppress(CheckpointError):  # the others wait for this rank, which could not open its store
+                client = Client(self.address, self.group.rank, lambda _: None, lambda _: None)
+                client.post(failed)
+                client.close()
 
     async def leave(self, seconds: float | None) -> None:
         if hasattr(self, "run"):

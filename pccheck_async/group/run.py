@@ -416,22 +416,22 @@ class GroupRun:
 
     async def leave(self, seconds: float | None, why: str | None = None) -> None:
         """Apply all decisions, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""
-        if self._client is None:
-            return
         limit = _GOODBYE_SECONDS if seconds is None else seconds
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                self._do(self.member.leave(why))
-                await self._idle.wait()
-                while self._tasks:
-                    await asyncio.wait(set(self._tasks))
+        if self._client is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    self._do(self.member.leave(why))
+                    await self._idle.wait()
+                    while self._tasks:
+                        await asyncio.wait(set(self._tasks))
         if self._naming is not None:
             self._naming.cancel()
         for answer in self._changes.values():
             if not answer.done():
                 answer.set_exception(GroupError("this rank left before all ranks had asked for this change"))
         client, server, self._client = self._client, self.server, None
-        await uninterrupted(self.call(client.close))
+        if client is not None:
+            await uninterrupted(self.call(client.close))
         if server is not None:
             wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
             if (remaining := await uninterrupted(self.call(server.close, wait))) and wait:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import CheckpointError, Group, GroupError, ReadError, SyncCheckpointEngine, list_checkpoints
 from pccheck_async.group import Ranks
@@ -152,15 +152,44 @@ def opened(folder: Path) -> str:
     return ""
 
 
+def test_a_store_that_rank_0_cannot_open_leaves_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000").write_text("a file")
+    before = threading.active_count()
+    assert "rank-00000" in opened(tmp_path)
+    assert threading.active_count() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(2))
+def test_a_store_that_a_rank_cannot_open_is_an_error_of_all(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f"rank-0000{rank}").write_text("a file")
+
+    def rank_main(group: Group) -> str:
+        engine = SyncCheckpointEngine(tmp_path / "run", group=group)
+        with pytest.raises(CheckpointError) as raised:
+            engine.open()
+        ended = FileStore(str(tmp_path / "ended"), 2)
+        ended.set(str(group.rank), "")
+        ended.wait(["0", "1"])  # decisions are read from rank 0 as long as its engine is there
+        return str(raised.value)
+
+    told = run_ranks(2, rank_main)
+    assert "it is a file" in told[rank]
+    assert "cannot open its store" in told[1 - rank]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [*range(8), 64])
 def test_a_group_that_gets_too_few_threads_says_so(tmp_path: Path, left: int) -> None:
-    def work() -> str:
+    def work() -> tuple[str, int]:
+        before = threading.active_count()
         with pytest.MonkeyPatch.context() as patch:
             limit_threads(patch, left)
-            return opened(tmp_path)
+            return opened(tmp_path), threading.active_count() - before
 
-    told: str = in_child(work)
+    told, more = in_child(work)
+    assert more == 0
     # At least eight are needed: three of the server, the loop's, two helpers, two of the client.
     assert ("pids.max" in told) == (left < 8), told
 
