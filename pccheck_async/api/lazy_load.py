@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 import weakref
@@ -251,7 +250,7 @@ class StoredTensor:
             dtypes.numpy_dtype(entry.dtype) if entry.kind == "ndarray" else dtypes.torch_dtype(entry.dtype)
         )
         self.stride = entry.stride
-        self.nbytes = math.prod(entry.shape) * entry.itemsize
+        self.nbytes = entry.nbytes
         self.requires_grad = entry.requires_grad
         self.kind = entry.kind
 

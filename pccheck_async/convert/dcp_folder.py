@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pccheck_async.api import Connection, StoredTensor
-from pccheck_async.convert.selection import Selection, refusal
+from pccheck_async.convert.selection import Selection, divided, refusal
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode, PickledNode
@@ -72,7 +71,9 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write one file after the other."""
-        files = [dataclasses.replace(plan, items=items, storage_data=None) for items in _files(plan.items)]
+        files = [
+            dataclasses.replace(plan, items=items, storage_data=None) for items in divided(plan.items, _nbytes, _FILE)
+        ]
         results: list[WriteResult] = []
         for file in self.prepare_global_plan(files):
             results += super().write_data(file, planner).wait()
@@ -81,18 +82,9 @@ class _Writer(FileSystemWriter):
         return written
 
 
-def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    files: list[list[WriteItem]] = [[]]
-    left = _FILE
-    for item in items:
-        data = item.tensor_data
-        nbytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        if nbytes > left and files[-1]:
-            files.append([])
-            left = _FILE
-        files[-1].append(item)
-        left -= nbytes
-    return files
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 class _Lazy:

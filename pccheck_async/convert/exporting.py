@@ -160,17 +160,14 @@ def export_checkpoint(
                 "the rank whose tensors are meant (rank=0, --rank 0), or leave these out",
                 mismatched=others,
             )
-        if to == "torch":
-            connection.call(torch_file.write(selection, connection.checkpoint, fresh))
-        elif to == "lightning":
+        if to == "lightning":
             selection = lightning_file.to_file(selection)
-            connection.call(torch_file.write(selection, connection.checkpoint, fresh))
+        if to in ("torch", "lightning"):
+            torch_file.write(selection, connection, fresh)
         elif to == "transformers":
             transformers_folder.write(selection, connection, fresh)
-        elif max_file_size is not None:
-            safetensors_file.write_folder(selection, connection, fresh, max_file_size, metadata or {})
         elif to == "safetensors":
-            connection.call(safetensors_file.write(selection, connection, fresh, metadata or {}))
+            safetensors_file.write(selection, connection, fresh, metadata or {}, max_file_size)
         else:
             from pccheck_async.convert import dcp_folder  # torch.distributed takes as much memory as the export
 

@@ -17,19 +17,16 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 import torch
-from msgspec import structs
 
 from pccheck_async.api import Connection, rows
-from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, torch_name
+from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, divided, torch_name
 from pccheck_async.convert.target import new_file, new_folder
-from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, Node
+from pccheck_async.format.skeleton import ArrayNode, Node, replace_arrays
 from pccheck_async.state import Array, as_bits, paths
 
 __all__ = [
     "INDEX", "STATE", "TAKEN", "WHOLE", "StoredArray", "StoredStructure", "check_metadata", "parts", "write",
-    "write_folder",
 ]  # fmt: skip
 
 WHOLE: Final = "model.safetensors"
@@ -83,28 +80,28 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
         raise ValueError(f"metadata has {', '.join(taken)}, which the export writes itself")
 
 
-async def write(selection: Selection, connection: Connection, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError, which lists all faults."""
-    names = _checked_names(selection)
-    order = _aligned(_in_payload_order(selection))
-    header = _header(selection, {**_metadata(selection, connection, names), **metadata}, names, order)
-    await _write(connection, header, order, path)
+def write(
+    selection: Selection, connection: Connection, path: Path, about: Mapping[str, str], most: int | None = None
+) -> None:
+    """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError, which lists all faults.
 
-
-def write_folder(selection: Selection, connection: Connection, path: Path, most: int, about: Mapping[str, str]) -> None:
-    """Write the selection as files of at most ``most`` bytes of tensors and an index; as one without, if it fits.
-
-    The description of the state as a whole is in the index, with ``about``, a user's metadata. Raises the errors of
-    :func:`write`.
+    With ``most`` as a folder: of files of at most so many bytes of tensors and an index, or of one without, if it fits.
+    The description of the state as a whole is in the file, or in the index, with ``about``, a user's metadata.
     """
     names = _checked_names(selection)
     metadata = {**_metadata(selection, connection, names), **about}
-    files = [_aligned(file) for file in _divided(_in_payload_order(selection), most)]
+    arrays = _in_payload_order(selection)
+    files = [arrays] if most is None else divided(arrays, lambda item: item[1].nbytes, most)
+    # Wide ones first, so that all are aligned; within a width the order stays.
+    files = [sorted(file, key=lambda item: -item[1].itemsize) for file in files]
     if len(files) == 1:
         headers, titles = [_header(selection, metadata, names, files[0])], [WHOLE]
     else:
         headers = [_header(selection, {"format": metadata["format"]}, names, file) for file in files]
         titles = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    if most is None:
+        connection.call(_write(connection, headers[0], files[0], path))
+        return
     with new_folder(path) as folder:
         for title, header, file in zip(titles, headers, files, strict=True):
             connection.call(_write(connection, header, file, folder / title))
@@ -112,7 +109,7 @@ def write_folder(selection: Selection, connection: Connection, path: Path, most:
             places = {name: title for title, file in zip(titles, files, strict=True) for name, _ in file}
             weight_map = {names[name]: places[name] for name in selection.arrays}
             del metadata["format"]  # of a file
-            whole = {"total_size": sum(map(_nbytes, selection.arrays.values())), **metadata}
+            whole = {"total_size": sum(entry.nbytes for entry in selection.arrays.values()), **metadata}
             index = json.dumps({"metadata": whole, "weight_map": weight_map}, indent=2)
             (folder / INDEX).write_text(index + "\n")
 
@@ -143,25 +140,6 @@ def _in_payload_order(selection: Selection) -> _Arrays:
     return sorted(selection.arrays.items(), key=position)
 
 
-def _aligned(arrays: _Arrays) -> _Arrays:
-    """Wide ones first, so that all are aligned; within a width the order stays."""
-    return sorted(arrays, key=lambda item: -item[1].itemsize)
-
-
-def _divided(arrays: _Arrays, most: int) -> list[_Arrays]:
-    """Cut where a file would hold more than ``most`` bytes of tensors; a larger tensor is alone."""
-    files: list[_Arrays] = [[]]
-    held = 0
-    for item in arrays:
-        nbytes = _nbytes(item[1])
-        if files[-1] and held + nbytes > most:
-            files.append([])
-            held = 0
-        files[-1].append(item)
-        held += nbytes
-    return files
-
-
 async def _write(connection: Connection, header: bytes, order: _Arrays, path: Path) -> None:
     async with new_file(path) as file:
         await file.write(len(header).to_bytes(8, "little") + header)
@@ -177,15 +155,11 @@ def _names(leaf_paths: list[str]) -> dict[str, str]:
     return names if len(set(names.values())) == len(names) else {path: path for path in leaf_paths}
 
 
-def _nbytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * entry.itemsize
-
-
 def _header(selection: Selection, metadata: dict[str, str], names: dict[str, str], order: _Arrays) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for path, entry in order:
-        start, end = end, end + _nbytes(entry)
+        start, end = end, end + entry.nbytes
         dtype = SAFETENSORS[str(torch_name(entry))]
         header[names[path]] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
         if not contiguous(entry):
@@ -216,7 +190,8 @@ def _metadata(selection: Selection, connection: Connection, names: dict[str, str
     together = [group for group in shared.values() if len(group) > 1]
     selection.changed += [f"{', '.join(group)} (of one storage, each in full)" for group in together]
     info = connection.entry.info
-    structure = StoredStructure(1, info.step, dict(info.metadata), _renumbered(selection.node, renumbered), arrays)
+    skeleton = replace_arrays(selection.node, lambda node: ArrayNode(renumbered[node.index]))  # type: ignore[union-attr]
+    structure = StoredStructure(1, info.step, dict(info.metadata), skeleton, arrays)
     values = {path: node for path, node in selection.leaves.items() if _in_json(node)}
     encoded = base64.b64encode(msgspec.msgpack.encode(structure)).decode()
     return {"format": "pt", _VALUES: json.dumps(values), STATE: encoded}
@@ -224,20 +199,6 @@ def _metadata(selection: Selection, connection: Connection, names: dict[str, str
 
 def _in_json(node: Node) -> bool:
     return node is None or isinstance(node, (bool, int, str)) or (isinstance(node, float) and math.isfinite(node))
-
-
-def _renumbered(node: Node, numbers: dict[int, int]) -> Node:
-    match node:
-        case ArrayNode():
-            return ArrayNode(numbers[node.index])
-        case nodes.StatefulNode():
-            return nodes.StatefulNode(_renumbered(node.child, numbers))
-        case nodes.ListNode() | nodes.TupleNode():
-            return type(node)([_renumbered(item, numbers) for item in node.items])
-        case nodes.DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
-            return structs.replace(node, values=[_renumbered(value, numbers) for value in node.values])
-        case _:
-            return node
 
 
 async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGenerator[memoryview, None]:
@@ -261,7 +222,7 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGe
 
 def parts(entry: TensorEntry, nbytes: int) -> Iterator[TensorEntry]:
     """Yield an array in parts of its first dimension of at most about ``nbytes`` each."""
-    whole = _nbytes(entry)
+    whole = entry.nbytes
     if not entry.shape or whole <= nbytes:
         yield entry
         return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,19 @@ from pccheck_async.format.skeleton import ArrayNode, Node, NumpyDtypeNode, Numpy
 from pccheck_async.state import atom, below, from_node, opened, paths, refuse_boxes, select
 from pccheck_async.state.restore.tree import leaves
 
-__all__ = ["SAFETENSORS", "Selection", "contiguous", "native", "pickled", "refusal", "select_part", "torch_name"]
+__all__ = [
+    "SAFETENSORS",
+    "Selection",
+    "contiguous",
+    "divided",
+    "native",
+    "pickled",
+    "refusal",
+    "select_part",
+    "torch_name",
+]
 
+T = TypeVar("T")
 _MOST_INT_BYTES: Final = 255
 """Of an int that torch's restricted unpickler reads."""
 
@@ -157,6 +168,18 @@ def _scalar(node: NumpyScalarNode, path: str, selection: Selection) -> Node:
         return None
     selection.changed.append(f"{path} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})")
     return atom(value, path)
+
+
+def divided(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Cut where a file would hold more than ``most`` bytes; a larger item is alone."""
+    files, held = list[list[T]]([[]]), 0
+    for item in items:
+        if files[-1] and held + nbytes(item) > most:
+            files.append([])
+            held = 0
+        files[-1].append(item)
+        held += nbytes(item)
+    return files
 
 
 def contiguous(entry: TensorEntry) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from pccheck_async.api import Connection
 from pccheck_async.convert.selection import Selection, native, pickled, torch_name
 from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
@@ -37,7 +38,7 @@ _EXTRA: Final = 0x4246
 """The number of the header field that torch pads with."""
 
 
-async def write(selection: Selection, checkpoint: CheckpointReader, path: Path) -> None:
+def write(selection: Selection, connection: Connection, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
 
     Raises UnsupportedStateError, which lists the values that ``torch.load(weights_only=True)`` could not read.
@@ -47,6 +48,10 @@ async def write(selection: Selection, checkpoint: CheckpointReader, path: Path) 
     arrays = [name for name, entry in selection.arrays.items() if entry.kind == "ndarray"]
     selection.changed += [f"{name} (a numpy array, as a tensor)" for name in arrays]
     selection.check("a file of torch.save that is read with weights_only=True")
+    connection.call(_write(node, selection, connection.checkpoint, path))
+
+
+async def _write(node: Node, selection: Selection, checkpoint: CheckpointReader, path: Path) -> None:
     storages = _storages(selection)
     async with new_file(path) as file:
         archive = Archive(file)

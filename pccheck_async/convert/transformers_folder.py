@@ -170,9 +170,9 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
                 continue
             chosen = select_part(connection, None, part)
             if part == "model":
-                connection.call(safetensors_file.write(chosen, connection, folder / title, {}))
+                safetensors_file.write(chosen, connection, folder / title, {})
             else:
-                connection.call(torch_file.write(chosen, connection.checkpoint, folder / title))
+                torch_file.write(chosen, connection, folder / title)
             selection.changed += [f"{part}.{line}" for line in chosen.changed]
         if generators is not None:
             torch.save(generators, folder / _RNG)

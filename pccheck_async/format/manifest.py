@@ -80,6 +80,11 @@ class TensorEntry(_Entry, frozen=True, gc=False):
         return dtype.itemsize
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
     def extent(self) -> tuple[int, int]:
         """First byte in the storage that the view covers, and the byte after the last."""
         low, high = span(self.shape, self.stride)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
@@ -202,7 +201,7 @@ class _Comparing:
         self._progress = progress
         self._compared: dict[tuple[TensorEntry, TensorEntry], Difference] = {}
         pairs = [(leaf.entry, other.leaves[path].entry) for path, leaf in one.leaves.items() if path in other.leaves]
-        self._total = sum(_nbytes(a) for a, b in pairs if a and b and _same_form(a, b))
+        self._total = sum(a.nbytes for a, b in pairs if a and b and _same_form(a, b))
         self.leaves = len(one.leaves.keys() | other.leaves.keys())
         self.done = 0
 
@@ -244,7 +243,7 @@ class _Comparing:
             if here is not None and there is not None:
                 await self._compare(one, other, here, there, known)
             self._compared[one, other] = known
-        self.done += _nbytes(one)
+        self.done += one.nbytes
         self._progress(self.done, self._total)
         return known
 
@@ -253,7 +252,7 @@ class _Comparing:
     ) -> None:
         nbytes = here[1] - here[0]
         alike = _strides(one) == _strides(other) and there[1] - there[0] == nbytes
-        if alike and nbytes == _nbytes(one):
+        if alike and nbytes == one.nbytes:
             # Every byte is an element's, and the same one's in both: in the order of memory.
             size = _PIECE_BYTES // one.itemsize * one.itemsize or one.itemsize
             for start in range(0, nbytes, size):
@@ -278,10 +277,6 @@ def _same_form(one: TensorEntry, other: TensorEntry) -> bool:
     """Whether two arrays can be compared element by element."""
     same_library = (one.kind == "ndarray") is (other.kind == "ndarray")
     return same_library and one.dtype == other.dtype and one.shape == other.shape
-
-
-def _nbytes(entry: TensorEntry) -> int:
-    return entry.itemsize * math.prod(entry.shape)
 
 
 def _strides(entry: TensorEntry) -> tuple[int, ...]:
