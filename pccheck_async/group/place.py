@@ -257,7 +257,7 @@ class Place:
                 parts = {
                     rank: self.part(one.key, rank, staging, entry, superseded=superseded) for rank in range(one.world)
                 }
-                reader, used = CheckpointReader(parts, self.rank, whole=not self.is_part), False
+                reader, used = CheckpointReader(parts, self.rank, whole=self.of_group), False
                 try:
                     with unreadable_errors():
                         await reader.hold()

@@ -81,7 +81,7 @@ class CheckpointReader:
         parts: By the ranks that saved them.
         own_rank: The rank whose part is restored, or read for values that each rank has of its own.
         elsewhere: The ranks whose parts are on filesystems that cannot be reached here.
-        whole: Whether tensors can be read in full: not where only one of several parts is known.
+        whole: Whether all ranks' parts are known to be there: then :meth:`merge` gives tensors in full.
 
     Attributes:
         manifest: Of all data that :meth:`fill` and :meth:`pieces` can read: the own part's, from :meth:`hold` on; from

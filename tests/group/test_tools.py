@@ -649,6 +649,14 @@ def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) ->
     assert "Incomplete: step 2 (counter 1) lacks the parts of rank 0" in said
 
 
+def test_ls_names_a_part_whose_slot_is_gone(folder: Path) -> None:
+    slot = Path("rank-00001") / verify_checkpoints(folder).checkpoints[1].slot
+    (folder / slot).unlink()
+    said = pccheck("ls", folder, status=4)
+    assert f"LOST: step 3: {slot} is gone." in said
+    assert "A restart restores step 2" in said
+
+
 def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
     said = pccheck("ls", made / "rank-00001")
     assert f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {made}` says" in said

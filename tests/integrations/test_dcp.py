@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.futures import Future
 
 from pccheck_async import Group, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.integrations.dcp import StorageReader, StorageWriter
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
@@ -208,6 +209,8 @@ def boxes_alone(folder: Path, group: Group) -> None:
 
 def test_shards_without_the_others(tmp_path: Path) -> None:
     run_ranks(2, partial(boxes_alone, tmp_path))
+    with pytest.raises(IncompleteCheckpointError, match="of which this is the part of one: rows"):
+        load_sync(tmp_path / "run-0")
 
 
 # -- models
