@@ -37,7 +37,7 @@ from pccheck_async.state import refuse_boxes
 from pccheck_async.store import PartReader, SlotLease, Store, check_descriptors
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing
-from pccheck_async.upkeep.reading import Progress, check_chunks, run
+from pccheck_async.upkeep.reading import Progress, check_chunks, counting, run
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
@@ -152,8 +152,8 @@ class _Copying:
     """
 
     def __init__(self, source: Place, parts: Sequence[PartReader], pinned: bool | None, progress: Progress) -> None:
-        self._source, self._parts, self._pinned, self._progress = source, parts, pinned, progress
-        self._done, self._total = 0, sum(part.manifest.payload_nbytes for part in parts)
+        self._source, self._parts, self._pinned = source, parts, pinned
+        self._written = counting(progress, sum(part.manifest.payload_nbytes for part in parts))
 
     async def _write(self, part: PartReader, store: Store, counter: int) -> _Written:
         """Write the payload of a part into a new slot, as one of the checkpoint of that counter."""
@@ -191,8 +191,7 @@ class _Copying:
             # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
             # goes on without O_DIRECT.
             await medium.write(lease.file, run.offset, view)
-            self._done += run.nbytes
-            self._progress(self._done, self._total)
+            self._written(run.nbytes)
 
         await check_chunks(self._source.opened, part.file, part.manifest, damaged=damaged, checked=write)
 

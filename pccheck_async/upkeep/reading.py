@@ -19,7 +19,8 @@ from pccheck_async.state import Listing, ShardBox, ShardedLeaf, StoredLeaf, list
 from pccheck_async.store import CheckpointReader, Staging
 from pccheck_async.transfer import Tasks
 
-__all__ = ["LOCK_SECONDS", "Description", "Progress", "Run", "check_chunks", "describe_checkpoint", "run", "runs"]
+__all__ = ["LOCK_SECONDS", "Description", "Progress", "Run", "check_chunks", "counting", "describe_checkpoint", "run"]
+__all__ += ["runs"]
 
 T = TypeVar("T")
 
@@ -146,6 +147,18 @@ async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIt
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called on another thread with the bytes done, and those of the whole."""
+
+
+def counting(progress: Progress, total: int) -> Callable[[int], None]:
+    """Return a function to call with the bytes of each read, which calls ``progress``."""
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(min(done, total), total)
+
+    return add
 
 
 class Run(NamedTuple):

@@ -16,7 +16,7 @@ from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
-from pccheck_async.upkeep.reading import Progress
+from pccheck_async.upkeep.reading import Progress, counting
 from pccheck_async.upkeep.verify import Damage, check_payload
 
 __all__ = ["SIGNATURES", "FoundCheckpoint", "arrange", "find_signatures", "manifest_at", "object_length", "search_slot"]
@@ -145,13 +145,8 @@ class _Search:
 
     async def examine(self, candidate: _Candidate) -> FoundCheckpoint:
         """Verify the payload."""
-        manifest, done = candidate.manifest, 0
-
-        def read(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            self.progress(done, manifest.payload_nbytes)
-
+        manifest = candidate.manifest
+        read = counting(self.progress, manifest.payload_nbytes)
         damage = await check_payload(self.opened, self.file, manifest, candidate.listing, read)
         try:
             metadata = check_metadata(manifest.metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +19,7 @@ from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import Progress, check_chunks, run
+from pccheck_async.upkeep.reading import Progress, check_chunks, counting, run
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -150,9 +150,10 @@ def verify_checkpoints(
     async def verify() -> Verification:
         async with await open_place(path, io) as place:
             while True:  # a running writer may drop all of them before they can be held
-                chosen, reading = place.choose(which), _Reading(progress)
+                chosen, start = place.choose(which), time.perf_counter()
                 wanted = [place.parts(one.key) for one in (place.complete if every else (chosen,))]
-                reading.total = sum(_nbytes(part.entry) for parts in wanted for part in parts.values())
+                entries = [part.entry for parts in wanted for part in parts.values()]
+                read = counting(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in entries))
                 copies: list[RecordCopy] = []
                 checks: list[CheckedCheckpoint] = []
                 for rank in place.stores:
@@ -161,37 +162,16 @@ def verify_checkpoints(
                         continue  # it was removed meanwhile
                     copies += (replace(copy, rank=place.named(rank)) for copy in await _records(reader))
                     for part in (parts[rank] for parts in wanted if rank in parts):
-                        if checked := await _check(reader, part.entry, reading.add):
+                        if checked := await _check(reader, part.entry, read):
                             checks.append(replace(checked, rank=place.named(rank)))
                     await place.opened.medium.close(reader.commit)
                 if checks:
-                    return reading.verification(copies, checks, place.opened.medium.statistics().direct)
+                    nbytes, seconds = sum(checked.nbytes for checked in checks), time.perf_counter() - start
+                    direct = place.opened.medium.statistics().direct
+                    return Verification(tuple(copies), tuple(checks), nbytes, seconds, direct)
                 await place.look()
 
     return run(verify())
-
-
-class _Reading:
-    """Counts bytes and time of a verification."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._start = time.perf_counter()
-        self.total = self._done = 0
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(min(self._done, self.total), self.total)
-
-    def verification(
-        self, copies: Iterable[RecordCopy], checks: Iterable[CheckedCheckpoint], direct: bool
-    ) -> Verification:
-        seconds = time.perf_counter() - self._start
-        return Verification(tuple(copies), tuple(checks), self._done, seconds, direct)
-
-
-def _nbytes(entry: Entry) -> int:
-    return entry.manifest_nbytes + entry.nbytes
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:

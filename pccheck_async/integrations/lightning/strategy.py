@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from pccheck_async.api import SyncCheckpointEngine
-from pccheck_async.group import is_group_folder
+from pccheck_async.group import read_place
 from pccheck_async.integrations.free_slots import remove_free_slots
 from pccheck_async.integrations.lightning.checkpoint_io import METADATA, OTHERS, is_own, put_in_place
 from pccheck_async.integrations.lightning.in_turn import InTurn
@@ -103,8 +103,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         if not is_own(path):
             return dict(super().load_checkpoint(path, weights_only))
-        if not is_group_folder(path):
-            raise ValueError(f"{path} was saved by one process: load it with PCcheckIO")
+        read_place(path).check_group("one process saved it; load it with PCcheckIO")
         assert self.lightning_module is not None
         others = _Others()
         state: dict[str, Any] = {"state_dict": self.model, OTHERS: others}
