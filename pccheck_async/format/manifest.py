@@ -235,7 +235,9 @@ def _check_pieces(chunks: Sequence[ChunkEntry], pieces: Sequence[bytes]) -> None
 
 
 def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str:
-    itemsize, shape, stride = entry.itemsize, entry.shape, entry.stride  # the first refuses unknown dtypes
+    shape, stride = entry.shape, entry.stride
+    known = None if entry.kind == "ndarray" else dtypes.STORABLE.get(entry.dtype)
+    itemsize = entry.itemsize if known is None else known.itemsize  # the former refuses unknown dtypes
     if len(shape) != len(stride) or len(shape) > _MAX_DIMENSIONS:
         return "dimensions"
     if (shape and not 0 <= min(shape) <= max(shape) < _MAX_BYTES) or entry.offset < 0:

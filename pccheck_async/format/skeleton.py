@@ -191,7 +191,7 @@ _Array: TypeAlias = ArrayNode | ShardedNode | ComposedNode
 Node: TypeAlias = bool | int | float | str | _Array | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
-_PARENTS: Final = (_Mapping, _Items, StatefulNode, ShardedNode)
+_PARENTS: Final = (OrderedDictNode, _Items, StatefulNode, ShardedNode)
 
 
 def arrays(node: Node) -> list[int]:
@@ -203,7 +203,10 @@ def walk(node: Node) -> list[Node]:
     """Return every node of the tree, a node before those below it."""
     found = [node]
     for each in found:  # which grows meanwhile
-        if isinstance(each, _PARENTS):
+        if isinstance(each, (DictNode, CounterNode)):  # most of them
+            found += each.keys
+            found += each.values
+        elif isinstance(each, _PARENTS):
             found += children(each)
     return found
 

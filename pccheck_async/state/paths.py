@@ -18,6 +18,8 @@ import numpy as np
 
 _MOST_BITS = 64  # of an int in decimal, which Python refuses for very long ones
 _SPECIAL = re.compile(r"[.\\]")
+_ESCAPES = re.compile(r"[.\\]|^'|^$").search
+"""Whether a string is not written as it is."""
 _FIRST = re.compile(r"(?:[^.\\]|\\.)*", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
@@ -35,7 +37,7 @@ def components(keys: Sequence[Hashable]) -> list[str]:
     """Return the components for the keys of one mapping, all different."""
     kinds = {*map(type, keys)}
     if kinds == {str}:
-        return [key if key.isidentifier() else escape(key) for key in keys if isinstance(key, str)]
+        return [escape(key) if _ESCAPES(key) else key for key in keys if isinstance(key, str)]
     if kinds == {int} and max(map(int.bit_length, keys)) <= _MOST_BITS:  # type: ignore[arg-type]
         return [*map(str, keys)]
     written = [escape(key) if type(key) is str else _SPECIAL.sub(r"\\\g<0>", _show(key)) for key in keys]

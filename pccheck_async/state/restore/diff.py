@@ -53,7 +53,6 @@ _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode
 _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
 """Containers that take other content and stay the same object."""
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
-_PARTS: Final = (ArrayNode, StatefulNode)
 _NOWHERE: Final = object()
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
@@ -542,9 +541,11 @@ class _Walk:
             each = self._tree.leaves
             self._array(each.values[live.index], node, each.paths[live.index], strict=False)
         elif not isinstance(node, StatefulNode):
-            lives = self._tree.lives
+            lives, each = self._tree.lives, self._tree.leaves
             for one, other in _beside(live, node):
-                if isinstance(one, _PARTS) or ((known := lives.get(id(one))) and known.has_parts):
+                if type(one) is ArrayNode:
+                    self._array(each.values[one.index], other, each.paths[one.index], strict=False)
+                elif type(one) is StatefulNode or ((known := lives.get(id(one))) and known.has_parts):
                     self._pair(one, other)
         elif type(live) is StatefulNode:
             self._object(live, node)

@@ -124,7 +124,10 @@ def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
     """Return the keys of a mapping, one per value and all different. Raises CorruptStoreError if they are not."""
     if len(node.keys) != len(node.values):
         raise CorruptStoreError(f"a mapping has {len(node.keys)} keys and {len(node.values)} values")
-    return _distinct(node.keys, depth + 1)
+    keys: list[Any] = node.keys
+    if _NAMES.issuperset(map(type, keys)) and len({*keys}) == len(keys) <= nodes.MOST_ALIKE:
+        return [*keys]  # strings and numbers are their own nodes
+    return _distinct(keys, depth + 1)
 
 
 def _too_deep() -> CorruptStoreError:
@@ -132,10 +135,7 @@ def _too_deep() -> CorruptStoreError:
 
 
 def _distinct(items: list[Node], depth: int) -> list[Hashable]:
-    if _NAMES.issuperset(map(type, items)):  # strings and numbers are their own nodes
-        keys: list[Hashable] = [*items]
-    else:
-        keys = [_key(node, depth) for node in items]
+    keys = [_key(node, depth) for node in items]
     if len(items) > nodes.MOST_ALIKE and nodes.too_alike(items, keys):
         raise CorruptStoreError(f"more than {nodes.MOST_ALIKE} keys of a mapping or items of a set have the same hash")
     if len(set(keys)) != len(keys):

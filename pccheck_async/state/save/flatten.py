@@ -469,9 +469,9 @@ def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> cach
     if make is ListNode or make is TupleNode:
         return cached.Shape(type(value), None, [], [*map(str, range(len(value)))], make)
     keys = list(value)
-    if {*map(type, keys)} == {int} and values.all_small(keys):
-        key_nodes: list[Node] = keys
-    else:
+    kinds = {*map(type, keys)}
+    key_nodes: list[Node] = keys
+    if not (kinds == {str} and "".join(keys).isascii()) and not (kinds == {int} and values.all_small(keys)):
         key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
     if len(keys) > skeleton.MOST_ALIKE:
         _check_alike(key_nodes, keys, path)
