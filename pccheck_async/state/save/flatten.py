@@ -76,13 +76,7 @@ def flatten_unchecked(
     if "param_groups" in state:
         refuse_unstepped(state, "")
     flattener = _Flattener(tally, allow_pickle=allow_pickle)
-    try:
-        if type(state) is OrderedDict:
-            root, outline = flattener.ordered(state, "", 1, last)
-        else:
-            root, outline = flattener.inside(state, "", 1, last, make=DictNode)
-    except RecursionError:
-        raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
+    root, outline = flattener.root(state, last)
     has = flattener.has_sharded, flattener.has_composed
     return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, *has)
 
@@ -130,7 +124,7 @@ def flatten_live(state: Mapping[str, Any]) -> LiveTree:
     Nothing is refused: what saving would refuse may be replaced by the stored value, or take a part of it.
     """
     flattener = _Flattener(None, lives={})
-    root, _ = flattener.inside(state, "", 1, None, make=DictNode)
+    root, _ = flattener.root(state, None)
     assert flattener.lives is not None
     flattener.lives[id(root)] = Live("", state, True, True)
     return LiveTree(state, root, flattener.leaves, flattener.lives)
@@ -215,6 +209,15 @@ class _Flattener:
         self._in_metadata = False
         self.has_sharded = self.has_composed = False
         self._asked = 0  # Statefuls between the root and here: their states are as new as can be
+
+    def root(self, state: Mapping[str, Any], last: Outline | None) -> Visited:
+        """The node of the outermost mapping."""
+        try:
+            if type(state) is OrderedDict and self.lives is None:
+                return self.ordered(state, "", 1, last)
+            return self.inside(state, "", 1, last, make=DictNode)
+        except RecursionError:
+            raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
 
     def node(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
