@@ -22,8 +22,8 @@ class Span:
 
     Attributes:
         name: "step" and "stall" on the training thread ("stall": it was kept waiting); of a checkpoint "capture" (copy
-            and checksum of a chunk), "write", "flush", and "commit", which holds its slot's flush, the record's writes
-            and the record's flush, and for a small checkpoint the write of its data, too.
+            and checksum of a chunk), "write", "flush", and "commit", which holds the write of the manifest (and of the
+            data, if it is one chunk), its slot's flush, the record's writes and the record's flush.
         start: When it began, of ``time.perf_counter()``: for copies and writes when they were handed over, so
             that waiting for a free thread is part of them.
         end: When it ended, failed or not.
@@ -55,11 +55,6 @@ class Work(NamedTuple):
     chunk: int | None = None
     recorder: Sink | None = None
     """Gets its spans; None if they are not recorded."""
-
-    def record(self, name: str, start: float, end: float, nbytes: int) -> None:
-        """Record a span, if there is a recorder."""
-        if (sink := self.recorder) is not None:
-            sink(Span(name, start, end, nbytes, self.step, self.counter, self.chunk))
 
 
 work: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039 - a tuple
@@ -102,8 +97,8 @@ class StageClock:
         sums[0] += 1
         sums[1] += nbytes
         sums[2] += end - start
-        if (now := work.get()).recorder is not None:
-            now.record(name, start, end, nbytes)
+        if (record := (now := work.get()).recorder) is not None:
+            record(Span(name, start, end, nbytes, now.step, now.counter, now.chunk))
 
     def stages(self) -> dict[str, Stage]:
         """Return the sums so far."""

@@ -85,13 +85,14 @@ def test_each_chunk_is_copied_then_written_then_flushed_then_committed(run: Run)
         writes = named(spans, "write")
         payload = [span for span in writes if span.chunk is not None]
         assert all(captured[span.chunk].end <= span.start for span in payload)
-        manifest = [span for span in writes if span.chunk is None and span.end <= commit.start]
-        assert len(manifest) == 1
-        assert max(span.end for span in captured.values()) <= manifest[0].start
-        flushes = [span for span in named(spans, "flush") if span.start >= commit.start]
-        slot, record = sorted(flushes, key=lambda span: span.start)
-        records = [span for span in writes if span.start >= commit.start]
-        assert max(span.end for span in [*payload, *manifest]) <= commit.start <= slot.start
+        assert max(span.end for span in [*captured.values(), *payload]) <= commit.start
+        slot, record = sorted(
+            (span for span in named(spans, "flush") if span.start >= commit.start), key=lambda span: span.start
+        )
+        manifest, *records = sorted((span for span in writes if span.chunk is None), key=lambda span: span.start)
+        assert commit.start <= manifest.start
+        assert manifest.end <= slot.start
+        assert len(records) == 2
         assert slot.end <= min(span.start for span in records)
         assert max(span.end for span in records) <= record.start
         assert record.end <= commit.end

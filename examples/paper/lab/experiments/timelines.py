@@ -16,7 +16,7 @@ from pccheck_async import SyncCheckpointEngine
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.telemetry import work
+from pccheck_async.telemetry import Span, work
 from pccheck_async.testing import ThrottledWriter
 from pccheck_async.transfer.operations import Operations
 
@@ -50,7 +50,9 @@ class _SlowWriter(ThrottledWriter):
             await super().write(file, offset, data)
         finally:
             work.reset(quiet)
-            now.record("write", start, time.perf_counter(), len(data))
+            if now.recorder is not None:
+                end = time.perf_counter()
+                now.recorder(Span("write", start, end, len(data), now.step, now.counter, now.chunk))
 
 
 class Timelines(Experiment):
