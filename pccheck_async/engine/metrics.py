@@ -135,10 +135,9 @@ def scalars(statistics: EngineStatistics) -> dict[str, float]:
     """
     values: dict[str, Any] = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
     values = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    saves, captures = statistics.save_seconds, statistics.capture_seconds
     values |= {
-        "mean_save_seconds": saves.seconds / saves.count if saves.count else None,
-        "mean_capture_seconds": captures.seconds / captures.count if captures.count else None,
+        "mean_save_seconds": statistics.save_seconds.mean,
+        "mean_capture_seconds": statistics.capture_seconds.mean,
         "latest_step": statistics.latest.step if statistics.latest else None,
         "interval_steps": statistics.interval.interval,
         "interval_seconds": statistics.interval.seconds,

@@ -26,7 +26,7 @@ from pccheck_async.medium.status_file import (
     encode_status,
     starts_status,
 )
-from pccheck_async.telemetry import write
+from pccheck_async.telemetry import COUNTED, write
 from pccheck_async.transfer import ForkLock
 
 __all__ = ["PUBLISH_SECONDS", "Publisher", "make_status"]
@@ -41,7 +41,7 @@ class Publisher:
     """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and delays nothing.
 
     Not through the store's medium: nothing here is ever flushed, nothing depends on it, and errors are logged
-    once and has no other consequence.
+    once and have no other consequence.
 
     Args:
         store: Path of the store.
@@ -55,7 +55,6 @@ class Publisher:
         self._collect = collect
         self._pause = pause
         self._fd = -1
-        self._said = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,22 +86,25 @@ class Publisher:
                 os.close(fd)
 
     def _run(self) -> None:
-        while True:
+        ended = logged = False
+        while not ended:
             try:
-                self.publish()
+                data = encode_status(self._collect())
+                if self._fd < 0:
+                    self._create(data)
+                else:
+                    os.pwrite(self._fd, data, 0)
             except Exception as error:  # noqa: BLE001 - checkpoints do not depend on it
-                self._say(error)
-            if self._end.wait(self._pause):
-                break
-        self._remove()
-
-    def publish(self) -> None:
-        """Write the status of now; on the publisher's own thread. Raises errors of the filesystem."""
-        data = encode_status(self._collect())
-        if self._fd < 0:
-            self._create(data)
-        else:
-            os.pwrite(self._fd, data, 0)
+                if not logged:
+                    logged = True
+                    text = "%s: other processes (pccheck watch) see nothing of this engine: %s; said once"
+                    write("status", text, self._store, error, store=self._store)
+            ended = self._end.wait(self._pause)
+        if self._fd >= 0:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(self._fd), self._path.lstat()):  # after a timeout it may be another's
+                    self._path.unlink()
+            self.abandon()
 
     def _create(self, data: bytes) -> None:
         """Make the file anew: an existing one may be that of a process that died; raises an error if it is not.
@@ -137,19 +139,6 @@ class Publisher:
             os.close(fd)
         self._path.unlink()
 
-    def _remove(self) -> None:
-        if self._fd >= 0:
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(self._fd), self._path.lstat()):  # after a timeout it may be another's
-                    self._path.unlink()
-            self.abandon()
-
-    def _say(self, error: Exception) -> None:
-        if not self._said:
-            self._said = True
-            text = "%s: other processes (pccheck watch) see nothing of this engine: %s; said once"
-            write("status", text, self._store, error, store=self._store)
-
 
 def make_status(
     statistics: EngineStatistics,
@@ -165,14 +154,13 @@ def make_status(
     ``started`` is in seconds since the epoch; ``newest`` was admitted last; ``committed`` are newest first;
     ``report`` is on the last training step; ``failure`` stopped the store from taking commits.
     """
-    now, clock, saves, interval = time.time(), time.monotonic(), statistics.save_seconds, statistics.interval
+    now, clock, interval = time.time(), time.monotonic(), statistics.interval
     next_step, next_time = None, None
     if newest is not None and report is not None:
         if interval.interval is not None:
             next_step = newest.step + interval.interval
         elif interval.seconds is not None:
             next_time = now - clock + newest.admitted_at + interval.seconds
-    names = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")
     return copied(
         Status,
         statistics,
@@ -181,18 +169,12 @@ def make_status(
         started=started,
         time=now,
         in_flight=[
-            copied(
-                InFlight,
-                pending.progress,
-                step=pending.step,
-                counter=pending.counter,
-                seconds=clock - pending.admitted_at,
-            )
-            for pending in in_flight
+            copied(InFlight, each.progress, step=each.step, counter=each.counter, seconds=clock - each.admitted_at)
+            for each in in_flight
         ],
         committed=[copied(Committed, info) for info in committed[:_MOST_COMMITTED]],
-        counts={name: getattr(statistics, name) for name in names},
-        save_seconds=saves.seconds / saves.count if saves.count else None,
+        counts={name: getattr(statistics, name) for name in COUNTED},
+        save_seconds=statistics.save_seconds.mean,
         stage_bytes={name: stage.nbytes for name, stage in statistics.stages.items()},
         stage_seconds={name: stage.seconds for name, stage in statistics.stages.items()},
         host_memory=statistics.decisions.host_memory,

@@ -1,17 +1,18 @@
-"""Reports for people and programs: events and hooks, log lines, spans, stage times and progress.
+"""One stream of events for each engine: sums for statistics, lines of the log, spans and users' hooks follow from it.
 
 Primitives without an engine or a store, which import ``errors`` only. :mod:`.events` lists the events, and
-:mod:`.logs` the log lines and their fields.
+:mod:`.logs` the log lines and their fields. Modules without an engine write their lines, and time their operations,
+by themselves; :data:`.tracing.work` says for which checkpoint.
 """
 
 from pccheck_async.telemetry.events import Event
 from pccheck_async.telemetry.logs import write
 from pccheck_async.telemetry.standard_files import fill_standard_files
 from pccheck_async.telemetry.stream import Hook, ReadProgress, Stream, reading_progress
-from pccheck_async.telemetry.totals import Distribution
+from pccheck_async.telemetry.totals import COUNTED, Distribution
 from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Work, enter_chunk, work
 
 __all__ = [
-    "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream", "Work",
+    "COUNTED", "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream", "Work",
     "enter_chunk", "fill_standard_files", "reading_progress", "work", "write",
 ]  # fmt: skip

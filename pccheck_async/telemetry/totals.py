@@ -12,11 +12,12 @@ from typing import Any
 
 from pccheck_async.telemetry.events import Admitted, Durable, Event, Waited
 
-__all__ = ["Distribution", "Spread", "Totals"]
+__all__ = ["COUNTED", "Distribution", "Spread", "Totals"]
 
 _BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
 """Seconds: 1 ms to 500 s, three to a decade."""
-_COUNTED = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")
+COUNTED = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")
+"""Events of checkpoints whose numbers are statistics, under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class Distribution:
     count: int = 0
     seconds: float = 0.0
     up_to: Mapping[float, int] = field(default_factory=lambda: dict.fromkeys(_BOUNDS, 0))
+
+    @property
+    def mean(self) -> float | None:
+        """The mean time in seconds; None before the first."""
+        return self.seconds / self.count if self.count else None
 
 
 class Spread:
@@ -88,7 +94,7 @@ class Totals:
     def statistics(self) -> dict[str, Any]:
         """Return the sums so far, by their names in :class:`pccheck_async.EngineStatistics`."""
         with self._lock:
-            return {name: self.counts[name] for name in _COUNTED} | {
+            return {name: self.counts[name] for name in COUNTED} | {
                 "durable_bytes": self.durable_bytes,
                 "stall_seconds": self.stall_seconds,
                 "guard_seconds": self._stalls["optimizer"].seconds,
