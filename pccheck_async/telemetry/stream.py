@@ -163,7 +163,8 @@ class Stream:
     def emit(self, event: Event) -> None:
         """Count an event, and publish it."""
         self.totals.add(event)
-        self.publish(event)
+        if event.level is not None or type(event) is Waited or self.hooks.hooks:  # else nobody is interested
+            self.publish(event)
 
     def publish(self, event: Event) -> None:
         """Log an event that is counted, record it, and queue it for hooks. Called without locks: loggers are users'."""

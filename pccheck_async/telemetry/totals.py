@@ -82,10 +82,11 @@ class Totals:
             if type(event) is Admitted:  # quicker than isinstance, for classes with a metaclass
                 self._state_seconds += event.state_seconds
             elif type(event) is Waited:
-                self.stall_seconds += event.seconds
-                self._stalls[event.where].add(event.seconds)
-                if event.where == "checkpoint":
-                    self._last_stall = event.seconds
+                seconds, where = event.seconds, event.where
+                self.stall_seconds += seconds
+                self._stalls[where].add(seconds)
+                if where == "checkpoint":
+                    self._last_stall = seconds
             elif type(event) is Durable:
                 self.durable_bytes += event.nbytes
                 self._saves.add(event.seconds)

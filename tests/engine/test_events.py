@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -321,3 +322,18 @@ def test_nor_does_one_that_raises_where_events_are_dropped_or_a_hook_raises() ->
         logger.removeHandler(handler)
     assert hooks.dropped > 1
     assert len(seen) == MANY - hooks.dropped
+
+
+def test_what_a_hook_gets_is_counted_already(tmp_path: Path) -> None:
+    counted: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
+    with SyncCheckpointEngine(tmp_path) as engine:
+
+        def look(event: Event) -> None:
+            if isinstance(event, Durable):
+                found = engine.statistics()
+                counted.put((found.admitted, found.durable, found.in_flight))
+
+        engine.on_event(look)
+        for step in range(3):
+            engine.checkpoint(state(), step=step).result()
+            assert counted.get(timeout=60) == (step + 1, step + 1, 0)
