@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import signal
 import tempfile
@@ -90,6 +91,12 @@ def machine_asked_once() -> Iterator[None]:
         for name in ("available_cores", "available_memory"):
             patch.setattr(machine, name, functools.cache(getattr(machine, name)))
         yield
+
+
+@pytest.fixture(scope="session")
+def dynamo() -> None:
+    """Import what children would each import by themselves as soon as they shard or optimize, for two seconds each."""
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ def check(folder: Path, kind: str, workers: int, moments: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
     ("kind", "workers", "moments"),
     [

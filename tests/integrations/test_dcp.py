@@ -39,6 +39,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("dynamo"),
     pytest.mark.filterwarnings(
         "ignore:This process .* is multi-threaded",
         "ignore:torch.distributed is",

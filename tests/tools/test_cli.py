@@ -206,6 +206,7 @@ def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("dynamo")
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda command, **popen: start_warm(*command[1:], **popen))
     # At most two saves are in flight: that of step 1 is durable when step 3 is being saved.
