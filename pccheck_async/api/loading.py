@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pccheck_async.engine import Auto, EngineLoop
+from pccheck_async.engine import Auto, EngineLoop, call_once
 from pccheck_async.format import CheckpointInfo, Which, which_one
 from pccheck_async.group import open_place, read_place
 from pccheck_async.medium.open_medium import IO, check_io
@@ -98,10 +98,8 @@ def load_sync(
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
-    with EngineLoop("pccheck-read") as loop:
-        restoration = loop.call(
-            _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
-        )
+    work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
+    restoration = call_once(work)
     state: dict[str, Any] = restoration.finish()  # here: pickled values run code
     return state
 
@@ -125,8 +123,7 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
         async with await open_place(path, io) as place:
             return place.infos
 
-    with EngineLoop("pccheck-read") as loop:
-        return loop.call(read())
+    return call_once(read())
 
 
 async def _load(

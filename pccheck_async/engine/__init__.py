@@ -10,7 +10,7 @@ from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
-from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.engine.loop import EngineLoop, call_once
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.peers import Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
@@ -48,6 +48,7 @@ __all__ = [
     "StepReport",
     "TrainingHooks",
     "block_on",
+    "call_once",
     "check_flag",
     "decide",
     "hooks_of",

@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Self, TypeVar
 
 from pccheck_async.errors import ClosedError, machine_error
@@ -24,7 +24,7 @@ try:  # here, and not when the first loop is made: on a caller's loop
 except ImportError:
     from asyncio import new_event_loop  # type: ignore[assignment]
 
-__all__ = ["EngineLoop", "until_done", "wait_until"]
+__all__ = ["EngineLoop", "call_once", "until_done", "wait_until"]
 
 T = TypeVar("T")
 
@@ -207,3 +207,9 @@ async def until_done(future: concurrent.futures.Future[Any]) -> None:
     while not future.done():
         with suppress(asyncio.CancelledError):
             await wait_until(future)
+
+
+def call_once(work: Coroutine[Any, Any, T], name: str = "pccheck-read") -> T:
+    """Block until ``work`` is done, on a loop of its own, whose thread has this name."""
+    with closing(work), EngineLoop(name) as loop:  # else Python warns of work that never began
+        return loop.call(work)

@@ -31,7 +31,7 @@ from pccheck_async.store.fallback import (
     only_rejected,
     unreadable_errors,
 )
-from pccheck_async.store.part_reader import OpenSlot, PartReader, Source, Staging, read_manifest
+from pccheck_async.store.part_reader import PartReader, Source, Staging, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
 from pccheck_async.store.slot_writer import Place, SlotWriter
@@ -48,7 +48,6 @@ __all__ = [
     "Fallback",
     "FolderPart",
     "KeepAll",
-    "OpenSlot",
     "OwnSlot",
     "PartReader",
     "Place",

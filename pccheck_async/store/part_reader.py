@@ -37,7 +37,7 @@ from pccheck_async.transfer import (
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
 
-__all__ = ["OpenSlot", "PartReader", "Source", "Staging", "read_manifest"]
+__all__ = ["PartReader", "Source", "Staging", "read_manifest"]
 
 
 class Source(ABC):
@@ -67,18 +67,6 @@ class Source(ABC):
     def release(self) -> None:
         """Close it without waiting. Idempotent."""
         self._closing = asyncio.ensure_future(self.close())
-
-
-class OpenSlot(Source):
-    """A slot that is open and locked already."""
-
-    def __init__(self, medium: Medium, file: File, entry: Entry, block_bytes: int) -> None:
-        self.medium, self._file, self.entry, self.block_bytes = medium, file, entry, block_bytes
-
-    async def acquire(self) -> File:
-        """Return the file."""
-        assert self._file is not None
-        return self._file
 
 
 _BUFFER_BYTES, _BUFFERS = 16 << 20, 6

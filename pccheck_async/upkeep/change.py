@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pccheck_async.engine import call_once
 from pccheck_async.errors import NoCheckpointError, StoreLockedError
 from pccheck_async.format import CheckpointInfo, Entry, check_name, describe_which, whole_step
 from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, slot_number
@@ -16,7 +17,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import KeepAll, Retention, Store, StoreReader, open_store, rank_name
-from pccheck_async.upkeep.reading import LOCK_SECONDS, run
+from pccheck_async.upkeep.reading import LOCK_SECONDS
 
 __all__ = ["Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints"]
 
@@ -81,7 +82,7 @@ def remove_checkpoints(
             await store.slots.remove_surplus()
 
     before = slot_bytes(Path(path))
-    run(drop())
+    call_once(drop())
     return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
 
 
@@ -101,7 +102,7 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
         async with _writing(path, io) as (_, (store,)):
             return (await store.pin(number, pinned)).info
 
-    return run(pin())
+    return call_once(pin())
 
 
 def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:
@@ -136,7 +137,7 @@ def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "aut
             await place.look()
             return tuple(info for info in place.infos if info.counter in chosen)
 
-    return run(reject())
+    return call_once(reject())
 
 
 @asynccontextmanager

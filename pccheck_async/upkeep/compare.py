@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
@@ -21,7 +22,7 @@ from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import CheckpointReader
 from pccheck_async.transfer import Tasks
-from pccheck_async.upkeep.reading import Progress, run
+from pccheck_async.upkeep.reading import Progress
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]
 
@@ -151,7 +152,7 @@ def compare_checkpoints(
             differences = tuple(await comparing.run())
             return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences, one.rank, two.rank)
 
-    return run(compare())
+    return call_once(compare())
 
 
 class _Side:

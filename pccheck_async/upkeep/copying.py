@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, StoreError, StoreFullError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Run, align, crc32, which_one
 from pccheck_async.format.manifest import encode
@@ -37,7 +38,7 @@ from pccheck_async.state import refuse_boxes
 from pccheck_async.store import PartReader, SlotLease, Store, check_descriptors
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing
-from pccheck_async.upkeep.reading import Progress, check_chunks, counting, run
+from pccheck_async.upkeep.reading import Progress, check_chunks, counting
 from pccheck_async.upkeep.reading import Run as ChunkRun
 
 __all__ = ["copy_checkpoint"]
@@ -121,7 +122,7 @@ def copy_checkpoint(
             refuse_boxes(checkpoint.manifest.skeleton, *(() if rank is None else (_LEAVE_OUT,)))
             return await copying.into_store(target, opened, stack)
 
-    return run(copy())
+    return call_once(copy())
 
 
 def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[str]) -> None:

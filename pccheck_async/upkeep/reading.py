@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
-from pccheck_async.engine import EngineLoop
+from pccheck_async.engine import call_once
 from pccheck_async.errors import ReadError
 from pccheck_async.format import CheckpointInfo, combine, piece_sums, which_one
 from pccheck_async.format.manifest import ChunkEntry, Manifest
@@ -19,19 +19,10 @@ from pccheck_async.state import Listing, ShardBox, ShardedLeaf, StoredLeaf, list
 from pccheck_async.store import CheckpointReader, Staging
 from pccheck_async.transfer import Tasks
 
-__all__ = ["LOCK_SECONDS", "Description", "Progress", "Run", "check_chunks", "counting", "describe_checkpoint", "run"]
-__all__ += ["runs"]
-
-T = TypeVar("T")
+__all__ = ["LOCK_SECONDS", "Description", "Progress", "Run", "check_chunks", "counting", "describe_checkpoint", "runs"]
 
 LOCK_SECONDS = 1.0
 """The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Block until ``work`` is done, on a loop of its own."""
-    with EngineLoop("pccheck-read") as loop:
-        return loop.call(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +116,7 @@ def describe_checkpoint(
                 differing=differing,
             )
 
-    return run(describe())
+    return call_once(describe())
 
 
 async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIterator[ShardedLeaf]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from pccheck_async.engine import call_once
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -46,7 +47,7 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
 
 __all__ = ["Recovery", "recover_store"]
@@ -187,7 +188,7 @@ def recover_store(
                 return await _recover_group(opened.medium, Path(path), write, search or slots is not None)
             return await examine(opened)
 
-    return run(recover())
+    return call_once(recover())
 
 
 async def _recover_group(medium: Medium, folder: Path, write: bool, search: bool) -> Recovery:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, which_one
 from pccheck_async.format.manifest import Manifest
@@ -19,7 +20,7 @@ from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import Progress, check_chunks, counting, run
+from pccheck_async.upkeep.reading import Progress, check_chunks, counting
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -171,7 +172,7 @@ def verify_checkpoints(
                     return Verification(tuple(copies), tuple(checks), nbytes, seconds, direct)
                 await place.look()
 
-    return run(verify())
+    return call_once(verify())
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:

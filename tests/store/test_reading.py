@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import Entry, combine
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.medium import File
+from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.state import Target, Targets, list_leaves
-from pccheck_async.store import OpenSlot, PartReader, Staging
+from pccheck_async.store import PartReader, Source, Staging
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import unit_runs
@@ -101,10 +101,21 @@ def pool(buffers: int = 8) -> BufferPool:
     return BufferPool(buffers * max(SIZES), max(SIZES))
 
 
+class OpenSlot(Source):
+    """A slot that is open already."""
+
+    def __init__(self, medium: Medium, file: File, entry: Entry) -> None:
+        self.medium, self._file, self.entry, self.block_bytes = medium, file, entry, 4096
+
+    async def acquire(self) -> File:
+        assert self._file is not None
+        return self._file
+
+
 def part(opened: OpenMedium, file: File, manifest: Manifest, pool: BufferPool, *, keeps: bool = True) -> PartReader:
     """Return the reader of a slot that is open, whose manifest was read."""
     entry = Entry(0, 0, 0.0, manifest.payload_nbytes, 0, 0, 0, 0, False, {})
-    slot = OpenSlot(opened.medium, file, entry, 4096)
+    slot = OpenSlot(opened.medium, file, entry)
     reader = PartReader(slot, CopyBackend(opened.operations), Staging(pool))
     reader.manifest, reader._file, reader.keeps = manifest, file, keeps
     return reader

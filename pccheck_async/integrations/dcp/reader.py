@@ -6,9 +6,9 @@ import io
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import storage
@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pccheck_async.engine import EngineLoop
+from pccheck_async.engine import call_once
 from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointError, ReadError, StateMismatchError
 from pccheck_async.format import Entry, Key
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.group import chunk_pool, open_place, read_place
+from pccheck_async.group import chunk_pool, open_place
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
 from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
@@ -30,14 +30,11 @@ from pccheck_async.store import PartReader, Staging, only_rejected
 __all__ = ["StorageReader"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """A checkpoint under ``root``, and the number of its parts."""
+class _Chosen(NamedTuple):
+    """A checkpoint."""
 
-    root: str
     key: Key
     step: int
-    world: int
 
 
 class StorageReader(storage.StorageReader):
@@ -82,9 +79,8 @@ class StorageReader(storage.StorageReader):
         """
         if "rank" in kwargs:  # after an error here, DCP requests that of this rank alone
             raise NoCheckpointError("there is no metadata of single ranks")
-        chosen = self._chosen = _choose(self._root, self._name)
-        with EngineLoop("pccheck-dcp") as loop:
-            metadata = metadata_of(loop.call(_manifests(chosen)))
+        self._chosen, manifests = call_once(_choose(self._root, self._name), "pccheck-dcp")
+        metadata = metadata_of(manifests)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return metadata
 
@@ -95,12 +91,12 @@ class StorageReader(storage.StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan with the checkpoint that this rank chose."""
         assert self._chosen is not None
-        return replace(plan, storage_data=(self._chosen.key, self._chosen.step))
+        return replace(plan, storage_data=self._chosen)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the ranks' choices. Raises GroupError: a checkpoint was committed meanwhile."""
         if len({plan.storage_data for plan in plans}) > 1:
-            steps = ", ".join(str(plan.storage_data[1]) for plan in plans)
+            steps = ", ".join(str(plan.storage_data.step) for plan in plans)
             raise GroupError(f"the ranks chose checkpoints of steps {steps}: one was committed meanwhile; load again")
         return plans
 
@@ -112,8 +108,7 @@ class StorageReader(storage.StorageReader):
             ReadError: the device failed.
         """
         assert self._chosen is not None
-        with EngineLoop("pccheck-dcp") as loop:
-            _Load(self._stored, plan.items, planner).run(loop, self._chosen)
+        _Load(self._stored, plan.items, planner).run(self._root, self._chosen.key)
         read: Future[None] = Future()
         read.set_result(None)
         return read
@@ -124,13 +119,18 @@ class StorageReader(storage.StorageReader):
         return is_id(checkpoint_id)
 
 
-def _choose(root: str, name: str | None) -> _Chosen:
-    place = read_place(root)
-    if not place.complete:
-        raise place.nothing(None)
-    entry = _named([one.entry for one in place.complete], root, name)
-    one = next(one for one in place.complete if one.entry is entry)
-    return _Chosen(root, one.key, entry.step, one.world)
+async def _choose(root: str, name: str | None) -> tuple[_Chosen, dict[int, Manifest]]:
+    """Return the checkpoint of a name, and the manifests of its parts."""
+    async with await open_place(root, "auto") as place:
+        if not place.complete:
+            raise place.nothing(None)
+        entry = _named([one.entry for one in place.complete], root, name)
+        one = next(one for one in place.complete if one.entry is entry)
+        staging, found = Staging(chunk_pool(MIN_BLOCK)), dict[int, Manifest]()
+        for rank in range(one.world):
+            async with _held(place.part(one.key, rank, staging)) as part:
+                found[rank] = part.manifest
+        return _Chosen(one.key, entry.step), found
 
 
 def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
@@ -144,17 +144,6 @@ def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
         return next(one for one in found if not one.rejected)
     there = ", ".join(str(one.metadata.get(ID_KEY, f"step {one.step}")) for one in entries)
     raise NoCheckpointError(f"{root} holds no checkpoint {'' if name is None else repr(name)}; there are: {there}")
-
-
-async def _manifests(chosen: _Chosen) -> dict[int, Manifest]:
-    """Return the manifests of all parts. Raises CorruptStoreError, ReadError."""
-    found = {}
-    async with await open_place(chosen.root, "auto") as place:
-        staging = Staging(chunk_pool(MIN_BLOCK))
-        for rank in range(chosen.world):
-            async with _held(place.part(chosen.key, rank, staging)) as part:
-                found[rank] = part.manifest
-    return found
 
 
 @asynccontextmanager
@@ -205,10 +194,10 @@ class _Load:
         live = Box(tuple(offsets), tuple(local.shape), (0,) * local.ndim)
         self._wanted.append(Wanted(item.dest_index.fqn, name, 0, where.shape, live, local, local))
 
-    def run(self, loop: EngineLoop, chosen: _Chosen) -> None:
+    def run(self, root: str, key: Key) -> None:
         """Read, and hand over."""
         if self._wanted:
-            loop.call(self._fill(chosen)).finish()
+            call_once(self._fill(root, key), "pccheck-dcp").finish()
         for item, target, filled in self._tensors:
             if filled is not target:
                 target.copy_(filled)
@@ -221,11 +210,10 @@ class _Load:
             buffer.seek(0)
             self._planner.load_bytes(item, buffer)
 
-    async def _fill(self, chosen: _Chosen) -> Resharding:
-        async with await open_place(chosen.root, "auto") as place:
-            parts, staging = dict[int, PartReader](), Staging(chunk_pool(MIN_BLOCK))
-            for rank in self._boxes:
-                parts[rank] = place.part(chosen.key, rank, staging)
+    async def _fill(self, root: str, key: Key) -> Resharding:
+        async with await open_place(root, "auto") as place:
+            staging = Staging(chunk_pool(MIN_BLOCK))
+            parts = {rank: place.part(key, rank, staging) for rank in self._boxes}
             plan = reshard(self._wanted, self._boxes, first := min(parts), by_address=parts[first].backend.by_address)
             if plan.troubles:
                 raise StateMismatchError(f"what is to be loaded does not fit: {', '.join(plan.troubles)}")
