@@ -61,11 +61,10 @@ class Alone(Peers):
         lease: SlotLease,
         entry: Entry,
         rest: Sequence[Piece],
-        written: Callable[[], None],
         check: Callable[[], None] | None,
         sample: Sample | None,
     ) -> bool:
-        return await self._store.commit(lease, entry, rest, written, check)
+        return await self._store.commit(lease, entry, rest, check)
 
     async def prepared(self, counter: int) -> bool:
         return False

@@ -9,6 +9,7 @@ from typing import Any
 
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import EngineConfig, decide
+from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
@@ -46,13 +47,13 @@ class Assembly:
         peers: Peers,
         *,
         loop: EngineLoop,
-        ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
+        in_flight: InFlight,
         stream: Stream,
         collect: Callable[[], Status],
     ) -> None:
         """Lock (or create) the store, recover, and make everything around it.
 
-        ``ended`` is as for :class:`Scheduler`, ``collect`` as for :class:`Publisher`.
+        ``collect`` is as for :class:`Publisher`.
 
         Raises the errors of :func:`open_store`; WriteError if the folder cannot be written.
         """
@@ -88,7 +89,7 @@ class Assembly:
                 pool=self.pool,
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,
-                ended=ended,
+                in_flight=in_flight,
                 stream=stream,
                 path=path,
             )

@@ -144,7 +144,7 @@ class EngineCore:
             self.config,
             self.peers,
             loop=self.loop,
-            ended=self._note_end,
+            in_flight=self.in_flight,
             stream=self.stream,
             collect=self._status,
         )
@@ -152,11 +152,6 @@ class EngineCore:
         self.in_flight.counter, self.captures.owners = await self.peers.join(
             self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with
         )
-
-    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
-        """Called when a checkpoint ended."""
-        self.in_flight.note_end(pending, error, superseded, nbytes)
-        self.peers.ended(pending.counter, error)
 
     async def close(self, caller: Caller, deadline: float | None = None) -> None:
         """Drain, then close; idempotent. Raises failures that were not awaited.

@@ -176,7 +176,6 @@ class Peers(ABC):
         lease: SlotLease,
         entry: Entry,
         rest: Sequence[Piece],
-        written: Callable[[], None],
         check: Callable[[], None] | None,
         sample: Sample | None,
     ) -> bool:

@@ -25,11 +25,11 @@ class CheckpointProgress:
     """How far a checkpoint is.
 
     Attributes:
-        phase: "waiting" for its turn, "capturing", "writing" (all is captured), "committing" (all is written: manifest,
-            flush and commit record follow); or how it ended.
+        phase: "waiting" for its turn, "capturing", "writing" (all is captured), "committing" (its last request is on
+            its way: manifest, flush and commit record, and of a small checkpoint its bytes); or how it ended.
         nbytes: Bytes of the checkpoint's tensors, 0 while it waits.
         captured: Bytes captured so far.
-        written: Bytes written so far.
+        written: Bytes written so far, those of the last request included.
     """
 
     phase: Literal["waiting", "capturing", "writing", "committing", "durable", "superseded", "skipped", "failed"]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 
 from pccheck_async.engine.capture import Capture
+from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
@@ -63,9 +64,7 @@ class Scheduler:
     pool: BufferPool
     planner: Planner
     max_in_flight: InitVar[int]
-    ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None]
-    """Called with every checkpoint that ended, its error, whether it was superseded, and its bytes; before its waiting
-    callers get it, but for one whose capture was stopped."""
+    in_flight: InFlight
     stream: Stream
     path: str
     """Of the store, for the log."""
@@ -218,7 +217,8 @@ class Scheduler:
         try:
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self.ended(pending, error, superseded, nbytes)
+            self.in_flight.note_end(pending, error, superseded, nbytes)
+            self.peers.ended(pending.counter, error)
         except BaseException as failure:  # noqa: BLE001 - also of a handler of the log that exits
             with suppress(BaseException):
                 write("miscounted", "the end of a checkpoint is not counted right: %r", failure)
@@ -250,16 +250,13 @@ class Scheduler:
                         if number % _YIELD_EVERY == 0:
                             await asyncio.sleep(0)  # those begin while the others are still being made
             manifest = self._encode(job, capture.entries(), capture.pieces())
-
-            def written() -> None:
-                pending.written_nbytes = plan.payload_nbytes
-
             start = time.perf_counter()
             try:
                 check = None if overlapped is None else overlapped.check
                 slot, rest = await writer.finish(manifest)
                 entry = self._entry(job, slot, manifest)
-                committed = await self.peers.commit(slot, entry, rest, written, check, capture.sample)
+                pending.written_nbytes = plan.payload_nbytes
+                committed = await self.peers.commit(slot, entry, rest, check, capture.sample)
             finally:
                 self.stream.clock.note("commit", start, time.perf_counter())
         if committed:

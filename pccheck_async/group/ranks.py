@@ -147,11 +147,10 @@ class Ranks(Peers):
         lease: SlotLease,
         entry: Entry,
         rest: Sequence[Piece],
-        written: Callable[[], None],
         check: Callable[[], None] | None,
         sample: Sample | None,
     ) -> bool:
-        await self._store.finish_data(lease, entry, rest, written, check)
+        await self._store.finish_data(lease, entry, rest, check)
         asked = False
         try:
             digests = ({}, {}) if sample is None else await self.run.call(sample.digest)

@@ -193,7 +193,6 @@ class Store:
         lease: SlotLease,
         entry: Entry,
         rest: Sequence[Piece] = (),
-        written: Callable[[], None] = lambda: None,
         check: Callable[[], None] | None = None,
     ) -> bool:
         """Commit a checkpoint; False if it is superseded (I6).
@@ -203,10 +202,9 @@ class Store:
                 more commits it may stay taken, since a restart may find a record that names it.
             entry: For the record.
             rest: Its pieces that are not written yet.
-            written: Called when all of it is durable in its slot.
-            check: Called then, and before the record is written: its error ends the checkpoint, and nothing is
-                committed. Without it a small checkpoint is written in one chain with its record if no other commit
-                is under way.
+            check: Called when all of it is durable in its slot, and before the record is written: its error ends the
+                checkpoint, and nothing is committed. Without it a small checkpoint is written in one chain with its
+                record if no other commit is under way.
 
         Durability: on True the checkpoint survives power loss. The comment at each step below describes a crash there,
             or a crash without the step.
@@ -220,7 +218,7 @@ class Store:
         small = entry.nbytes <= sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES  # nothing of it is written yet
         chain = check is None and small and self.medium.chains and not self.lock.locked()
         if not chain:
-            await self.finish_data(lease, entry, rest, written, check)
+            await self.finish_data(lease, entry, rest, check)
         deciding = False
         try:
             async with self.lock:
@@ -245,8 +243,6 @@ class Store:
             raise
         if record is None:
             await self.release(lease)
-        elif chain:
-            written()
         return record is not None
 
     async def finish_data(
@@ -254,7 +250,6 @@ class Store:
         lease: SlotLease,
         entry: Entry,
         rest: Sequence[Piece],
-        written: Callable[[], None],
         check: Callable[[], None] | None,
     ) -> None:
         """Make all of a checkpoint durable in its slot, which no record names yet: the first half of a commit.
@@ -265,7 +260,6 @@ class Store:
             # Make the data durable. Without this: a crash may leave a durable record that names bytes which were only
             # in the device's cache (I2).
             await self.make_data_durable(lease, rest)
-            written()
             if check is not None:
                 check()
             await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
