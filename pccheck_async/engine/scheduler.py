@@ -250,11 +250,10 @@ class Scheduler:
                         if number % _YIELD_EVERY == 0:
                             await asyncio.sleep(0)  # those begin while the others are still being made
             manifest = self._encode(job, capture.entries(), capture.pieces())
-            start = time.perf_counter()
+            slot, rest = await writer.finish(manifest)  # from here on the commit gives it back
+            entry, start = self._entry(job, slot, manifest), time.perf_counter()
             try:
                 check = None if overlapped is None else overlapped.check
-                slot, rest = await writer.finish(manifest)
-                entry = self._entry(job, slot, manifest)
                 pending.written_nbytes = plan.payload_nbytes
                 committed = await self.peers.commit(slot, entry, rest, check, capture.sample)
             finally:
