@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pccheck_async.convert.mapped_memory import give_back, tensors_in_a_file
+from pccheck_async.convert.model_files import listed
 from pccheck_async.convert.pickled_values import NotReadableError, Reading, Section, read_value
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
@@ -264,8 +265,7 @@ class _Content:
         """Raise CorruptStoreError where a file is not there, or too short."""
         titles = sorted({place.file for place in self.places})
         if lost := [title for title in titles if not (folder / title).is_file()]:
-            more = f" and {len(lost) - 20} more" if len(lost) > 20 else ""
-            raise CorruptStoreError(f"{folder} lacks the files {', '.join(lost[:20])}{more}, which its metadata names")
+            raise CorruptStoreError(f"{folder} lacks the files {listed(lost)}, which its metadata names")
         sizes = {title: (folder / title).stat().st_size for title in titles}
         for place in self.places:
             entry, least = self.entries[place.name], 0

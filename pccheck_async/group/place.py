@@ -71,7 +71,7 @@ class Place:
         rank: The rank whose part of a group's checkpoint is read first; by default 0.
 
     Attributes:
-        stores: Identity and newest record of each store, by rank. None if there is no store, or none that is whole.
+        stores: Identity and newest record of each whole store, by rank; that of one process is rank 0's.
         complete: The checkpoints that have all their parts, newest first.
         incomplete: Those that lack some, newest first. Beside a running group, those being saved are among them.
 
