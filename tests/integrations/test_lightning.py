@@ -300,7 +300,8 @@ def test_several_loaders_go_on_where_each_of_them_was(tmp_path: Path, kind: str,
     def loaders(_: int) -> Any:
         return pl.utilities.CombinedLoader({"a": loader(6, 3), "b": [loader(9, 3), loader(10, 2)]}, mode)
 
-    steps, moments, epochs = (2, (1, 3, 4, 5, 6), 4) if mode == "min_size" else (5, (1, 3, 4, 5, 9), 4)
+    steps, epochs = (2 if mode == "min_size" else 5), 4
+    moments: tuple[int, ...] = (1, 3, 4, 5, 6 if mode == "min_size" else 9)
     if kind == "workers":  # processes, which take long to start: inside the first epoch, and inside the second
         moments, epochs = ((steps + 1) // 2, steps + 1), 2
     assert len(resumed_at(tmp_path, loaders, moments, max_epochs=epochs)) == epochs * steps
