@@ -17,7 +17,7 @@ from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duratio
 if TYPE_CHECKING:
     from pccheck_async.group import Place
     from pccheck_async.medium.status_file import Status
-    from pccheck_async.state import ShardBox, ShardedLeaf
+    from pccheck_async.upkeep import ShardBox, ShardedLeaf
 
 STAGES = ("capture", "write", "flush")
 """Those that a rank does by itself. In ``commit`` all wait for the slowest one."""

@@ -25,7 +25,7 @@ from pccheck_async.cli.output import (
 
 if TYPE_CHECKING:
     from pccheck_async.shelf.format import Variable
-    from pccheck_async.state import StoredLeaf
+    from pccheck_async.upkeep import StoredLeaf
 
 ShelfPath: TypeAlias = Annotated[Path, path_argument("PATH", "File of the shelf.")]
 
@@ -84,7 +84,7 @@ def verify(path: ShelfPath, json: Json = False) -> Report:
 
 
 def _leaves(variable: Variable) -> list[StoredLeaf]:
-    from pccheck_async.state import list_leaves
+    from pccheck_async.upkeep import list_leaves
 
     return list_leaves(variable.manifest).leaves
 

@@ -47,7 +47,7 @@ from pccheck_async.format.record import slot_name
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
-    from pccheck_async.state import ShardedLeaf, StoredLeaf
+    from pccheck_async.upkeep import ShardedLeaf, StoredLeaf
 
 _MOST_LEAVES = 8
 _MOST_CHANGES = 20

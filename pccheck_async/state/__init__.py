@@ -13,7 +13,6 @@ from pccheck_async.state.leaves import Array
 from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.bind import Restoration
-from pccheck_async.state.restore.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import allocate, clear_gradients, live_tree, match
 from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
@@ -57,7 +56,6 @@ __all__ = [
     "Layout",
     "LayoutCache",
     "LazyPart",
-    "Listing",
     "LiveTree",
     "Outline",
     "Owners",
@@ -67,13 +65,10 @@ __all__ = [
     "Resharding",
     "Restoration",
     "Sample",
-    "ShardBox",
-    "ShardedLeaf",
     "Sources",
     "Splitter",
     "Stateful",
     "StoredBox",
-    "StoredLeaf",
     "Target",
     "Targets",
     "Versions",
@@ -98,7 +93,6 @@ __all__ = [
     "flatten",
     "flatten_unchecked",
     "from_node",
-    "list_leaves",
     "live_tree",
     "mapping_keys",
     "match",

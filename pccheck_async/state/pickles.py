@@ -14,17 +14,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format.skeleton import PickledNode
 
-__all__ = ["Pickled", "pickle", "refuse_pickled", "unpickle"]
-
-
-class Pickled:
-    """Stands for a pickled value in places that unpickle none."""
-
-    def __init__(self, node: PickledNode) -> None:
-        self._node = node
-
-    def __repr__(self) -> str:
-        return f"<pickled {self._node.kind}, {len(self._node.data)} bytes>"
+__all__ = ["pickle", "refuse_pickled", "unpickle"]
 
 
 def pickle(value: Any, kind: str, path: str) -> PickledNode:

@@ -7,10 +7,12 @@ read-only, write nothing, and work while a trainer writes to the store. May impo
 from pccheck_async.upkeep.change import Removal, pin_checkpoint, reject_checkpoints, remove_checkpoints
 from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
 from pccheck_async.upkeep.copying import copy_checkpoint
+from pccheck_async.upkeep.listing import ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 from pccheck_async.upkeep.reading import Description, describe_checkpoint
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints
 
 __all__ = ["CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal"]
-__all__ += ["Verification", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "pin_checkpoint"]
-__all__ += ["recover_store", "reject_checkpoints", "remove_checkpoints", "verify_checkpoints"]
+__all__ += ["ShardBox", "ShardedLeaf", "StoredLeaf", "Verification", "compare_checkpoints", "copy_checkpoint"]
+__all__ += ["describe_checkpoint", "list_leaves", "pin_checkpoint", "recover_store", "reject_checkpoints"]
+__all__ += ["remove_checkpoints", "verify_checkpoints"]

@@ -19,9 +19,9 @@ from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import CheckpointReader
 from pccheck_async.transfer import Tasks
+from pccheck_async.upkeep.listing import StoredLeaf, list_leaves
 from pccheck_async.upkeep.reading import Progress
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]

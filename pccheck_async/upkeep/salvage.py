@@ -14,8 +14,8 @@ from pccheck_async.format.manifest import LATEST_VERSION, SHARDED_VERSION, VERSI
 from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, slot_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.state import Listing, list_leaves
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
+from pccheck_async.upkeep.listing import Listing, list_leaves
 from pccheck_async.upkeep.reading import Progress, counting
 from pccheck_async.upkeep.verify import Damage, check_payload
 

@@ -17,9 +17,9 @@ from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_rec
 from pccheck_async.group import open_place
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, read_manifest
 from pccheck_async.transfer import aligned_buffer
+from pccheck_async.upkeep.listing import Listing, list_leaves
 from pccheck_async.upkeep.reading import Progress, check_chunks, counting
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]

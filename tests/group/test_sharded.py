@@ -47,8 +47,9 @@ from pccheck_async.cli import app
 from pccheck_async.cli.ranks import placement
 from pccheck_async.format import Entry
 from pccheck_async.group import Place, read_place
-from pccheck_async.state import PlannedBoxes, ShardBox, ShardedLeaf
+from pccheck_async.state import PlannedBoxes
 from pccheck_async.state.boxes import local_tensors
+from pccheck_async.upkeep import ShardBox, ShardedLeaf
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
 from tests.support.state_strategies import difference

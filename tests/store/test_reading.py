@@ -20,11 +20,12 @@ from pccheck_async.format import Entry, combine
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
-from pccheck_async.state import Target, Targets, list_leaves
+from pccheck_async.state import Target, Targets
 from pccheck_async.store import PartReader, Source, Staging
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import unit_runs
+from pccheck_async.upkeep import list_leaves
 from pccheck_async.upkeep.verify import check_payload
 from tests.unit.test_manifest import MIB, of_pieces
 

@@ -14,8 +14,8 @@ from pccheck_async import CheckpointError, Shelf
 from pccheck_async.format import crc32
 from pccheck_async.shelf import format as layout
 from pccheck_async.shelf.format import Extent, Root
-from pccheck_async.state import list_leaves
 from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.upkeep import list_leaves
 from tests.support.hostile import NUMBERS, Forger, victim
 
 

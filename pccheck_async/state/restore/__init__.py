@@ -2,5 +2,5 @@
 
 A live state is a tree (``state.save.flatten``) like the stored one. ``diff`` says how they differ and what is done with
 each part; ``adapt`` knows modules and optimizers, ``bind`` addresses; ``match`` calls them in their order. ``tree``
-reads a skeleton, ``arrays`` makes the memory that is read into, and ``listing`` names the leaves for people.
+reads a skeleton, and ``arrays`` makes the memory that is read into.
 """

@@ -27,7 +27,6 @@ from pccheck_async.format.skeleton import (
     children,
 )
 from pccheck_async.state import paths
-from pccheck_async.state.pickles import Pickled
 from pccheck_async.state.restore.tree import below, has_parts, rebuild
 
 _METADATA: Final = "._metadata"
@@ -37,6 +36,16 @@ _CONTEXT: Final = "._context"
 _MOST_COMPARED: Final = 256
 """Views of one storage that are searched for one that overlaps."""
 _DATA: Final = nodes.BytesNode | nodes.BytearrayNode | nodes.SurrogateStrNode
+
+
+class _Pickled:
+    """Stands for a pickled value: nothing here unpickles."""
+
+    def __init__(self, node: PickledNode) -> None:
+        self._node = node
+
+    def __repr__(self) -> str:
+        return f"<pickled {self._node.kind}, {len(self._node.data)} bytes>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +84,7 @@ class StoredLeaf:
 
     def value(self) -> Any:
         """Return a plain value, with stand-ins for pickled ones. Raises CorruptStoreError: the node describes none."""
-        return rebuild(self.node, lambda _: None, pickled=Pickled)
+        return rebuild(self.node, lambda _: None, pickled=_Pickled)
 
     def text(self, most: int = 80) -> str:
         """Return a plain value as Python writes it, cut to ``most`` characters; control characters are escaped."""
@@ -85,7 +94,7 @@ class StoredLeaf:
         elif isinstance(node, _DATA) and len(node.data) > 4 * most:
             return f"<{self.kind} of {len(node.data)} bytes>"
         try:
-            text = repr(rebuild(node, lambda _: None, pickled=Pickled))
+            text = repr(rebuild(node, lambda _: None, pickled=_Pickled))
         except ValueError:  # Python refuses to print very long ints in decimal
             text = f"<{self.kind} too long to show>"
         return text if len(text) <= most else text[: most - 3] + "..."
