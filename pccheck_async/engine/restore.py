@@ -279,7 +279,6 @@ class Reading:
     def finish(self) -> Restored:
         """Give every object its state, and return a summary."""
         restoration, entry = self.restoration, self.checkpoint.entry
-        self.checkpoint.finish()
         restoration.finish()
         if cleared := clear_gradients(restoration.trained):
             text = (

@@ -16,7 +16,6 @@ from pccheck_async.state.restore.bind import Restoration
 from pccheck_async.state.restore.match import allocate, clear_gradients, live_tree, match
 from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
-    Resharding,
     StoredBox,
     Wanted,
     private_mesh,
@@ -62,7 +61,6 @@ __all__ = [
     "PackedSource",
     "PlannedBoxes",
     "RNGState",
-    "Resharding",
     "Restoration",
     "Sample",
     "Sources",

@@ -25,7 +25,6 @@ from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, Ten
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
 from pccheck_async.medium import File
 from pccheck_async.state import (
-    Resharding,
     StoredBox,
     Target,
     Targets,
@@ -104,7 +103,7 @@ class CheckpointReader:
         self.own_rank = own_rank
         self._held: set[int] = set()
         self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by part, once they are needed
-        self._plan = Resharding()
+        self._planned: dict[int, Targets] = {}
         self._marks: dict[int, Any] = {}
         self._tensors: list[_Full] = []
 
@@ -177,8 +176,8 @@ class CheckpointReader:
         for rank in needed:
             if rank not in self._boxes:
                 self._boxes[rank] = stored_boxes(self.parts[rank].manifest, rank)
-        self._plan = reshard(wanted, self._boxes, self.own_rank, by_address=self.own.backend.by_address)
-        if troubles := self._plan.troubles:
+        self._planned, troubles = reshard(wanted, self._boxes, self.own_rank)
+        if troubles:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
             if self.elsewhere:
                 text += f"; the parts of ranks {', '.join(map(str, self.elsewhere))} are on filesystems not seen here"
@@ -189,19 +188,15 @@ class CheckpointReader:
 
         The others are filled behind the work that devices have queued by now. Called on the caller's thread.
         """
-        own = self._plan.targets.pop(self.own_rank, Targets())
+        own = self._planned.pop(self.own_rank, Targets())
         backend = self.own.backend
-        self._marks = {rank: backend.mark_queued_work(each.devices) for rank, each in self._plan.targets.items()}
+        self._marks = {rank: backend.mark_queued_work(each.devices) for rank, each in self._planned.items()}
         return own
 
     async def fill_boxes(self) -> None:
         """Fill the planned boxes; :meth:`finish` follows. Raises DamagedError, ReadError; some are filled then."""
-        for rank, targets in self._plan.targets.items():
+        for rank, targets in self._planned.items():
             await self.parts[rank].fill(targets, self._marks.get(rank))
-
-    def finish(self) -> None:
-        """Copy into the tensors that could not be filled in place. Called on the caller's thread."""
-        self._plan.finish()
 
     # -- in full
 

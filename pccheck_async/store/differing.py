@@ -168,11 +168,11 @@ class _Comparison:
             for one in pair.tensors[side : side + 1]
             for box, local in boxes_of_range(one.shape, pair.low, flat)
         ]
-        plan = reshard(wanted, self._boxes, min(self._parts), by_address=False)
-        if plan.troubles:
-            raise CorruptStoreError(f"the parts do not fit together: {first_few(plan.troubles)}")
-        for rank, targets in plan.targets.items():
-            await self._parts[rank].fill(targets)
+        targets, troubles = reshard(wanted, self._boxes, min(self._parts))
+        if troubles:
+            raise CorruptStoreError(f"the parts do not fit together: {first_few(troubles)}")
+        for rank, each in targets.items():
+            await self._parts[rank].fill(each)
         return read
 
     def _same_chunks(self, path: str, one: _Tensor, other: _Tensor) -> bool:

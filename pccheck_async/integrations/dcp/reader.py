@@ -24,7 +24,7 @@ from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.group import chunk_pool, open_place
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
-from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
+from pccheck_async.state import Box, StoredBox, Wanted, reshard
 from pccheck_async.store import PartReader, Staging, only_rejected
 
 __all__ = ["StorageReader"]
@@ -197,7 +197,9 @@ class _Load:
     def run(self, root: str, key: Key) -> None:
         """Read, and hand over."""
         if self._wanted:
-            call_once(self._fill(root, key), "pccheck-dcp").finish()
+            call_once(self._fill(root, key), "pccheck-dcp")
+            for one in self._wanted:
+                one.finish()
         for item, target, filled in self._tensors:
             if filled is not target:
                 target.copy_(filled)
@@ -210,15 +212,17 @@ class _Load:
             buffer.seek(0)
             self._planner.load_bytes(item, buffer)
 
-    async def _fill(self, root: str, key: Key) -> Resharding:
+    async def _fill(self, root: str, key: Key) -> None:
         async with await open_place(root, "auto") as place:
             staging = Staging(chunk_pool(MIN_BLOCK))
             parts = {rank: place.part(key, rank, staging) for rank in self._boxes}
-            plan = reshard(self._wanted, self._boxes, first := min(parts), by_address=parts[first].backend.by_address)
-            if plan.troubles:
-                raise StateMismatchError(f"what is to be loaded does not fit: {', '.join(plan.troubles)}")
+            first = min(parts)
+            self._wanted = [one.placed(parts[first].backend.by_address) for one in self._wanted]
+            planned, troubles = reshard(self._wanted, self._boxes, first)
+            if troubles:
+                raise StateMismatchError(f"what is to be loaded does not fit: {', '.join(troubles)}")
             begun = False
-            for rank, targets in plan.targets.items():
+            for rank, targets in planned.items():
                 try:
                     async with _held(parts[rank]) as part:
                         begun = True
@@ -227,4 +231,3 @@ class _Load:
                     if begun:
                         error.add_note("the tensors to be loaded may hold parts of this checkpoint")
                     raise
-            return plan

@@ -134,6 +134,7 @@ class Binding:
         with apart():
             self._live = {fill.number: _Live(fill, tensors[fill.number], by_address) for fill in found.fills}
         self._allocation = Allocation(found.manifest, ())
+        self._boxes: tuple[Wanted, ...] = ()
         self._is_filled = False
 
     def conflicts(self) -> list[str]:
@@ -181,6 +182,7 @@ class Binding:
         }
         gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
         with apart():
+            self._boxes = tuple([one.placed(self._by_address) for one in found.resharded])
             self._allocation = Allocation(self._manifest, sorted((wanted | self._live.keys()) - direct), preferred)
             targets = Targets([*self._allocation.targets(), *self._in_place()])
             # Tensors that are made now can be trained, in any mode of the caller.
@@ -196,7 +198,7 @@ class Binding:
             tuple(found.unexpected),
             tuple([live.path for live in lives if live.in_place]),
             found.counts,
-            tuple(found.resharded),
+            self._boxes,
             tuple(self._trained()),
         )
 
@@ -220,9 +222,11 @@ class Binding:
                     _copy(live, self._allocation.array(live.index))
                 elif isinstance(live.array, torch.Tensor) and not live.array.is_inference():
                     increment(live.array)
-        for composed in found.composed.values():  # which changes of its parts do not count
-            if not composed.is_inference():
-                increment(composed)
+            for one in self._boxes:
+                one.finish()
+        for whole in (*found.composed.values(), *found.made.values()):  # changes of its parts do not count there
+            if isinstance(whole, torch.Tensor) and not whole.is_inference():
+                increment(whole)
         arrays_of = self._arrays.items()
         inference = {index for index, each in arrays_of if isinstance(each, torch.Tensor) and each.is_inference()}
         steps = [*found.steps, *found.last]

@@ -400,9 +400,9 @@ class _Walk:
             found.plain_made[node.index] = live
         stored_path = self.found.path_of(node)
         mesh = node.mesh if isinstance(node, ShardedNode) else None
-        for box, view in views:
-            wrapper = live if isinstance(live, torch.Tensor) else view
-            found.resharded.append(Wanted(path, stored_path, mesh, shape, box, view.detach(), wrapper))
+        locals_ = [view.detach() for _, view in views]
+        boxes = zip(views, locals_, strict=True)
+        found.resharded += [Wanted(path, stored_path, mesh, shape, box, one, one) for (box, _), one in boxes]
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live tensor has the shape and dtype of a stored one."""

@@ -7,7 +7,7 @@ time, never for the whole state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ class Wanted:
         mesh: A hash of the ranks it lay on; None if it was a plain tensor: then only the part that this rank
             restores has it.
         box: Of the tensor.
-        local: The tensor to fill, of the box's shape; ``wrapper`` is the DTensor around it, else itself.
+        local: The tensor to fill, of the box's shape.
+        into: The memory that its bytes are read into: its own, or of a copy (see :meth:`placed`).
     """
 
     path: str
@@ -55,7 +56,23 @@ class Wanted:
     shape: tuple[int, ...]
     box: Box
     local: torch.Tensor
-    wrapper: torch.Tensor
+    into: torch.Tensor
+
+    def placed(self, by_address: bool) -> Wanted:
+        """Return it with a copy to read into if its own memory does not take the bytes; see :func:`.match.match`."""
+        local = self.local
+        if (local.is_cpu or (local.is_cuda and by_address)) and not (local.is_neg() or local.is_conj()):
+            return self
+        return replace(self, into=torch.empty(local.shape, dtype=local.dtype))
+
+    def finish(self) -> None:
+        """Copy into a tensor that was not filled in place; raise the version counter of autograd of one that was."""
+        local = self.local
+        if self.into is not local:
+            with torch.inference_mode() if local.is_inference() else torch.no_grad():
+                local.copy_(self.into)
+        elif not local.is_inference():
+            torch.autograd.graph.increment_version(local)
 
 
 def private_mesh(part: int) -> int:
@@ -86,43 +103,17 @@ def sharded_paths(manifest: Manifest) -> dict[int, str]:
     return {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
 
 
-@dataclass(slots=True, eq=False)
-class Resharding:
-    """How wanted tensors are made of boxes.
-
-    Attributes:
-        targets: By part, the memory that is filled from it.
-        troubles: Of each tensor that cannot be made its path, and why.
-    """
-
-    targets: dict[int, Targets] = field(default_factory=dict)
-    troubles: list[str] = field(default_factory=list)
-    _moved: list[tuple[torch.Tensor, Wanted]] = field(default_factory=list)
-    _in_place: list[Wanted] = field(default_factory=list)
-
-    def finish(self) -> None:
-        """Copy into the tensors that were not filled in place; raise the version counters of autograd of the others."""
-        for filled, wanted in self._moved:
-            with torch.inference_mode() if wanted.local.is_inference() else torch.no_grad():
-                wanted.local.copy_(filled)
-        for wanted in self._in_place:
-            for tensor in {id(wanted.local): wanted.local, id(wanted.wrapper): wanted.wrapper}.values():
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
-
-
 def reshard(
-    wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int, *, by_address: bool
-) -> Resharding:
-    """Choose the stored boxes that fill the wanted tensors.
+    wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int
+) -> tuple[dict[int, Targets], list[str]]:
+    """Return, by part, the memory that is filled from it; and the path of each tensor that cannot be made, with why.
 
     Args:
         wanted: The tensors.
         stored: The boxes of each part, by path.
         own: The part that this rank restores. Of boxes that several parts have, its own are taken.
-        by_address: Whether the memory of CUDA devices can be written to.
     """
-    plan = Resharding()
+    troubles: list[str] = []
     tied: dict[tuple[int, int, int], tuple[str, set[tuple[Any, ...]]]] = {}
     copies: dict[int, list[Target]] = {}
     for one in wanted:
@@ -133,24 +124,17 @@ def reshard(
             for box in stored[part].get(one.stored_path, ()):
                 if box.mesh == mesh:
                     boxes.setdefault((box.offsets, box.entry.shape), box)
-        into = one.local
-        if not (into.is_cpu or (into.is_cuda and by_address)) or into.is_neg() or into.is_conj():
-            into = torch.empty(into.shape, dtype=into.dtype)
-            plan._moved.append((into, one))
-        else:
-            plan._in_place.append(one)
         if trouble := _trouble(one, boxes.values()):
-            plan.troubles.append(f"{one.path} ({trouble})")
+            troubles.append(f"{one.path} ({trouble})")
             continue
         if one.local.nbytes:  # tensors that were tied when they were saved lie in one place there
             places = {(box.part, box.offsets, box.start + box.entry.offset, box.entry.stride) for box in boxes.values()}
             other, same = tied.setdefault((mesh, one.local.data_ptr(), one.local.nbytes), (one.path, places))
             if same != places:
-                plan.troubles.append(f"{one.path} (shares memory with {other} here, but not in the checkpoint)")
-        for part, copy in _copies(one, boxes.values(), into):
+                troubles.append(f"{one.path} (shares memory with {other} here, but not in the checkpoint)")
+        for part, copy in _copies(one, boxes.values()):
             copies.setdefault(part, []).append(copy)
-    plan.targets = {part: Targets(each) for part, each in copies.items()}
-    return plan
+    return {part: Targets(each) for part, each in copies.items()}, troubles
 
 
 def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
@@ -197,8 +181,8 @@ def _overlap(stored: StoredBox, live: Box) -> _Ranges:
     return tuple(range(max(a, b), max(a, b, min(a + m, b + n))) for a, m, b, n in sides)
 
 
-def _copies(wanted: Wanted, boxes: Iterable[StoredBox], into: torch.Tensor) -> Iterator[tuple[int, Target]]:
-    itemsize = into.element_size()
+def _copies(wanted: Wanted, boxes: Iterable[StoredBox]) -> Iterator[tuple[int, Target]]:
+    into, itemsize = wanted.into, wanted.into.element_size()
     device = HOST if into.is_cpu else into.device.index
     strides = [step * itemsize for step in into.stride()]
     for stored in boxes:
