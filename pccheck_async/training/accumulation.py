@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -68,13 +67,27 @@ _version_of, _is_leaf, _gradient_of = attrgetter("_version"), attrgetter("is_lea
 
 @dataclass(slots=True)
 class _Watched:
-    """The record of one optimizer."""
+    """The record of one optimizer, as long as that is in use."""
 
+    reference: weakref.ref[torch.optim.Optimizer]
     last: int  # number of the context of its last step
     patience: int = PATIENCE  # contexts until gradients that it does not use are ignored
     ignored: bool = False  # whether they are
     in_each: bool = True  # whether it made a step in every context: until then it has no windows
     sample: int | None = None  # how many of its gradients were noted as used, of all parameters; None: all
+    waited: bool = False  # whether it had unused gradients in one of the contexts in a row that unused ones kept inside
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return those of its gradients that are noted as used; none of an optimizer that is gone."""
+        optimizer = self.reference()
+        return [] if optimizer is None else _gradients(optimizer, self.sample)
+
+    def note_used(self, sample: int | None) -> None:
+        """Mark ``sample`` of its gradients as used."""
+        self.sample = sample
+        gradients = self.gradients()
+        for gradient, version in zip(gradients, _versions(gradients), strict=True):
+            setattr(gradient, _USED, (id(gradient), version))
 
 
 class Accumulation:
@@ -86,28 +99,27 @@ class Accumulation:
     def __init__(self, guard: Guard, store: str) -> None:
         self._guard = guard
         self._store = store
-        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: dict[int, _Watched] = {}  # by the identity of the optimizer; one that is collected leaves it
         self._hooks: StepHooks | None = None
         self._context = 0
-        self._unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unused_contexts, self._unused_first, self._unused_since = 0, 0, 0.0
         self._unseen: set[type] = set()
         self._steps = 0
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch its steps from now on. Idempotent. Raises TypeError if it has no hooks."""
-        if optimizer in self._watched:
+        watched, number = self._watched, id(optimizer)
+        if number in watched:
             return
         hooks_of(optimizer)
         if self._hooks is None:
             self._hooks = hooks_of_all()
             self._hooks.add(after=self._after_step)
-        if len(self._watched) == 1:
-            for other in list(self._watched):
-                if all(map(_is_used, _gradients(other, 1))):
-                    _note_used(other, None)  # so far that was noted of one gradient alone
-                    self._watched[other].sample = None
-        self._watched[optimizer] = _Watched(self._context - 1)
+        if len(watched) == 1:
+            for other in list(watched.values()):
+                if all(map(_is_used, other.gradients())):
+                    other.note_used(None)  # so far that was noted of one gradient alone
+        watched[number] = _Watched(weakref.ref(optimizer, lambda _: watched.pop(number, None)), self._context - 1)
 
     def begin(self, state: Mapping[str, Any]) -> int:
         """Called when a step context begins; returns its number. Watches the optimizers in its state, too."""
@@ -124,42 +136,42 @@ class Accumulation:
 
     def end(self, step: int, context: int) -> str:
         """Called when a step context ends; returns why it may be inside a window, empty if it is outside all."""
-        watched, attached = list(self._watched.items()), self._guard.attached
+        watched, attached = list(self._watched.values()), self._guard.attached
         made, without = [], []
-        for optimizer, each in watched:
+        for each in watched:
             if each.last >= context:
-                made.append((optimizer, each))
+                made.append(each)
             else:
                 each.in_each = False
                 if not each.ignored:
-                    without.append((optimizer, each))
+                    without.append(each)
         if attached and watched and not made:
             return (
                 "no attached optimizer made a step in it: a window of gradient accumulation is open, or the step was "
                 "left out (by a gradient scaler), or made by code that no hook sees"
             )
         alone = attached and len(watched) == 1  # then it is enough that it made a step
-        for optimizer, each in made:
+        for each in made:
             if not each.ignored:
-                each.sample = 1 if alone else _SAMPLE if each.in_each else None
-                _note_used(optimizer, each.sample)
-        waiting = [
-            optimizer for optimizer, each in without if not all(map(_is_used, _gradients(optimizer, each.sample)))
-        ]
+                each.note_used(1 if alone else _SAMPLE if each.in_each else None)
+        waiting = [each for each in without if not all(map(_is_used, each.gradients()))] if without else without
         if waiting and not self._lose_patience(waiting, step):
-            names = ", ".join(sorted({type(each).__qualname__ for each in waiting}))
             return (
-                f"there are gradients that no step of the {names} has used: a window of gradient accumulation is open, "
-                "or they are left over from another loss (that of a generator leaves some in the discriminator)"
+                f"there are gradients that no step of the {_names(waiting)} has used: a window of gradient "
+                "accumulation is open, or they are left over from another loss (that of a generator leaves some in the "
+                "discriminator)"
             )
         if not waiting and self._unused_contexts:
-            self._unused.clear()
-            self._unused_contexts = 0
+            self._begin_patience()
         return ""
 
     def mark(self) -> Mark:
         """Return a mark for :meth:`is_at`: the watched optimizers and their parameters at this moment."""
-        return self._mark([*chain.from_iterable(map(_parameters, list(self._watched)))])
+        parameters: list[torch.Tensor] = []
+        for each in list(self._watched.values()):
+            if (optimizer := each.reference()) is not None:
+                parameters += _parameters(optimizer)
+        return self._mark(parameters)
 
     def is_at(self, mark: Mark) -> bool:
         """Whether no watched optimizer has made a step since, and the parameters have not changed or moved."""
@@ -176,22 +188,22 @@ class Accumulation:
             self._hooks.remove(self._after_step)
         self._watched.clear()
 
-    def _lose_patience(self, waiting: Collection[torch.optim.Optimizer], step: int) -> bool:
+    def _lose_patience(self, waiting: Collection[_Watched], step: int) -> bool:
         """Count a context that unused gradients alone keep in a window; return whether they are ignored from now on."""
         now = time.monotonic()
         if self._unused_contexts == 0:
             self._unused_first, self._unused_since = self._context, now
         self._unused_contexts += 1
-        self._unused.update(waiting)
+        for each in waiting:
+            each.waited = True
         late = self._unused_contexts >= _FEWEST and now - self._unused_since >= PATIENCE_SECONDS
-        for optimizer in waiting:
-            patience = self._watched[optimizer].patience
-            if self._unused_contexts < patience and (not late or patience > PATIENCE):  # a longer window of it is known
+        for each in waiting:  # a patience of more: a longer window of it is known
+            if self._unused_contexts < each.patience and (not late or each.patience > PATIENCE):
                 return False
-        unused = {optimizer: self._watched[optimizer] for optimizer in list(self._unused) if optimizer in self._watched}
-        idle = {optimizer: each for optimizer, each in unused.items() if each.last < self._unused_first}
+        unused = [each for each in list(self._watched.values()) if each.waited]
+        idle = [each for each in unused if each.last < self._unused_first]
         left_over = idle or unused  # one that makes steps has windows of its own, beside another's left-overs
-        for each in left_over.values():
+        for each in left_over:
             each.ignored, each.patience = True, min(each.patience, self._unused_contexts)
         text = (
             "the last %d contexts of engine.step all ended with gradients that no step of the %s has used: from now on "
@@ -199,15 +211,18 @@ class Accumulation:
             "windows%s"
         )
         advice = "" if self._guard.attached else ", or attach the optimizers"
-        names = ", ".join(sorted({type(each).__qualname__ for each in left_over}))
-        count = self._unused_contexts
-        self._unused.clear()
+        fields = {"step": step, "store": self._store}
+        write("unused_gradients", text, self._unused_contexts, _names(left_over), advice, **fields)
+        self._begin_patience()
+        return all(each.ignored for each in waiting)
+
+    def _begin_patience(self) -> None:
         self._unused_contexts = 0
-        write("unused_gradients", text, count, names, advice, step=step, store=self._store)
-        return all(self._watched[optimizer].ignored for optimizer in waiting)
+        for each in list(self._watched.values()):
+            each.waited = False
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        this = self._watched.get(optimizer)
+        this = self._watched.get(id(optimizer))
         for each in self._with_parameters_of(optimizer) if this is None else [this]:
             if each.ignored and (length := self._context - each.last) >= each.patience:
                 # One that was ignored for making no step merely has long windows.
@@ -218,7 +233,11 @@ class Accumulation:
     def _with_parameters_of(self, other: torch.optim.Optimizer) -> list[_Watched]:
         """Return the records of the watched optimizers that have a parameter of another one."""
         theirs = {*map(id, _parameters(other))}
-        return [each for own, each in list(self._watched.items()) if not theirs.isdisjoint(map(id, _parameters(own)))]
+        return [
+            each
+            for each in list(self._watched.values())
+            if (own := each.reference()) is not None and not theirs.isdisjoint(map(id, _parameters(own)))
+        ]
 
     def _say_unseen(self, optimizer: torch.optim.Optimizer, error: TypeError) -> None:
         if not self._guard.attached and type(optimizer) not in self._unseen:
@@ -227,10 +246,9 @@ class Accumulation:
             write("unseen_optimizer", text, error, store=self._store)
 
 
-def _note_used(optimizer: torch.optim.Optimizer, sample: int | None) -> None:
-    gradients = _gradients(optimizer, sample)
-    for gradient, version in zip(gradients, _versions(gradients), strict=True):
-        setattr(gradient, _USED, (id(gradient), version))
+def _names(watched: Collection[_Watched]) -> str:
+    optimizers = [each.reference() for each in watched]
+    return ", ".join(sorted({type(one).__qualname__ for one in optimizers if one is not None}))
 
 
 def _is_used(gradient: torch.Tensor) -> bool:
@@ -257,13 +275,16 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
             return [*map(storage_address, tensors)]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
 
 
 def _gradients(optimizer: torch.optim.Optimizer, sample: int | None) -> list[torch.Tensor]:
     """Return the gradients of about ``sample`` parameters, spread over all; of all if None, or if most have none."""
-    parameters = [*_parameters(optimizer)]
+    parameters = _parameters(optimizer)
     if sample is not None:
         some = parameters[:: len(parameters) // sample or 1]
         if 2 * len(found := _gradients_of(some)) > len(some):
@@ -277,13 +298,14 @@ def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [gradient for gradient in map(_gradient_of, parameters) if gradient is not None]
 
 
-def optimizers_in(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
-    """Those in the values of a state, and in dicts, lists and tuples among them, the outermost first."""
-    looks, rest = 0, [list(state.values())]
+def optimizers_in(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    """Return those in the values of a state, and in dicts, lists and tuples among them, the outermost first."""
+    found, looks, rest = [], 0, [list(state.values())]
     for values in rest:
         for value in values:
             looks += 1
             if isinstance(value, torch.optim.Optimizer):
-                yield value
+                found.append(value)
             elif isinstance(value, dict | list | tuple) and len(value) <= _MOST_ITEMS and looks < _MOST_LOOKS:
                 rest.append(list(value.values() if isinstance(value, dict) else value))
+    return found
