@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import fields
@@ -24,6 +22,7 @@ from pccheck_async import ClosedError, StateMismatchError, describe_checkpoint, 
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
 from tests.support.lazily import Lazily, need_framework
+from tests.support.warm import run_warm
 
 need_framework("transformers")
 transformers, kit = Lazily("transformers"), Lazily("tests.support.hf_training")
@@ -394,12 +393,15 @@ def test_wrong_uses_are_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_transformers_one_line_says_what_to_install() -> None:
     program = (
+        "import sys\n"
+        "for name in ('transformers', 'versions'): del sys.modules[f'pccheck_async.integrations.{name}']\n"
         "import importlib.metadata as metadata; version = metadata.version\n"
         "metadata.version = lambda name: version('no ' * (name == 'transformers') + name)\n"
         "try: import pccheck_async.integrations.transformers\n"
         "except ImportError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    adapter.METHODS  # noqa: B018 - imports it
+    said = run_warm("-c", program, text=True).stdout
     assert said.count("\n") == 1
     assert 'pip install "pccheck-async[transformers]"' in said
 

@@ -61,6 +61,7 @@ from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.testing import CrashDisk, CrashWriter
 from tests.support import state_strategies
 from tests.support.state_strategies import array_bytes, difference
+from tests.support.warm import run_warm
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "machine_asked_once")
 CHUNK = 4096
@@ -107,7 +108,9 @@ def odd_state() -> dict[str, Any]:
 # -- read without this package
 
 _READ = """
-import hashlib, json, sys, torch
+import sys
+sys.modules |= dict.fromkeys([name for name in sys.modules if name.startswith("pccheck")])  # cannot be imported
+import hashlib, json, torch
 def digest(tensor):
     flat = tensor.detach().contiguous().reshape(-1)
     data = b"" if not flat.numel() else bytes(flat.view(torch.uint8).numpy())
@@ -128,16 +131,14 @@ def read(path, kind):
             return {name: digest(file.get_tensor(name)) for name in file.keys()}
     return dict(walk(torch.load(path, weights_only=True, map_location="cpu", mmap=kind == "mapped")))
 found = [read(*file) for file in zip(sys.argv[1::2], sys.argv[2::2])]
-assert not [name for name in sys.modules if name.startswith("pccheck")]
 print(json.dumps(found))
 """
 
 
 def read_elsewhere(*files: tuple[Path, str]) -> list[dict[str, Any]]:
-    """What another process finds in files, each of a kind."""
+    """What another process finds in files, each of a kind, without this package."""
     arguments = [os.fspath(each) for file in files for each in file]
-    command = [sys.executable, "-c", _READ, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = run_warm("-c", _READ, *arguments, text=True)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found

@@ -290,6 +290,7 @@ def test_work_takes_processor_time() -> None:
     assert busy_seconds() - before > 0.05
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_the_benchmark() -> None:
     code = "import sys, pccheck_async; sys.exit(any(name.startswith('pccheck_async.bench') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,6 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pccheck_async.state.boxes import Box, FlatShard, Split, boxes_of, boxes_of_range
+from tests.support.warm import run_warm
 
 
 def pieces(shape: tuple[int, ...], splits: list[Split]) -> torch.Tensor:
@@ -141,7 +140,7 @@ for tensor, name in zip(tensors, (wrong, changed, None)):
         print("torch and this package tell different parts" in str(error))
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    done = run_warm("-c", code, text=True)
     assert done.stdout.splitlines() == ["True", "(5,)", "(6,)"], done.stderr
 
 
