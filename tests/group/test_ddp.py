@@ -144,7 +144,7 @@ class Training:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "steps", "kills"), [(2, 60, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
+    ("world", "steps", "kills"), [(2, 36, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
 )
 def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: int, kills: int) -> None:
     draw = random.Random(kills)
