@@ -1,4 +1,5 @@
-/* Python's headers and what the files that bind to it share: module, queue_object, request. All others are plain C. */
+/* Python's headers and what the files that bind to it share: module, queue_object, request,
+ * outline. All others are plain C. */
 #ifndef PCCHECK_BINDING_H
 #define PCCHECK_BINDING_H
 
@@ -9,6 +10,9 @@
 
 /* The type pccheck_async._ext.Queue. */
 extern PyType_Spec queue_object_spec;
+
+/* pccheck_async._ext.match */
+PyObject *outline_match(PyObject *module, PyObject *args);
 
 /* An operation with the Python objects that keep its memory where it is, from submit() until it is reaped. */
 struct request {

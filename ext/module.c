@@ -235,6 +235,7 @@ static PyMethodDef ext_methods[] = {
     {"write_back", ext_write_back, METH_O, NULL},
     {"fence", ext_fence, METH_NOARGS, NULL},
     {"dlpack_forms", ext_dlpack_forms, METH_VARARGS, NULL},
+    {"match", outline_match, METH_VARARGS, NULL},
     {"dio_alignment", ext_dio_alignment, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -124,6 +124,24 @@ def dio_alignment(fd: int, /) -> tuple[int, int] | None:
         None where the kernel (before 6.1) or the filesystem does not say.
     """
 
+def match(
+    values: list[Any],
+    patterns: tuple[Any, ...],
+    start: int,
+    leaves: list[Any],
+    plain: list[Any],
+    ask: Any,
+    /,
+) -> int:
+    """Compare values with their patterns (see ``state/cache/patterns.py``), those from ``start`` on.
+
+    The arrays and plain values in those that match are added to ``leaves`` and ``plain``, in their order. The
+    ``state_dict()`` of an object is obtained by ``ask(object, path)``, whose exceptions pass.
+
+    Returns:
+        The number of the first value that does not match; nothing of it is added. That of all if every one does.
+    """
+
 def dlpack_forms(api: object, tensors: list[Any], addresses: bool = False, /) -> bytes:
     """Return what tensors are: of each its device, number of dimensions, dtype, shape and strides, back to back.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +38,8 @@ class Leaves:
         self.wrappers: dict[int, torch.Tensor] = {}
         """The DTensors whose boxes are leaves, and the tensors composed of leaves, by the numbers of those: they count
         changes."""
+        self.detached: list[range] = []
+        """The numbers of those that are saved like ``value.detach()``: the parameters of modules that are read."""
 
     def check(self) -> None:
         """Raise UnsupportedStateError for the first one that cannot be saved by its bytes, with advice."""
@@ -46,16 +49,19 @@ class Leaves:
                 raise UnsupportedStateError(f"{path}: {reason}")
 
     def __getitem__(self, index: int) -> ArrayLeaf:
-        return _leaf(self.paths[index], self.values[index])
+        return _leaf(self.paths[index], self.values[index], any(index in each for each in self.detached))
 
     def __iter__(self) -> Iterator[ArrayLeaf]:
-        return map(_leaf, self.paths, self.values)
+        detached = {*chain.from_iterable(self.detached)}
+        return map(_leaf, self.paths, self.values, map(detached.__contains__, range(len(self))))
 
     def __len__(self) -> int:
         return len(self.values)
 
 
-def _leaf(path: str, value: Array) -> ArrayLeaf:
+def _leaf(path: str, value: Array, detached: bool) -> ArrayLeaf:
+    if detached:
+        return ArrayLeaf(path, value, "tensor")
     return ArrayLeaf(path, value, KINDS[type(value)], isinstance(value, torch.Tensor) and value.requires_grad)
 
 

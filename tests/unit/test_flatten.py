@@ -101,7 +101,7 @@ def test_modules_and_their_metadata() -> None:
 
 def test_the_state_of_a_module_as_the_whole_state() -> None:
     state: Any = torch.nn.BatchNorm1d(2).state_dict()
-    flat = flatten(state)
+    flat = flatten_unchecked(state)
     assert isinstance(flat.skeleton, OrderedDictNode)
     again = flatten_unchecked(state, flat.outline)
     assert again.skeleton is flat.skeleton  # nothing changed: a second save takes the nodes of the first

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,9 +19,12 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import ComposedNode, DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
+from pccheck_async.state.ambient import apart
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
+from pccheck_async.state.cache import patterns
 from pccheck_async.state.cache import tree_cache as cached
-from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
+from pccheck_async.state.cache.patterns import NEVER, Items, Pattern, Read, Reader, compare, reading, remade
+from pccheck_async.state.cache.tree_cache import CHANGING, Outline, same_objects
 from pccheck_async.state.composed import find_class, is_composed
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.pickles import pickle
@@ -35,6 +39,9 @@ _ARRAYS = (torch.Tensor, np.ndarray, FlatShard)
 """Types that a restore fills."""
 _OWN_NODES = values.VERBATIM - {int}
 _LEAST, _MOST = values.SMALL_INTS
+
+Visited: TypeAlias = tuple[Node, Pattern]
+"""The node of a value, and the pattern that it matches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +65,7 @@ def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickl
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path, with advice.
     """
-    flat = flatten_unchecked(state, tally=tally, allow_pickle=allow_pickle)
+    flat = _flatten(state, None, _Flattener(tally, allow_pickle=allow_pickle))
     flat.leaves.check()
     return flat
 
@@ -68,15 +75,20 @@ def flatten_unchecked(
 ) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
-    The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
+    What is as it was in ``last``, the outline of any earlier state, is not walked again, and modules and optimizers
+    like torch's own are read in place of their ``state_dict()`` (:mod:`.state.cache.patterns`).
     Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
     Values of other types are pickled with ``allow_pickle``, and else refused.
     """
+    return _flatten(state, last, _Flattener(tally, allow_pickle=allow_pickle, remembers=compare is not None))
+
+
+def _flatten(state: Mapping[str, Any], last: Outline | None, flattener: _Flattener) -> FlatState:
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
-    flattener = _Flattener(tally, allow_pickle=allow_pickle)
-    root, outline = flattener.root(state, last)
+    with refusing_depth():
+        root, outline = flattener.root(state, last)
     has = flattener.has_sharded, flattener.has_composed
     return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, *has)
 
@@ -124,7 +136,8 @@ def flatten_live(state: Mapping[str, Any]) -> LiveTree:
     Nothing is refused: what saving would refuse may be replaced by the stored value, or take a part of it.
     """
     flattener = _Flattener(None, lives={})
-    root, _ = flattener.root(state, None)
+    with refusing_depth():
+        root, _ = flattener.mapping(state, "", 1, DictNode)
     assert flattener.lives is not None
     flattener.lives[id(root)] = Live("", state, True, True)
     return LiveTree(state, root, flattener.leaves, flattener.lives)
@@ -183,6 +196,15 @@ def check_outermost(state: object) -> None:
 
 
 @contextmanager
+def refusing_depth() -> Iterator[None]:
+    """Make an UnsupportedStateError of the end of Python's stack."""
+    try:
+        yield
+    except RecursionError:
+        raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
+
+
+@contextmanager
 def naming_owner(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
     """Add the call and the object's path as a note to exceptions of a Stateful's own code."""
     try:
@@ -193,52 +215,176 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 
 
 class _Flattener:
-    """One walk over a state. An outline ``last`` may be of another value: it is used only if the value fits it."""
+    """One walk over a state.
+
+    Every value has a node and a pattern. All plain values are listed in the order of the walk; a container without
+    arrays is one plain value, unless its content is compared, too (``_outlined``).
+    """
 
     def __init__(
-        self, tally: Tally | None, *, allow_pickle: bool = False, lives: dict[int, Live] | None = None
+        self,
+        tally: Tally | None,
+        *,
+        allow_pickle: bool = False,
+        remembers: bool = False,
+        lives: dict[int, Live] | None = None,
     ) -> None:
         self._tally = tally
         self._allow_pickle = allow_pickle
+        self._remembers = remembers
         self.lives = lives  # to restore into; None: to save
         self._refused = 0  # values so far that cannot be saved
         self.pickled: list[str] = []
         self.leaves = Leaves()
         self.objects: list[Any] = []
-        self._open: set[int] = set()  # identities of the containers between the root and here
-        self._in_metadata = False
         self.has_sharded = self.has_composed = False
+        self._open: set[int] = set()  # identities of the containers between the root and here
+        self._outlined = False
         self._asked = 0  # Statefuls between the root and here: their states are as new as can be
+        self._answers: list[tuple[Any, Any]] = []  # objects that were asked lately, and their states
+        self._again: list[tuple[Any, Any]] = []  # those of them that will come again
+        self._plain: list[Any] = []
+        self._places: list[tuple[str, int]] = []  # paths and depths of the plain values
+        self._classes: dict[type, tuple[Any, ...]] = {}
 
-    def root(self, state: Mapping[str, Any], last: Outline | None) -> Visited:
-        """The node of the outermost mapping."""
-        try:
-            if type(state) is OrderedDict and self.lives is None:
-                return self.ordered(state, "", 1, last)
-            return self.inside(state, "", 1, last, make=DictNode)
-        except RecursionError:
-            raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
+    def root(self, state: Mapping[str, Any], last: Outline | None) -> tuple[Node, Outline | None]:
+        """Flatten the outermost mapping, item by item; what matches ``last`` keeps the nodes from there."""
+        attributes: list[Any] = []
+        make: Any = DictNode
+        if type(state) is OrderedDict:
+            _refuse_attributes(state, "", allowed=("_metadata",))
+            make, attributes = skeleton.OrderedDictNode, [*vars(state).values()]
+        keys, values = [*state], [*attributes, *state.values()]
+        if last is None or not self._remembers or not last.holds(make, len(attributes), keys):
+            last = None
+            key_nodes, names = _keys(keys, "", 1)
+        else:
+            key_nodes, names = last.key_nodes, last.names
+        new = Outline(make, len(attributes), keys, key_nodes, names)
+        below: list[Pattern] = []
+        at = 0
+        while at < len(values):
+            if last is not None and last.leaves_at[at] == len(self.leaves):
+                stop = self._match(values, last, at, new)
+                below += last.patterns[at:stop]
+                at = stop
+            if at < len(values):
+                new.leaves_at.append(len(self.leaves))
+                new.plain_at.append(len(self._plain))
+                self._outlined = at < len(attributes)
+                path = "<_metadata>" if self._outlined else names[at - len(attributes)]
+                node, pattern = self.node(values[at], path, 2)
+                new.nodes.append(node)
+                below.append(pattern)
+                at += 1
+        if last is not None and same_objects(new.nodes, last.nodes):
+            if same_objects(below, last.patterns):
+                return last.root, last
+            root = last.root
+        else:
+            metadata = [new.nodes[: len(attributes)]] if type(state) is OrderedDict else ()
+            root = make(key_nodes, new.nodes[len(attributes) :], *metadata)
+        if not len(self.leaves) or not self._remembers:
+            return root, None  # plain values may be many, and are never reused
+        new.leaves_at.append(len(self.leaves))
+        new.plain_at.append(len(self._plain))
+        same = last is not None and same_objects(below, last.patterns)
+        new.patterns, new.root = last.patterns if last is not None and same else (*below,), root
+        new.paths, new.detached, new.plain, new.places = (
+            self.leaves.paths,
+            self.leaves.detached,
+            self._plain,
+            self._places,
+        )
+        new.classes = self._classes if last is None else last.classes | self._classes
+        return root, new
 
-    def node(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
+    def _match(self, values: list[Any], last: Outline, at: int, new: Outline) -> int:
+        """Take the items from ``at`` on that match ``last``; return the number of the first that does not."""
+        assert compare is not None
+        leaves, found = self.leaves, list[Any]()
+        self._answers = []
+        stop = compare(values, last.patterns, at, leaves.values, found, self._ask)
+        leaves.paths += last.paths[last.leaves_at[at] : last.leaves_at[stop]]
+        first, fresh = last.plain_at[at], dict[int, Node]()
+        known = last.plain[first : last.plain_at[stop]]
+        if not same_objects(found, known):
+            for number, (value, then) in enumerate(zip(found, known, strict=True), first):
+                if value is not then:
+                    node, plain = self._plain_node(value, *last.places[number])
+                    if not plain:
+                        stop = bisect_right(last.plain_at, number) - 1
+                        fresh = {number: node for number, node in fresh.items() if number < last.plain_at[stop]}
+                        break
+                    fresh[number] = node
+        if stop < len(values):
+            self._again += self._answers  # those that are walked now are not asked twice
+        end, last_plain = last.leaves_at[stop], last.plain_at[stop]
+        del leaves.values[end:], leaves.paths[end:]
+        numbers = [*fresh]
+        for item in range(at, stop):
+            place = last.plain_at[item]
+            new.leaves_at.append(last.leaves_at[item])
+            new.plain_at.append(len(self._plain) + place - first)
+            new.nodes.append(remade(last.patterns[item], last.nodes[item], place, numbers, fresh))
+        leaves.detached += [each for each in last.detached if last.leaves_at[at] <= each.start < end]
+        self._plain += map(_kept, found[: last_plain - first])
+        self._places += last.places[first:last_plain]
+        return stop
+
+    def _plain_node(self, value: Any, path: str, depth: int) -> tuple[Node, bool]:
+        """Return the node of a value in place of a plain one, and whether it is plain, too."""
+        convert = values.ATOMS.get(type(value))
+        if convert is not None:
+            return convert(value), True
+        leaves, plain = len(self.leaves), len(self._plain)
+        node, pattern = self.node(value, path, depth)
+        self._forget(leaves, plain)
+        return node, pattern is None
+
+    def _forget(self, leaves: int, plain: int) -> None:
+        """Take back all leaves and plain values but the first ones."""
+        del self.leaves.values[leaves:], self.leaves.paths[leaves:]
+        del self._plain[plain:], self._places[plain:]
+        self.leaves.detached = [each for each in self.leaves.detached if each.start < leaves]
+        for number in [number for number in self.leaves.wrappers if number >= leaves]:
+            del self.leaves.wrappers[number]
+
+    def _remember(self, value: Any, path: str, depth: int) -> None:
+        if not self._remembers:
+            return
+        self._plain.append(_kept(value))
+        self._places.append((path, depth))
+
+    def node(self, value: Any, path: str, depth: int) -> Visited:
         kind = type(value)
         convert = values.ATOMS.get(kind)
         if convert is not None:
+            self._remember(value, path, depth)
             return convert(value), None
         holders = None if self._tally is None or kind not in KINDS else self._replicas(value, path)
         if kind in KINDS and holders is None:
             self.leaves.paths.append(path)
             self.leaves.values.append(value)
-            node = cached.array_node(len(self.leaves) - 1)
-            return node, node
+            return cached.array_node(len(self.leaves) - 1), kind
         if self.lives is not None:
-            return self.live(value, path, depth, last)
+            return self.live(value, path, depth)
         if isinstance(value, (np.generic, np.dtype)):
+            self._remember(value, path, depth)
             return values.numpy_value(value, path), None
         if kind in KINDS or (self._tally is not None and (kind in _EXPLICIT or is_sharded(value))):
-            return self.sharded(value, path, holders), None
-        return self.container(value, path, depth, last)
+            return self.sharded(value, path, holders), NEVER
+        leaves, plain = len(self.leaves), len(self._plain)
+        node, pattern = self.container(value, path, depth)
+        if pattern is None and len(self.leaves) > leaves:
+            pattern = NEVER
+        if pattern is None or pattern is NEVER:
+            del self._plain[plain:], self._places[plain:]
+        if pattern is None:
+            self._remember(value, path, depth)
+        return node, pattern
 
-    def live(self, value: Any, path: str, depth: int, _: Outline | None) -> Visited:
+    def live(self, value: Any, path: str, depth: int) -> Visited:
         """The node of a value to restore into."""
         arrays, lives = self.leaves.values, self.lives
         node: Any = value
@@ -251,7 +397,7 @@ class _Flattener:
         try:
             if isinstance(value, (np.generic, np.dtype)):
                 return values.numpy_value(value, path), None
-            node, _ = self.container(value, path, depth, None)
+            node, _ = self.container(value, path, depth)
         except UnsupportedStateError:
             if is_stateful(value):
                 raise
@@ -269,7 +415,7 @@ class _Flattener:
         self._open.add(id(value))
         keys = list(value) if isinstance(value, Mapping) else range(len(value))
         items = [value[key] for key in keys]
-        nodes, _ = self.each(paths.components(keys), items, path + "." if path else "", depth, None)
+        nodes, _ = self.each(paths.components(keys), items, path + "." if path else "", depth)
         self._open.discard(id(value))
         return Opaque(keys, nodes)
 
@@ -306,7 +452,7 @@ class _Flattener:
         replicated = plain and not explicit
         return cached.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
 
-    def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
+    def container(self, value: Any, path: str, depth: int) -> Visited:
         kind = type(value)
         if depth > skeleton.MAX_DEPTH:
             raise UnsupportedStateError(f"{path}: nested more than {skeleton.MAX_DEPTH} levels deep; flatten it")
@@ -315,25 +461,28 @@ class _Flattener:
         self._open.add(id(value))
         try:
             if kind is dict:
-                if "param_groups" in value and not self._asked and self.lives is None:
+                unstepped = "param_groups" in value and not self._asked and self.lives is None
+                if unstepped:
                     refuse_unstepped(value, path)
-                return self.inside(value, path, depth, last, make=DictNode)
+                node, pattern = self.mapping(value, path, depth, DictNode)
+                # What refuses such a dict is no part of the pattern.
+                return node, NEVER if unstepped and not value.get("state") else pattern
             if kind is list or kind is tuple:
-                return self.sequence(value, path, depth, last)
+                return self.sequence(value, path, depth)
             if kind is OrderedDict:
-                return self.ordered(value, path, depth, last)
+                return self.ordered(value, path, depth)
             if kind is Counter:
                 _refuse_attributes(value, path, allowed=())
-                return self.inside(value, path, depth, last, make=skeleton.CounterNode)[0], None
+                return self.mapping(value, path, depth, skeleton.CounterNode)[0], None
             if kind is set:
                 return skeleton.SetNode(_set(value, path, depth)), None
             if kind is frozenset:
                 return skeleton.FrozenSetNode(_set(value, path, depth)), None
             if is_stateful(value):
-                return self.object(value, path, depth, last)
+                return self.object(value, path, depth)
             if is_composed(value):
                 try:
-                    return self.composed(value, path), None
+                    return self.composed(value, path), NEVER
                 except UnsupportedStateError:
                     if not self._allow_pickle:
                         raise
@@ -358,127 +507,160 @@ class _Flattener:
         self.has_composed = True
         return structs.replace(node, items=[*map(cached.array_node, range(first, len(self.leaves)))])
 
-    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Visited:
+    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
-        outer, self._in_metadata = self._in_metadata, True
-        known = last.metadata[0][1] if isinstance(last, cached.ContainerOutline) and last.metadata else None
-        metadata = [
-            self.node(item, paths.child(path, "<_metadata>"), depth + 1, known) for item in vars(value).values()
-        ]
-        self._in_metadata = outer
-        return self.inside(value, path, depth, last, metadata, make=skeleton.OrderedDictNode)
+        outer, self._outlined = self._outlined, True
+        nodes, below = self.each(["<_metadata>"], [*vars(value).values()], path + "." if path else "", depth)
+        self._outlined = outer
+        node, inside = self.mapping(value, path, depth, skeleton.OrderedDictNode, nodes)
+        if isinstance(inside, Items):
+            return node, NEVER if _has(NEVER, below) else patterns.ordered(
+                patterns.items(dict, vars(value), below), inside
+            )
+        return node, inside
 
-    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int, last: Outline | None) -> Visited:
+    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Visited:
         make = ListNode if type(value) is list else TupleNode
         kinds = set(map(type, value))
         if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
             return make(list(value)), None  # a loader's permutation may have millions of numbers
-        return self.inside(value, path, depth, last, make=make)
+        nodes, below = self.each(map(str, range(len(value))), value, path + "." if path else "", depth)
+        return make(nodes), self._pattern(below, partial(patterns.sequence, type(value)))
 
-    def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
-        known = last if isinstance(last, cached.ObjectOutline) else None
+    def mapping(self, value: Any, path: str, depth: int, make: Any, *metadata: list[Node]) -> Visited:
+        keys = [*value]
+        key_nodes, names = _keys(keys, path, depth)
+        nodes, below = self.each(names, [*value.values()], path + "." if path else "", depth)
+        return make(key_nodes, nodes, *metadata), self._pattern(below, partial(patterns.items, type(value), keys))
+
+    def _pattern(self, below: list[Pattern], make: Callable[[list[Pattern]], Pattern]) -> Pattern:
+        if not self._remembers or _has(NEVER, below):
+            return NEVER
+        return make(below) if self._outlined or not all(each is None for each in below) else None
+
+    def each(
+        self, names: Iterable[str], items: Iterable[Any], prefix: str, depth: int
+    ) -> tuple[list[Node], list[Pattern]]:
+        nodes: list[Node] = []
+        below: list[Pattern] = []
+        visit = self.node if self.lives is None else self.live
+        atoms, arrays, known, tally = values.ATOMS, self.leaves.values, self.leaves.paths, self._tally
+        for name, item in zip(names, items, strict=False):
+            kind = type(item)
+            convert = atoms.get(kind)
+            pattern: Pattern = None
+            if convert is not None:
+                own = kind in _OWN_NODES or (kind is int and _LEAST <= item <= _MOST)
+                node = item if own else convert(item)
+                if self._remembers:
+                    self._remember(item, prefix + name, depth + 1)
+            elif kind in KINDS and (tally is None or self._replicas(item, prefix + name) is None):
+                node, pattern = cached.array_node(len(arrays)), kind
+                arrays.append(item)
+                known.append(prefix + name)
+            else:
+                node, pattern = visit(item, prefix + name, depth + 1)
+            nodes.append(node)
+            below.append(pattern)
+        return nodes, below
+
+    def object(self, value: Any, path: str, depth: int) -> Visited:
+        state = self._ask(value, path)
+        leaves, plain, outer = len(self.leaves), len(self._plain), self._outlined
+        readable = self._remembers and self._tally is None and reading(type(value)) is not None
+        self._outlined = outer or (readable and isinstance(value, torch.optim.Optimizer))
+        self._asked += 1
+        child, below = self.node(state, path, depth + 1)
+        self._asked -= 1
+        self._outlined = outer
+        node = StatefulNode(child)
+        if self.lives is not None:
+            self.lives[id(node)] = Live(path, value, True, True, state)
+        if below is None or below is NEVER:
+            return node, below
+        read = self._read(value, state, below, leaves, plain) if readable else None
+        return node, read or patterns.asked(type(value), path, below)
+
+    def _ask(self, value: Any, path: str) -> Any:
+        for number, (asked, state) in enumerate(self._again):
+            if asked is value:
+                del self._again[number]
+                return state
         self.objects.append(value)
         with naming_owner("state_dict", path, value):
             keeps_vars = self.lives is not None and isinstance(value, torch.nn.Module)
             state = live_state(value) if keeps_vars else value.state_dict()
-        self._asked += 1
-        child, below = self.node(state, path, depth + 1, known.below if known is not None else None)
-        self._asked -= 1
-        if known is not None and below is known.below:
-            return (known.node if child is known.node.child else StatefulNode(child)), known
-        node = StatefulNode(child)
-        if self.lives is not None:
-            self.lives[id(node)] = Live(path, value, True, True, state)
-        return node, cached.ObjectOutline(node, below) if below is not None else None
+        self._answers.append((value, state))
+        return state
 
-    def inside(
-        self,
-        value: Any,
-        path: str,
-        depth: int,
-        last: Outline | None,
-        metadata: Sequence[Visited] = (),
-        *,
-        make: Callable[..., Node],
-    ) -> Visited:
-        """Flatten the items of a mapping or a sequence."""
-        known = last if isinstance(last, cached.ContainerOutline) else None
-        items = known.shape.items(value) if known is not None else None
-        if known is None or items is None:
-            known, shape, then = None, _shape(value, path, depth, make), None
-            items = value if shape.keys is None else list(value.values())
+    def _read(self, value: Any, state: Any, below: Pattern, leaves: int, plain: int) -> Pattern:
+        """Return the pattern of an object that is read from now on; None if that does not give its ``state`` exactly.
+
+        ``leaves`` and ``plain`` are the numbers of its first ones.
+        """
+        reader, found, plain_found = Reader(), list[Any](), list[Any]()
+        fixed: list[int] = []
+        pattern: Read | None = None
+        if isinstance(value, torch.nn.Module):
+            pattern = reader.module(value)
+        elif (described := reader.optimizer(value, below)) is not None:
+            pattern, fixed = described
+        assert compare is not None
+        if pattern is None or compare([value], (pattern,), 0, found, plain_found, None) != 1:
+            return None
+        then = self.leaves.values[leaves:]
+        if len(found) != len(then):
+            return None
+        if isinstance(value, torch.nn.Module):
+            with apart():
+                if len(state) != len(found) or not all(map(_is_detached, then, found)):
+                    return None
+            del self._plain[plain:], self._places[plain:]  # versions in the metadata: those of the classes
+            self.leaves.values[leaves:] = found
+            self.leaves.detached.append(range(leaves, len(self.leaves)))
         else:
-            shape, then = known.shape, known.content
-        content: cached.Content | None = then
-        branches = then if isinstance(then, cached.Branches) else None
-        nodes = then.reuse(items, self.leaves) if isinstance(then, (cached.Flat, cached.Rows)) else None
-        if nodes is None:
-            nodes, content = self.each(shape.names, items, path + "." if path else "", depth, branches)
-        made = [item for item, _ in metadata] if metadata else []
-        if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
-            # An outline keeps the node of its content as it was remembered: plain values may change back to those.
-            return (known.node if nodes is content.nodes else shape.node(nodes, made)), known
-        node = shape.node(nodes, made)
-        if content is None:
-            return node, None
-        remembered = node if nodes is content.nodes else shape.node(content.nodes, made)
-        return node, cached.ContainerOutline(shape, content, metadata, remembered)
-
-    def each(
-        self, names: Iterable[str], items: Sequence[Any], prefix: str, depth: int, last: cached.Branches | None
-    ) -> tuple[list[Node], cached.Content | None]:
-        nodes: list[Node] = []
-        below: list[Outline | None] = []
-        walked, visit = False, self.node if self.lives is None else self.live
-        atoms, arrays, known, tally = values.ATOMS, self.leaves.values, self.leaves.paths, self._tally
-        first = len(arrays)
-        for name, item, then in zip(names, items, repeat(None) if last is None else last.below, strict=False):
-            kind = type(item)
-            convert = atoms.get(kind)
-            outline: Outline | None = None
-            if kind in _OWN_NODES or (kind is int and _LEAST <= item <= _MOST):
-                node = item
-            elif convert is not None:
-                node = convert(item)
-            elif kind in KINDS and (tally is None or self._replicas(item, prefix + name) is None):
-                node = outline = cached.array_node(len(arrays))
-                arrays.append(item)
-                known.append(prefix + name)
-            else:
-                node, outline = visit(item, prefix + name, depth + 1, then)
-                walked = True
-            nodes.append(node)
-            below.append(outline)
-        if last is not None and same_objects(below, last.below):  # plain values may differ
-            return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
-        if self.lives is not None or (len(arrays) == first and not self._in_metadata):
-            return nodes, None  # plain values may be many, and are never reused
-        if not walked:
-            return nodes, cached.Flat(items, nodes, known[first:])
-        if all(type(item) is dict and _is_flat(outline) for item, outline in zip(items, below, strict=True)):
-            return nodes, cached.Rows(items, nodes, known[first:])
-        return nodes, cached.Branches(nodes, below)
+            kept = [each for number, each in enumerate(self._plain[plain:]) if number not in fixed]
+            if (
+                len(kept) != len(plain_found)
+                or not same_objects(kept, map(_kept, plain_found))
+                or not same_objects(found, then)
+            ):
+                return None
+            for number in reversed(fixed):
+                del self._plain[plain + number], self._places[plain + number]
+        self._classes |= reader.classes
+        return pattern
 
 
-def _same_metadata(one: Sequence[Visited], other: Sequence[Visited]) -> bool:
-    return len(one) == len(other) and all(map(same_objects, one, other))
+def _is_detached(one: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what ``tensor.detach()`` returns."""
+    try:
+        return type(one) is torch.Tensor and not one.requires_grad and one.is_set_to(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse
+        return False
 
 
-def _is_flat(outline: Outline | None) -> bool:
-    return isinstance(outline, cached.ContainerOutline) and isinstance(outline.content, cached.Flat)
+def _kept(value: Any) -> Any:
+    """Return what is compared with a plain value at the next save; it is not the same if it can change in place."""
+    kind = type(value)
+    if kind in values.ATOMS:
+        return CHANGING if kind is bytearray else value
+    return value if kind is tuple and values.VERBATIM.issuperset(map(type, value)) else CHANGING
 
 
-def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> cached.Shape:
-    if make is ListNode or make is TupleNode:
-        return cached.Shape(type(value), None, [], [*map(str, range(len(value)))], make)
-    keys = list(value)
+def _has(pattern: Pattern, below: Iterable[Pattern]) -> bool:
+    return any(each is pattern for each in below)
+
+
+def _keys(keys: list[Any], path: str, depth: int) -> tuple[list[Node], list[str]]:
+    """Return the nodes of the keys of one mapping, and their names in paths."""
     kinds = {*map(type, keys)}
-    key_nodes: list[Node] = keys
+    nodes: list[Node] = keys
     if not (kinds == {str} and "".join(keys).isascii()) and not (kinds == {int} and values.all_small(keys)):
-        key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
+        nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
     if len(keys) > skeleton.MOST_ALIKE:
-        _check_alike(key_nodes, keys, path)
-    return cached.Shape(type(value), keys, key_nodes, paths.components(keys), make)
+        _check_alike(nodes, keys, path)
+    return nodes, paths.components(keys)
 
 
 def _key(key: Any, path: str, depth: int) -> Node:

@@ -56,6 +56,7 @@ class Versions:
     ) -> None:
         self._paths = paths
         self._tensors = tensors
+        self._storages: list[Any] = [*map(untyped_storage, tensors)]
         self._wrappers = wrappers
         self._counts_then = self._counts()
         self.memory: Final = self._memory() if memory is None else memory
@@ -75,8 +76,7 @@ class Versions:
         return [path for path, address in zip(self._paths, self.memory[0], strict=True) if address in storages]
 
     def _memory(self) -> StorageMemory:
-        storages: list[Any] = [*map(untyped_storage, self._tensors)]
-        return [*map(_address, storages)], [*map(_nbytes, storages)]
+        return [*map(_address, self._storages)], [*map(_nbytes, self._storages)]
 
     def _counts(self) -> list[int]:
         try:

@@ -1,0 +1,276 @@
+"""Patterns: the structure of a live value, which ``_ext.match`` compares with the value at the next save.
+
+A pattern is None for a plain value, a type for an array of exactly this type, ``...`` for a value that does not matter,
+:data:`NEVER` for one that is walked at every save, and else one of the tuples below. They hold no array.
+
+Modules and optimizers whose classes leave ``state_dict()`` as torch has it, and that have no hooks on it, are asked for
+their state once. From then on their attributes are read in its place, as torch reads them, and compared with the
+pattern: whatever could give ``state_dict()`` another structure is part of that, or of the class (:func:`reading`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from types import EllipsisType, NoneType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from msgspec import structs
+from torch.optim import Optimizer
+
+from pccheck_async.format.skeleton import Node, StatefulNode
+
+try:
+    from pccheck_async import _ext
+except ImportError:
+    compare = None  # every state is walked anew
+else:
+    compare = _ext.match
+
+_ITEMS, _ORDERED, _SEQUENCE, _STATEFUL, _OBJECT, _KEYED, _PARAMETERS, _EQUAL = range(8)
+
+NEVER: Final = False
+"""Matches nothing."""
+
+
+class Items(NamedTuple):
+    """A dict with these keys."""
+
+    tag: int
+    kind: type
+    keys: tuple[Any, ...]
+    children: tuple[Pattern, ...]
+    plain: int
+    """Plain values in it, at any depth."""
+
+
+class Ordered(NamedTuple):
+    """An OrderedDict with attributes."""
+
+    tag: int
+    attributes: Items
+    items: Items
+    plain: int
+
+
+class Sequence(NamedTuple):
+    """A list or tuple."""
+
+    tag: int
+    kind: type
+    children: tuple[Pattern, ...]
+    plain: int
+
+
+class Asked(NamedTuple):
+    """An object whose ``state_dict()`` is called."""
+
+    tag: int
+    kind: type
+    path: str
+    child: Pattern
+    plain: int
+
+
+class Read(NamedTuple):
+    """An object whose attributes are read in place of its ``state_dict()``."""
+
+    tag: int
+    kind: type
+    absent: tuple[str, ...]
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+    state: Pattern
+    """Of its ``state_dict()``, with the same plain values in the same order; None inside another one."""
+    plain: int
+
+
+Pattern: TypeAlias = Items | Ordered | Sequence | Asked | Read | type | EllipsisType | bool | None
+
+
+def items(kind: type, keys: Iterable[Any], children: Iterable[Pattern]) -> Items:
+    """Return the pattern of a dict."""
+    below = (*children,)
+    return Items(_ITEMS, kind, (*keys,), below, sum(map(plain_in, below)))
+
+
+def ordered(attributes: Items, inside: Items) -> Ordered:
+    """Return the pattern of an OrderedDict."""
+    return Ordered(_ORDERED, attributes, inside, attributes.plain + inside.plain)
+
+
+def sequence(kind: type, children: Iterable[Pattern]) -> Sequence:
+    """Return the pattern of a list or tuple."""
+    below = (*children,)
+    return Sequence(_SEQUENCE, kind, below, sum(map(plain_in, below)))
+
+
+def asked(kind: type, path: str, child: Pattern) -> Asked:
+    """Return the pattern of an object whose ``state_dict()`` is called."""
+    return Asked(_STATEFUL, kind, path, child, plain_in(child))
+
+
+def plain_in(pattern: Pattern) -> int:
+    """Return the number of plain values in a value that matches."""
+    if isinstance(pattern, (Items, Ordered, Sequence, Asked, Read)):
+        return pattern.plain
+    return int(pattern is None)
+
+
+def remade(pattern: Pattern, node: Any, at: int, numbers: list[int], fresh: Mapping[int, Node]) -> Any:
+    """Return the node of a value some of whose plain values have other nodes than in ``node``.
+
+    ``fresh`` has those, by the ``numbers`` of the plain values, which are in order; ``at`` is the number of its first.
+    """
+    if pattern is None:
+        return fresh.get(at, node)
+    count = plain_in(pattern)
+    first = bisect_left(numbers, at)
+    if not count or first == len(numbers) or numbers[first] >= at + count:
+        return node
+
+    def below(children: Iterable[Pattern], nodes: Iterable[Any], at: int) -> list[Any]:
+        found = []
+        for child, each in zip(children, nodes, strict=True):
+            found.append(remade(child, each, at, numbers, fresh))
+            at += plain_in(child)
+        return found
+
+    match pattern:
+        case Items():
+            return structs.replace(node, values=below(pattern.children, node.values, at))
+        case Ordered():
+            metadata = below(pattern.attributes.children, node.metadata, at)
+            values = below(pattern.items.children, node.values, at + pattern.attributes.plain)
+            return structs.replace(node, metadata=metadata, values=values)
+        case Sequence():
+            return structs.replace(node, items=below(pattern.children, node.items, at))
+        case Asked():
+            return StatefulNode(remade(pattern.child, node.child, at, numbers, fresh))
+        case Read():
+            return StatefulNode(remade(pattern.state, node.child, at, numbers, fresh))
+    raise AssertionError(pattern)
+
+
+_OF_MODULES: Final = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
+_OF_OPTIMIZERS: Final = ("state_dict", "__getattribute__")
+_HOOKS_OF_MODULES: Final = ("_state_dict_pre_hooks", "_state_dict_hooks")
+_HOOKS_OF_OPTIMIZERS: Final = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_PARTS_OF_MODULES: Final = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+_PARTS_OF_OPTIMIZERS: Final = ("param_groups", "state")
+_ABSENT_IN_MODULES: Final = ("state_dict", "_save_to_state_dict", "_version")
+_ABSENT_IN_OPTIMIZERS: Final = ("state_dict",)
+_DICTS: Final = (dict, OrderedDict)
+_READ: Final[Mapping[type, tuple[Mapping[str, Any], tuple[str, ...]]]] = {
+    torch.nn.Module: (
+        {name: getattr(torch.nn.Module, name) for name in _OF_MODULES},
+        (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES),
+    ),
+    Optimizer: (
+        {name: getattr(Optimizer, name) for name in _OF_OPTIMIZERS},
+        (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS),
+    ),
+}
+"""Torch's own methods, and the attributes that they read."""
+_LEAVES: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+def reading(kind: type) -> tuple[Any, ...] | None:
+    """Return what in a class of modules or optimizers its objects' states depend on; None if they have to be asked.
+
+    Compared at every save: a class may be given other methods.
+    """
+    base = next((base for base in _READ if issubclass(kind, base)), None)
+    if base is None:
+        return None
+    methods, attributes = _READ[base]
+    if any(getattr(kind, name, None) is not method for name, method in methods.items()):
+        return None
+    if any(hasattr(kind, name) for name in attributes):
+        return None  # a property in place of the attribute of the object
+    return kind, getattr(kind, "_version", None)
+
+
+class Reader:
+    """Makes the pattern of one object that is to be read in place of its ``state_dict()``."""
+
+    def __init__(self) -> None:
+        self.classes: dict[type, tuple[Any, ...]] = {}
+        """Those of the objects in it, with their :func:`reading`."""
+
+    def module(self, module: torch.nn.Module) -> Read | None:
+        """Return the pattern of a module with all below it; None if it has to be asked."""
+        attributes = vars(module)
+        kind = type(module)
+        if not self._as_in_torch(module, _ABSENT_IN_MODULES, (*_HOOKS_OF_MODULES, *_PARTS_OF_MODULES)):
+            return None
+        parameters, buffers, hidden, modules = (attributes[name] for name in _PARTS_OF_MODULES)
+        if not {*map(type, (parameters, buffers, modules))}.issubset(_DICTS) or type(hidden) is not set:
+            return None
+        children = [type(None) if child is None else self.module(child) for child in modules.values()]
+        tensors = [*map(type, parameters.values())]
+        persistent = [... if name in hidden else type(buffer) for name, buffer in buffers.items()]
+        if None in children or {*tensors, *persistent} - {*_LEAVES, NoneType, ...}:
+            return None
+        names: list[str] = [*_HOOKS_OF_MODULES]
+        inside: list[Any] = [items(type(attributes[name]), (), ()) for name in _HOOKS_OF_MODULES]
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):  # one that renormalises is asked
+            names, inside = [*names, "max_norm"], [*inside, type(None)]
+        inside += [
+            items(type(parameters), parameters, tensors),
+            items(type(buffers), buffers, persistent),
+            (_EQUAL, frozenset(hidden)),
+            items(type(modules), modules, children),
+        ]
+        return Read(_OBJECT, kind, _ABSENT_IN_MODULES, (*names, *_PARTS_OF_MODULES), (*inside,), None, 0)
+
+    def optimizer(self, optimizer: Optimizer, packed: Pattern) -> tuple[Read, list[int]] | None:
+        """Return the pattern of an optimizer, None if it has to be asked; ``packed`` is that of its ``state_dict()``.
+
+        Beside it the numbers of the plain values in ``packed`` that follow from the structure: lists of parameters.
+        """
+        hooks = _HOOKS_OF_OPTIMIZERS
+        if not self._as_in_torch(optimizer, _ABSENT_IN_OPTIMIZERS, (*hooks, *_PARTS_OF_OPTIMIZERS)):
+            return None
+        attributes = vars(optimizer)
+        groups, state = (attributes[name] for name in _PARTS_OF_OPTIMIZERS)
+        if not isinstance(packed, Items) or packed.keys != ("state", "param_groups") or not isinstance(state, dict):
+            return None
+        values, described = packed.children
+        if not isinstance(values, Items) or not isinstance(described, Sequence):
+            return None
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        place = {id(parameter): number for number, parameter in enumerate(parameters)}
+        places = tuple(place.get(id(parameter), -1) for parameter in state)
+        if places != values.keys or isinstance(state, OrderedDict):
+            return None
+        live, fixed, numbers, at = list[Items](), list[Items](), list[int](), values.plain
+        for group, each in zip(groups, described.children, strict=True):
+            if not isinstance(each, Items) or not {None}.issuperset(each.children) or each.keys[-1] != "params":
+                return None
+            at += each.plain
+            numbers.append(at - 1)
+            live.append(items(dict, group, [... if key == "params" else None for key in group]))
+            fixed.append(items(dict, each.keys, (*each.children[:-1], ...)))
+        children = (
+            *(items(type(attributes[name]), (), ()) for name in hooks),
+            (_PARAMETERS, "params", tuple(len(group["params"]) for group in groups)),
+            (_KEYED, type(state), places, values.children),
+            sequence(list, live),
+        )
+        names = (*hooks, "param_groups", "state", "param_groups")
+        made = items(dict, packed.keys, (values, sequence(list, fixed)))
+        return Read(_OBJECT, type(optimizer), _ABSENT_IN_OPTIMIZERS, names, children, made, made.plain), numbers
+
+    def _as_in_torch(self, value: Any, absent: Iterable[str], names: Iterable[str]) -> bool:
+        """Whether torch's own ``state_dict()`` would read these attributes of an object, and has no hooks."""
+        kind, attributes = type(value), vars(value)
+        depends = reading(kind)
+        if depends is None or any(name in attributes for name in absent):
+            return False
+        if any(name not in attributes or ("hooks" in name and attributes[name]) for name in names):
+            return False
+        self.classes[kind] = depends
+        return True
