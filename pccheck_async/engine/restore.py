@@ -21,7 +21,6 @@ from pccheck_async.state import (
     Restoration,
     Targets,
     broadcast_buffers,
-    clear_gradients,
     live_tree,
     match,
     merge_parts,
@@ -280,7 +279,7 @@ class Reading:
         """Give every object its state, and return a summary."""
         restoration, entry = self.restoration, self.checkpoint.entry
         restoration.finish()
-        if cleared := clear_gradients(restoration.trained):
+        if cleared := restoration.clear_gradients():
             text = (
                 "restore cleared the gradients of %d tensors: they were computed before it, and would have been added "
                 "to those of the next step"

@@ -8,31 +8,28 @@ from pccheck_async.state.ambient import apart, no_dispatch, no_functions, refuse
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
-from pccheck_async.state.composed import check_classes, compose
+from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
 from pccheck_async.state.leaves import Array
-from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
-from pccheck_async.state.restore.bind import Restoration
-from pccheck_async.state.restore.match import allocate, clear_gradients, live_tree, match
-from pccheck_async.state.restore.merge import merge_parts
-from pccheck_async.state.restore.reshard import (
+from pccheck_async.state.restore.bind import Restoration, allocate, live_tree, match
+from pccheck_async.state.restore.parts import (
     StoredBox,
     Wanted,
+    merge_parts,
     private_mesh,
     reshard,
     sharded_paths,
     stored_boxes,
 )
-from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, refuse_boxes, select
+from pccheck_async.state.restore.tree import below, check_classes, mapping_keys, opened, rebuild, refuse_boxes, select
 from pccheck_async.state.rng import RNGState
-from pccheck_async.state.save.detached import refuse_filling, state_dicts
 from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.replicas import Sample
 from pccheck_async.state.save.split import LazyPart, Splitter
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
-from pccheck_async.state.stateful import Stateful
+from pccheck_async.state.stateful import Stateful, refuse_filling, state_dicts
 from pccheck_async.state.storages import Layout, arrange
 from pccheck_async.state.tensor_access import (
     accessed_since,
@@ -85,7 +82,6 @@ __all__ = [
     "call_before_accesses",
     "check_classes",
     "check_outermost",
-    "clear_gradients",
     "compose",
     "exempt_this_thread",
     "flatten",

@@ -1,15 +1,25 @@
-"""Stateful objects, and their places in a live state."""
+"""Stateful objects, their places in a live state, and dicts there that their ``state_dict()`` made.
+
+Such a dict holds the object's state at one moment. Tensors in them are the object's own; all else is a copy, which
+never reaches the object. Of optimizers, schedulers and scalers such a dict is known by the values that it shares with
+the live object: one that was loaded, or made by hand, is a dict like any other. Those of RNGState and of loaders share
+nothing, and are known by their keys. A module's is filled in place, unless it has more than tensors in it (extra
+state).
+"""
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths
 
 _LEAVES: Final = frozenset((NoneType, bool, int, float, str, torch.Tensor, torch.nn.Parameter, np.ndarray))
@@ -81,3 +91,107 @@ def containers_and_objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]
             names = paths.components([*value]) if mapping else map(str, range(len(items)))
             each = [(name, item) for name, item in zip(names, items, strict=True) if type(item) not in _LEAVES]
             waiting += [(paths.child(path, name), item) for name, item in reversed(each)]
+
+
+# -- dicts that a live object's state_dict() made, in place of the object
+
+_SETTINGS: Final = (float, tuple, torch.Tensor)
+"""Types of an optimizer's settings of which a loaded one is another object."""
+_SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+_GENERATORS: Final = frozenset({"python", "numpy", "torch", "cuda"})
+_PYTHON: Final = frozenset({"version", "words", "gauss"})
+_POSITION: Final = frozenset({"epoch", "position", "size", "seed", "shuffle", "drop_last", "batch_size", "world_size"})
+"""Keys of the states of :class:`RNGState` and :class:`pccheck_async.ResumableLoader`."""
+
+
+def state_dicts(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each place in a live state with a dict in place of an object, in words, and the kind of the object."""
+    for path, value in containers_and_objects(state):
+        owner = _owner(value) if isinstance(value, Mapping) else ""
+        if owner:
+            yield f"{_where(path)} is", owner
+
+
+def refuse_filling(state: Mapping[str, Any]) -> None:
+    """Raise UnsupportedStateError for a dict in a live state that is none to restore into: its object gets nothing."""
+    for where, owner in state_dicts(state):
+        raise UnsupportedStateError(
+            f"{where} the state_dict() of a live {owner}, and what is restored into that dict does not reach the "
+            f"{owner}; put the {owner} itself there, or None to get the dict that was saved"
+        )
+
+
+def _owner(value: Mapping[Any, Any]) -> str:
+    """The kind of object whose state a dict is, if it cannot be filled wholly in place; empty for other dicts."""
+    if "param_groups" in value:
+        return "optimizer" if _of_live(value) else ""
+    if "_last_lr" in value:
+        return "scheduler" if _is_referenced([value["_last_lr"]], _is_scheduler) else ""
+    if value.keys() == _SCALER:
+        return "scaler" if _is_referenced([value["growth_factor"], value["backoff_factor"]], _is_scaler) else ""
+    if value.keys() == _GENERATORS:  # users write such dicts themselves, too
+        python = value["python"]
+        return "RNGState" if isinstance(python, Mapping) and python.keys() == _PYTHON else ""
+    if value.keys() >= _POSITION:
+        return "ResumableLoader or its sampler"
+    if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+        return "" if all(isinstance(item, torch.Tensor) for item in value.values()) else "module"
+    return ""
+
+
+def refuse_unstepped(value: Mapping[Any, Any], path: str) -> None:
+    """Raise UnsupportedStateError for the state of a live optimizer before its first step: moments would be missing.
+
+    SGD without momentum, which keeps none, is accepted.
+    """
+    state = value.get("state")
+    plain_sgd = all("dampening" in group and group.get("momentum") == 0 for group in _groups(value))
+    if isinstance(state, dict) and not state and not plain_sgd and _of_live(value):
+        raise UnsupportedStateError(
+            f"{_where(path)} is the state_dict() of an optimizer before its first step, and will stay that; put the "
+            "optimizer itself there, which is asked at every checkpoint"
+        )
+
+
+def _where(path: str) -> str:
+    return f"{path}: this" if path else "the state"
+
+
+def _groups(value: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    """The groups that have parameters, by number or name."""
+    groups = value["param_groups"]
+    dicts = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [group for group in dicts if isinstance(group.get("params"), list) and group["params"]]
+
+
+def _of_live(value: Mapping[Any, Any]) -> bool:
+    """Whether a live optimizer has the very same state of a parameter; before there is any, the same settings."""
+    state = value.get("state")
+    if not isinstance(state, Mapping):
+        return False
+    if state:
+        first = next(iter(state.values()))
+        return _is_referenced([first], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder))
+    groups = _groups(value)
+    shown = [item for group in groups for item in group.values() if isinstance(item, _SETTINGS)]
+    if not shown:
+        return bool(groups)  # no value identifies it (SGD with lr=1), and none in it is worth a doubt
+    return _is_referenced(shown, lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder.get("params")))
+
+
+def _keyed_by_tensor(items: object) -> bool:
+    return isinstance(items, (dict, list)) and isinstance(next(iter(items), None), torch.Tensor)
+
+
+def _is_scheduler(holder: Any) -> bool:
+    owner = holder.get("optimizer") if isinstance(holder, dict) else None
+    return isinstance(holder, torch.optim.lr_scheduler.LRScheduler) or isinstance(owner, torch.optim.Optimizer)
+
+
+def _is_scaler(holder: Any) -> bool:
+    return isinstance(holder, torch.amp.GradScaler) or (isinstance(holder, dict) and "_growth_factor" in holder)
+
+
+def _is_referenced(values: Iterable[object], by: Callable[[Any], bool]) -> bool:
+    """Whether one of these very objects is referenced by an object for which ``by`` is true."""
+    return any(map(by, gc.get_referrers(*values)))

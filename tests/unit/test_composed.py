@@ -27,7 +27,7 @@ from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format.manifest import LATEST_VERSION, decode, encode, version_of
 from pccheck_async.format.skeleton import MAX_DEPTH, ArrayNode, ComposedNode, DictNode, ListNode, Node
 from pccheck_async.state import flatten
-from pccheck_async.state.composed import find_class
+from pccheck_async.state.foreign import find_class
 from tests.support.round_trip import save
 
 

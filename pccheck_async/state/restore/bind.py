@@ -1,10 +1,14 @@
-"""Where the bytes of a restore go: the addresses of live arrays, new memory for others, and the values made of them."""
+"""A decoded manifest is matched: with new memory for ``load``, with the live objects for ``engine.restore``.
+
+The bytes go to the addresses of live arrays, and to new memory; the other values are made of these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -14,22 +18,23 @@ from msgspec import structs
 
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Action, dtypes
-from pccheck_async.format.manifest import TensorEntry, span
-from pccheck_async.format.skeleton import ComposedNode, Node, ShardedNode, StatefulNode, arrays
-from pccheck_async.state.ambient import apart
-from pccheck_async.state.composed import compose
+from pccheck_async.format.manifest import Manifest, TensorEntry, span
+from pccheck_async.format.skeleton import ComposedNode, Node, PickledNode, ShardedNode, StatefulNode, arrays, walk
+from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
 from pccheck_async.state.leaves import Array
-from pccheck_async.state.restore.arrays import Allocation, Target, Targets, is_as_stored, steps_of
-from pccheck_async.state.restore.diff import Diff, Fill, Give
-from pccheck_async.state.restore.reshard import Wanted
-from pccheck_async.state.restore.tree import rebuild
-from pccheck_async.state.save.flatten import naming_owner
+from pccheck_async.state.restore.arrays import Allocation, Target, Targets, is_as_stored, place_of, steps_of
+from pccheck_async.state.restore.diff import Diff, Fill, Give, Rules, diff
+from pccheck_async.state.restore.parts import Wanted
+from pccheck_async.state.restore.tree import check_classes, leaves, rebuild, refuse_boxes, select
+from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten_live, naming_owner
 from pccheck_async.state.sources import HOST, as_bits
+from pccheck_async.state.stateful import refuse_filling
 from pccheck_async.state.storages import address_of, is_dense
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
 
-__all__ = ["Binding", "Restoration", "warn_of_unpickling"]
+__all__ = ["Restoration", "allocate", "live_tree", "match"]
 
 _PLACE: Final = attrgetter("device_name", "low", "high")
 
@@ -55,8 +60,109 @@ class Restoration:
     actions: Mapping[str, Action] = field(default_factory=dict)
     error: StateMismatchError | None = None
 
+    def clear_gradients(self) -> int:
+        """Set the gradients of restored tensors to None, as in a process that was just started; return their number."""
+        with apart():
+            leaves = {id(each): each for each in self.trained if each.is_leaf and each.grad is not None}
+            for tensor in leaves.values():
+                tensor.grad = None
+        return len(leaves)
 
-def warn_of_unpickling(where: Collection[str]) -> None:
+
+def allocate(
+    manifest: Manifest, keys: Sequence[str] | None = None, device: Any = "cpu", *, allow_pickle: bool = False
+) -> Restoration:
+    """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
+
+    Args:
+        manifest: Of the checkpoint.
+        keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
+        device: The final place of tensors (see :func:`place_of`); numpy arrays stay on the host.
+        allow_pickle: Whether pickled values are unpickled; else they are refused, before any byte is read.
+
+    Raises:
+        UnsupportedStateError: There is a pickled value, or a tensor of a class that is not imported.
+        StateMismatchError: One of ``keys`` selects nothing.
+        IncompleteCheckpointError: A tensor lies on several ranks, of which this is one's part.
+        CorruptStoreError: The skeleton describes no value.
+        RuntimeError: There is no such device; raised by torch.
+    """
+    place = place_of(device)
+    skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
+    refuse_boxes(skeleton)
+    check_classes(skeleton)
+    pickled = {
+        id(each): path for path, leaf in leaves(skeleton) for each in walk(leaf) if isinstance(each, PickledNode)
+    }
+    if pickled and not allow_pickle:
+        refuse_pickled(*next((each, pickled[id(each)]) for each in walk(skeleton) if isinstance(each, PickledNode)))
+    allocation = Allocation(manifest, sorted(arrays(skeleton)))
+
+    def finish() -> Any:
+        _warn_of_unpickling(pickled.values())
+        values = partial(rebuild, skeleton, lambda index: allocation.array(index, place), composed=compose)
+        with apart():  # this may be the caller's thread
+            return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
+
+    return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
+
+
+def live_tree(state: Mapping[str, Any]) -> LiveTree:
+    """Return the tree of a live state, once for all checkpoints that are compared with it. See :func:`match`."""
+    refuse_tracing("restore")
+    check_outermost(state)
+    refuse_filling(state)
+    return flatten_live(state)
+
+
+def match(
+    state: Mapping[str, Any] | LiveTree,
+    manifest: Manifest,
+    by_address: bool = False,
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
+    generators: bool = True,
+    added: Collection[str] = (),
+    dry_run: bool = False,
+) -> Restoration:
+    """Prepare a restore into the live ``state`` (or its :func:`live_tree`): check it first, and change nothing.
+
+    Its ``finish`` copies arrays that were not filled in place, calls every ``load_state_dict`` and returns ``state``.
+    Arrays are filled in place if they lie in memory as they were stored, otherwise by a copy at the end. A container
+    that holds an array takes a saved None in its place, and no other plain value.
+
+    A live plain value (without tensors, arrays and objects) takes any saved value: lists, dicts and sets are
+    refilled with content of their type, any other value is replaced in its container. An object that was saved inside
+    needs an entry at its own path: an object, or a plain value, which takes the object's state.
+
+    Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
+    Any other Stateful gets its own tensors if dtype and shape are equal, else new ones. For ``strict``, ``dtype``
+    and the comparison of modules see :meth:`CheckpointEngine.restore`. ``by_address`` is whether
+    the copy backend writes to the memory of CUDA tensors. Without ``generators`` every :class:`RNGState` stays as it
+    is: the saved ones are another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
+    For a ``dry_run`` nothing is allocated, and the error for a state that differs is not raised but returned.
+
+    Raises:
+        UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
+            object in the object's place; or this was called while tensors are traced.
+        StateMismatchError: The state differs; lists the paths.
+        CorruptStoreError: The skeleton describes no value.
+    """
+    tree = state if isinstance(state, LiveTree) else live_tree(state)
+    found = diff(tree, manifest, Rules(strict, dtype, allow_pickle, generators, added))
+    binding = _Binding(found, by_address)
+    found.mismatched += binding.conflicts()
+    error = found.error(strict=strict)
+    if dry_run:
+        return binding.plan(error)
+    if error is not None:
+        raise error
+    return binding.allocate()
+
+
+def _warn_of_unpickling(where: Collection[str]) -> None:
     """Log the paths of values that are unpickled."""
     if where:
         text = "allow_pickle: %d values are unpickled, which runs code that the checkpoint names: %s"
@@ -117,7 +223,7 @@ class _Live:
         return {"version": 3, "shape": self.entry.shape, "strides": self.steps, "typestr": typestr, "data": data}
 
 
-class Binding:
+class _Binding:
     """The memory of one restore: that of live arrays, which have addresses, and new one.
 
     Live arrays that share memory are filled twice if the stored arrays share theirs in the same way. If not, one array
@@ -214,7 +320,7 @@ class Binding:
     def finish(self) -> Mapping[str, Any]:
         """Give the state the filled arrays and all other values; return it."""
         found = self._found
-        warn_of_unpickling([path for path, _ in found.unpickled.values()])
+        _warn_of_unpickling([path for path, _ in found.unpickled.values()])
         increment = torch.autograd.graph.increment_version
         with apart():
             for live in self._live.values():

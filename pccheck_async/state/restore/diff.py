@@ -35,12 +35,11 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.state import paths, values
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
-from pccheck_async.state.composed import class_of, is_composed
+from pccheck_async.state.foreign import class_of, is_composed, refuse_pickled, unpickle
 from pccheck_async.state.leaves import KINDS, Array
-from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore import adapt
 from pccheck_async.state.restore.arrays import describe, difference, memory_trouble
-from pccheck_async.state.restore.reshard import Wanted
+from pccheck_async.state.restore.parts import Wanted
 from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
@@ -217,7 +216,7 @@ class Diff:
 
 
 class Rules(NamedTuple):
-    """The arguments of :func:`.match.match` that say which differences count."""
+    """The arguments of :func:`.bind.match` that say which differences count."""
 
     strict: bool = True
     dtype: torch.dtype | None = None

@@ -28,7 +28,7 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
     TupleNode,
 )
-from pccheck_async.state import paths, pickles, values
+from pccheck_async.state import foreign, paths, values
 
 _NAMES: Final = values.VERBATIM | {str}
 _PARTS: Final = frozenset((ArrayNode, ShardedNode, StatefulNode))
@@ -41,7 +41,7 @@ def rebuild(
     array: Callable[[int], Any],
     stateful: Callable[[StatefulNode], Any] | None = None,
     sharded: Callable[[ShardedNode], Any] | None = None,
-    pickled: Callable[[PickledNode], Any] = pickles.refuse_pickled,
+    pickled: Callable[[PickledNode], Any] = foreign.refuse_pickled,
     composed: Callable[[ComposedNode, dict[str, Any], Any], Any] | None = None,
 ) -> Any:
     """Return the value that ``node`` describes, every part of it with the type that was saved.
@@ -194,6 +194,13 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path, opened(node)
     for name, child in inside:
         yield from leaves(child, paths.child(path, name))
+
+
+def check_classes(node: Node) -> None:
+    """Raise UnsupportedStateError for the first tensor below ``node`` whose class is not imported; names its path."""
+    for path, leaf in leaves(node):
+        if isinstance(leaf, ComposedNode):
+            foreign.class_of(leaf, path)
 
 
 def refuse_boxes(node: Node, advice: str = "read the group's folder, which has the folders of all ranks in it") -> None:

@@ -25,13 +25,11 @@ from pccheck_async.state.cache import patterns
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.patterns import NEVER, Items, Pattern, Read, Reader, compare, reading, remade
 from pccheck_async.state.cache.tree_cache import CHANGING, Outline, same_objects
-from pccheck_async.state.composed import find_class, is_composed
+from pccheck_async.state.foreign import find_class, is_composed, pickle
 from pccheck_async.state.leaves import KINDS, Leaves
-from pccheck_async.state.pickles import pickle
 from pccheck_async.state.save.advice import full_name, unsupported
-from pccheck_async.state.save.detached import refuse_unstepped
 from pccheck_async.state.save.owners import Named, Tally
-from pccheck_async.state.stateful import is_stateful, live_state
+from pccheck_async.state.stateful import is_stateful, live_state, refuse_unstepped
 
 _EXPLICIT = (FlatShard, PlannedBoxes)
 """Types that determine by themselves which boxes this rank saves."""

@@ -1,7 +1,7 @@
-"""Tensors that lie on other ranks, or in other boxes, than when they were saved: which bytes of which part are read.
+"""Several parts of a checkpoint: the entries that only others have, and which bytes of which part are read.
 
-Of each part only the MiBs that hold wanted bytes are read, once; the ranges of a pattern are listed for one chunk at a
-time, never for the whole state.
+Tensors may lie on other ranks, or in other boxes, than when they were saved. Of each part only the MiBs that hold
+wanted bytes are read, once; the ranges of a pattern are listed for one chunk at a time, never for the whole state.
 """
 
 from __future__ import annotations
@@ -12,13 +12,24 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import structs
 
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, ShardedNode
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    ComposedNode,
+    MappingNode,
+    Node,
+    ShardedNode,
+    StatefulNode,
+    replace_arrays,
+    walk,
+)
+from pccheck_async.state import paths
 from pccheck_async.state.boxes import Box
 from pccheck_async.state.restore.arrays import Target, Targets
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state.restore.tree import entries, has_parts, leaves
 from pccheck_async.state.sources import HOST
 
 _Ranges = tuple[range, ...]
@@ -59,7 +70,7 @@ class Wanted:
     into: torch.Tensor
 
     def placed(self, by_address: bool) -> Wanted:
-        """Return it with a copy to read into if its own memory does not take the bytes; see :func:`.match.match`."""
+        """Return it with a copy to read into if its own memory does not take the bytes; see :func:`.bind.match`."""
         local = self.local
         if (local.is_cpu or (local.is_cuda and by_address)) and not (local.is_neg() or local.is_conj()):
             return self
@@ -203,3 +214,57 @@ def _copies(wanted: Wanted, boxes: Iterable[StoredBox]) -> Iterator[tuple[int, T
 
 def _reach(steps: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> int:
     return sum(step * (index - low) for step, index, low in zip(steps, at, origin, strict=True))
+
+
+# -- entries that the part being read lacks: the other stages of a pipeline
+
+
+def merge_parts(own: int, manifests: Mapping[int, Manifest]) -> tuple[Manifest, frozenset[str]]:
+    """Return the manifest of part ``own`` with entries that only others have (the lowest of them); and their paths.
+
+    Of mappings with tensors below, entries are put together by their names. Not so inside an optimizer's state, which
+    numbers its parameters: another stage's number 3 is another parameter. The part being read wins.
+    Tensors of others are nodes without boxes: their bytes are in no storage of this manifest.
+    """
+    manifest, added = manifests[own], set[str]()
+    skeleton = manifest.skeleton
+    for part in sorted(manifests.keys() - {own}):
+        skeleton = _merge(skeleton, manifests[part].skeleton, "", (part, manifests[part]), added)
+    return structs.replace(manifest, skeleton=skeleton), frozenset(added)
+
+
+def _merge(node: Node, other: Node, path: str, source: tuple[int, Manifest], added: set[str]) -> Node:
+    if isinstance(node, StatefulNode) and isinstance(other, StatefulNode):
+        child = _merge(node.child, other.child, path, source, added)
+        return node if child is node.child else StatefulNode(child)
+    if not isinstance(node, MappingNode) or not isinstance(other, MappingNode):
+        return node
+    here, there = ({key: (name, child) for key, name, child in entries(each)} for each in (node, other))
+    if "param_groups" in {**here, **there} or not (has_parts(node) or has_parts(other)):
+        return node
+    keys, values, changed = [*node.keys], [*node.values], False
+    for number, (key, (name, child)) in enumerate(here.items()):
+        if key in there:
+            values[number] = _merge(child, there[key][1], paths.child(path, name), source, added)
+            changed |= values[number] is not child
+    for key_node, (key, (name, child)) in zip(other.keys, there.items(), strict=True):
+        if key not in here and not any(_not_merged(child, source[1])):
+            keys.append(key_node)
+            values.append(replace_arrays(child, lambda one: _elsewhere(one, *source)))
+            added.add(paths.child(path, name))
+            changed = True
+    return structs.replace(node, keys=keys, values=values) if changed else node
+
+
+def _not_merged(node: Node, manifest: Manifest) -> Iterator[bool]:
+    for one in walk(node):
+        yield isinstance(one, ComposedNode) or (
+            isinstance(one, ArrayNode) and manifest.tensors[one.index].kind == "ndarray"
+        )
+
+
+def _elsewhere(node: ArrayNode | ShardedNode, part: int, manifest: Manifest) -> ShardedNode:
+    if isinstance(node, ShardedNode):
+        return structs.replace(node, offsets=(), boxes=())
+    entry = manifest.tensors[node.index]
+    return ShardedNode(private_mesh(part), entry.dtype, True, entry.shape, (), ())

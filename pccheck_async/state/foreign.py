@@ -1,12 +1,18 @@
-"""Tensors that are composed of others, as torch's wrapper subclasses are: moments of low-bit optimizers.
+"""Values of classes that only the user's process has: tensors composed of others, and values that are pickled.
 
-Such a class names the attributes with these tensors by ``__tensor_flatten__``, and makes a tensor of them by
-``__tensor_unflatten__``. A checkpoint names the class. It is looked up among the modules that the process has
-imported, and nothing is imported for it: a name in a checkpoint runs no code that the process has not chosen.
+A tensor is composed of others as torch's wrapper subclasses are: moments of low-bit optimizers. Such a class names the
+attributes with these tensors by ``__tensor_flatten__``, and makes a tensor of them by ``__tensor_unflatten__``. A
+checkpoint names the class. It is looked up among the modules that the process has imported, and nothing is imported for
+it: a name in a checkpoint runs no code that the process has not chosen.
+
+Values that only pickle can hold, if the user allows it, are stored by ``torch.save`` and read by ``torch.load``.
+Unpickling runs any code that the bytes name. Nothing here unpickles but :func:`unpickle`, and only ``load``, open
+checkpoints and ``restore`` call that, with ``allow_pickle=True``.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +20,7 @@ from typing import Any
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.format.skeleton import ComposedNode, Node
-from pccheck_async.state.restore.tree import leaves
-
-__all__ = ["check_classes", "class_of", "compose", "find_class", "is_composed"]
+from pccheck_async.format.skeleton import ComposedNode, PickledNode
 
 
 def is_composed(value: object) -> bool:
@@ -46,13 +49,6 @@ def class_of(node: ComposedNode, path: str = "") -> Any:
     return found
 
 
-def check_classes(node: Node) -> None:
-    """Raise UnsupportedStateError for the first tensor below ``node`` whose class is not imported; names its path."""
-    for path, leaf in leaves(node):
-        if isinstance(leaf, ComposedNode):
-            class_of(leaf, path)
-
-
 def compose(node: ComposedNode, parts: Mapping[str, Any], context: Any) -> torch.Tensor:
     """Return the tensor that consists of ``parts``. Raises UnsupportedStateError if its class does not make it."""
     kind = class_of(node)
@@ -76,3 +72,33 @@ def _not_made(node: ComposedNode, trouble: str) -> UnsupportedStateError:
 def _composes(kind: type) -> bool:
     own = kind.__module__.partition(".")[0] == "torch"
     return not own and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+# -- pickled values
+
+
+def pickle(value: Any, kind: str, path: str) -> PickledNode:
+    """Return the node of a value. Raises UnsupportedStateError if it cannot be pickled."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # of the user's own code, which may raise anything
+        raise UnsupportedStateError(f"{path}: a {kind} cannot be pickled either: {error}") from error
+    return PickledNode(kind, buffer.getvalue())
+
+
+def refuse_pickled(node: PickledNode, path: str = "") -> Any:
+    """Raise UnsupportedStateError: unpickling was not allowed."""
+    raise UnsupportedStateError(
+        f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}, which is unpickled only with allow_pickle=True; "
+        "that runs code that the checkpoint names, so give it only where you trust whoever wrote the checkpoint"
+    )
+
+
+def unpickle(node: PickledNode, path: str = "", device: Any = None) -> Any:
+    """Return the value, its tensors on ``device``, by default on their saved devices. Raises UnsupportedStateError."""
+    try:
+        return torch.load(io.BytesIO(node.data), map_location=device, weights_only=False)
+    except Exception as error:  # of the user's own code, which may raise anything
+        what = f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}"
+        raise UnsupportedStateError(f"{what} cannot be unpickled here: {error!r}") from error
