@@ -35,6 +35,10 @@ _PLACES: Final = (
 _WRITING: Final = ("data", "set_", "resize_", "resize_as_")
 """Accesses that likely write; the others may only read."""
 
+_READ: Final = "_pccheck_read"
+_WRITTEN: Final = "_pccheck_written"
+"""Attributes of storages: the periods of the last accesses of both kinds."""
+
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types whose storage is read without code of users, or of DTensor, in between."""
 
@@ -95,12 +99,12 @@ def begin_period() -> int:
 def last_access(owner: Any) -> int:
     """Return the period in which memory was last accessed, as far as accesses were watched; 0 for never."""
     storage = _storage_of(owner)
-    return max(getattr(storage, "_pccheck_read", 0), getattr(storage, "_pccheck_written", 0))
+    return max(getattr(storage, _READ, 0), getattr(storage, _WRITTEN, 0))
 
 
 def accessed_since(owner: Any, period: int, *, writing: bool) -> bool:
     """Return whether memory was accessed since a period began; ``writing``: in a way that likely writes."""
-    return (getattr(_storage_of(owner), "_pccheck_written", 0) if writing else last_access(owner)) >= period
+    return (getattr(_storage_of(owner), _WRITTEN, 0) if writing else last_access(owner)) >= period
 
 
 def exempt_this_thread() -> None:
@@ -142,7 +146,7 @@ def _note(owner: Any, writes: bool) -> None:
     if not _watchers:
         return  # another library wrapped this shadow, and put it back later
     if (storage := _storage_of(owner)) is not None:
-        setattr(storage, "_pccheck_written" if writes else "_pccheck_read", _period)
+        setattr(storage, _WRITTEN if writes else _READ, _period)
     if _callbacks and not getattr(_thread, "exempt", False):
         for callback in _callbacks:
             callback(owner)
@@ -161,11 +165,11 @@ def _replace_all() -> None:
         if name == "numpy":
             shadow: Any = _numpy(original)
         elif name == "untyped_storage":
-            shadow = _reading_alone(original)
+            shadow = _alone(original, _READ)
         elif callable(original):
             shadow = method(original)
         else:
-            get = (_writing_alone if name in _WRITING else _reading_alone)(original.__get__)
+            get = _alone(original.__get__, _WRITTEN if name in _WRITING else _READ)
             shadow = property(get, _writing_value(original.__set__), doc=original.__doc__)
         _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
         setattr(cls, name, shadow)
@@ -185,16 +189,16 @@ def _restore_all() -> None:
 # The shadows are written out: a common one, or one that calls another function, takes too long. Keywords take long.
 
 
-def _reading_alone(original: Any) -> Any:
+def _alone(original: Any, flag: str) -> Any:
     @wraps(original)
     def access(self: Any) -> Any:
         if type(self) in _flagged:
             try:
-                untyped_storage(self)._pccheck_read = _period  # type: ignore[attr-defined]
+                setattr(untyped_storage(self), flag, _period)
             except RuntimeError:  # sparse, or inside a transform of torch.func
-                _note(self, False)
+                _note(self, flag == _WRITTEN)
         else:
-            _note(self, False)
+            _note(self, flag == _WRITTEN)
         return original(self)
 
     return access
@@ -226,21 +230,6 @@ def _reading(original: Any) -> Any:
         else:
             _note(self, False)
         return original(self, *arguments, **keywords) if arguments or keywords else original(self)
-
-    return access
-
-
-def _writing_alone(original: Any) -> Any:
-    @wraps(original)
-    def access(self: Any) -> Any:
-        if type(self) in _flagged:
-            try:
-                untyped_storage(self)._pccheck_written = _period  # type: ignore[attr-defined]
-            except RuntimeError:
-                _note(self, True)
-        else:
-            _note(self, True)
-        return original(self)
 
     return access
 

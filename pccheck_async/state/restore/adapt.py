@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from msgspec import structs
 from torch.nn.parameter import is_lazy
@@ -36,6 +37,14 @@ class OwnLoading(NamedTuple):
 
     all: tuple[str, ...]  # they may rename keys that are loaded, and resize live tensors
     users: tuple[str, ...]  # those whose hooks or methods are not torch's: they may also change keys and shapes
+
+    def decides(self, key: str, live: Any, fits: Callable[[], bool], strict: bool) -> bool:
+        """Return whether a module gets a stored array in new memory: a user's hook may move or change live values."""
+        if not key.startswith(self.all) or is_lazy(live):
+            return False
+        if isinstance(live, (torch.Tensor, np.ndarray)) and fits():
+            return key.startswith(self.users)
+        return strict
 
 
 def own_loading(module: torch.nn.Module) -> OwnLoading:
@@ -75,6 +84,17 @@ def with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
     return structs.replace(node, keys=[*node.keys, *tied], values=[*node.values, *tied.values()])
 
 
+def wrapped(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """Return advice if names differ by the prefix that a wrapper of models adds to them; else an empty string."""
+    for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
+        prefix = paths.escape(f"{attribute}.")
+        for where, longer, plain in (("here", missing, unexpected), ("in the checkpoint", unexpected, missing)):
+            if not {path.replace(prefix, "", 1) for path in longer if prefix in path}.isdisjoint(plain):
+                inside = f"save and restore the module inside (model.{attribute})"
+                return f"; a model {where} is wrapped by {wrapper}: {inside}"
+    return ""
+
+
 def load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
     """Load the module's own state with the stored values in it: ``load_state_dict`` may require a complete state."""
     whole = OrderedDict((key, stored.get(key, value)) for key, value in own.items())
@@ -86,22 +106,46 @@ def load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any
 
 # -- optimizers: the check before loading
 
+Names: TypeAlias = Mapping[int, set[str]]
+"""The names that modules have for their parameters, by the identity of those."""
+
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
 _LIKE_PARAMETER: Final = frozenset({*_MOMENTS, "acc_delta", "sum", "ax", "prev", "step_size"})
 """State of torch's own optimizers that has the shape of its parameter."""
 _HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
-def differences(
-    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
-) -> list[str]:
-    """Return how the parameters of a live optimizer, whose state is ``own``, differ from those of the stored state.
+LikeParameter: TypeAlias = tuple[str, ArrayNode | ShardedNode, torch.Tensor]
+"""Number and key, the stored array, and the parameter that it is shaped like."""
 
-    Of an optimizer with hooks that receive the stored state first, nothing is returned: they may make it fit.
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, Any],
+    node: MappingNode,
+    tensors: Sequence[TensorEntry],
+    names: Callable[[], Names],
+    path: str,
+) -> tuple[MappingNode, list[str], list[LikeParameter]]:
+    """Compare the parameters of a live optimizer, whose state is ``own``, with those of the stored state.
+
+    Of an optimizer with hooks that receive the stored state first, no differences are returned: they may make it fit.
+
+    Returns:
+        The state to load, with the live optimizer's numbers for the parameters; how they differ; and if they do not,
+        all arrays that are known to be shaped like a parameter, which ``load_state_dict`` will want on its device.
 
     Raises:
         UnsupportedStateError: There is stored state of a parameter that has no shape yet.
     """
+    node, mismatches = _renumbered(optimizer, own, node, names, path)
+    mismatches += _differences(optimizer, own, node, tensors, path)
+    return node, mismatches, [] if mismatches else like_parameters(optimizer, own, node)
+
+
+def _differences(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
+) -> list[str]:
     if any(map(is_lazy, chain.from_iterable(group["params"] for group in optimizer.param_groups))):
         state = _items(_items(node).get("state"))
         for number, parameter in _parameters(optimizer, own):
@@ -159,13 +203,8 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
     return f"another optimizer's: for {type(optimizer).__qualname__} it lacks {lists[0]}, and has {lists[1]}"
 
 
-def like_parameters(
-    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
-) -> list[tuple[str, ArrayNode | ShardedNode, torch.Tensor]]:
-    """Return number and key, the stored array, and parameter, for all known to be shaped like a parameter.
-
-    Without :func:`differences`, ``load_state_dict`` will want these arrays on the devices of their parameters.
-    """
+def like_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node) -> list[LikeParameter]:
+    """Return the stored arrays that are known to be shaped like a parameter, with it."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return []
     state, found = _items(_items(node).get("state")), []
@@ -235,9 +274,6 @@ def _repaired(loaded: Any, stored: Any, dtype: torch.dtype | None) -> Any:
 
 # -- optimizers: which parameter a stored state belongs to
 
-Names = Mapping[int, set[str]]
-"""The names that modules have for their parameters, by the identity of those."""
-
 _WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components that wrappers of models add to names; programs that save by names leave them out."""
 _ADVICE: Final = (
@@ -255,7 +291,7 @@ def names_in(state: Mapping[str, Any]) -> Names:
     return names
 
 
-def renumbered(
+def _renumbered(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: MappingNode, names: Callable[[], Names], path: str
 ) -> tuple[MappingNode, list[str]]:
     """Return the stored state with the live optimizer's numbers in place of its own names for the parameters.
@@ -270,7 +306,7 @@ def renumbered(
     stored_groups = [_StoredGroup(item) for item in items.items]
     sizes = [len(group.keys) for group in stored_groups]
     if any([len(each["params"]) for each in lists] != sizes for lists in (groups, optimizer.param_groups)):
-        return node, []  # the groups differ, which differences() reports
+        return node, []  # the groups differ, which _differences() reports
     kept = _items(state)
     named = any(group.names for group in stored_groups) or not _are_numbers(kept)
     known = names() if named else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, partial
 from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
@@ -45,13 +45,10 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
 
-__all__ = ["Diff", "Fill", "Give", "Put", "Rules", "diff"]
-
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
 _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
 """Containers that take other content and stay the same object."""
-_ARRAYS: Final = (torch.Tensor, np.ndarray)
 _NOWHERE: Final = object()
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
@@ -105,6 +102,7 @@ class Diff:
     """The differences, and what a restore does: ``fills``, ``resharded``, then ``steps`` and ``last`` in their order.
 
     Attributes:
+        is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
         missing: Paths that the state has and the checkpoint lacks: they stay as they are.
         unexpected: Paths that the checkpoint has and the state lacks: they are not read.
         mismatched: Paths that both have and that cannot be restored, each with what was found.
@@ -123,11 +121,11 @@ class Diff:
         plain_made: and by their index those that were stored as plain tensors.
         composed: Live composed tensors by the identity of their stored node.
         unpickled: Paths and values of those that were pickled, by the identity of their nodes, once they are needed.
-        is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
     """
 
     tree: LiveTree
     manifest: Manifest
+    is_special: bool
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
@@ -148,11 +146,7 @@ class Diff:
     plain_made: dict[int, Any] = field(default_factory=dict)
     composed: dict[int, torch.Tensor] = field(default_factory=dict)
     unpickled: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    is_special: bool = field(init=False)
     _stored_paths: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.is_special = not _SPECIAL.isdisjoint(map(type, nodes.walk(self.manifest.skeleton)))
 
     def path_of(self, node: Node) -> str:
         """Return the path of a stored value."""
@@ -172,7 +166,7 @@ class Diff:
         """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
         incomplete = bool(self.missing or self.unexpected)
         # If nothing was restored, the state would pass for a restored one.
-        nothing = self.disjoint or (self.missing and (not self.matched or self._wrapped()))
+        nothing = self.disjoint or (self.missing and (not self.matched or adapt.wrapped(self.missing, self.unexpected)))
         return self._error(strict) if self.mismatched or (strict and incomplete) or nothing else None
 
     def actions(self) -> dict[str, Action]:
@@ -184,7 +178,7 @@ class Diff:
 
     def _error(self, strict: bool) -> StateMismatchError:
         make = partial(StateMismatchError, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched)
-        advice = self._wrapped()
+        advice = adapt.wrapped(self.missing, self.unexpected)
         if not self.mismatched and not advice:
             if self.disjoint:
                 advice = (
@@ -202,17 +196,6 @@ class Diff:
             refused = ", ".join(self.refused)
             advice += f"; to restore all but {refused}: take it out of the state, and call restore(state, strict=False)"
         return make(f"{make()}{advice}")
-
-    def _wrapped(self) -> str:
-        """Return advice if names differ by the prefix that a wrapper of models adds to them; else an empty string."""
-        for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
-            prefix = paths.escape(f"{attribute}.")
-            lists = self.missing, self.unexpected
-            for where, wrapped, plain in (("here", *lists), ("in the checkpoint", *reversed(lists))):
-                if not {path.replace(prefix, "", 1) for path in wrapped if prefix in path}.isdisjoint(plain):
-                    inside = f"save and restore the module inside (model.{attribute})"
-                    return f"; a model {where} is wrapped by {wrapper}: {inside}"
-        return ""
 
 
 class Rules(NamedTuple):
@@ -240,12 +223,9 @@ class _Walk:
         self._skeleton: Any = manifest.skeleton
         self._tensors = manifest.tensors
         self._rules = rules
-        self.found = Diff(tree, manifest)
+        self.found = Diff(tree, manifest, not _SPECIAL.isdisjoint(map(type, nodes.walk(manifest.skeleton))))
         self._unread = 0  # leaves of the checkpoint that the state lacks
-
-    @cached_property
-    def _names(self) -> adapt.Names:
-        return adapt.names_in(self._tree.state)
+        self._names = cache(partial(adapt.names_in, tree.state))
 
     def outermost(self) -> None:
         """Compare the values under the outermost names."""
@@ -262,7 +242,7 @@ class _Walk:
     # -- values that are filled in place or replaced
 
     def _value(
-        self, live: Any, node: Node, path: str, container: Any, key: Any = None, *, of_object: bool = False
+        self, live: Any, node: Any, path: str, container: Any, key: Any = None, *, of_object: bool = False
     ) -> None:
         """Compare a live value with a stored one, which with ``of_object`` is the ``state_dict()`` of an object.
 
@@ -279,7 +259,7 @@ class _Walk:
         if type(live) is StatefulNode:
             self._object(live, node)
             return
-        known = self._tree.lives.get(id(live))
+        known, kind = self._tree.lives.get(id(live)), type(node)
         live_parts = known is not None and known.has_parts
         savable = known is None or known.is_savable
         if isinstance(node, StatefulNode) and (live_parts or savable):
@@ -291,22 +271,17 @@ class _Walk:
                 what = "an object in the checkpoint: put one there, or None for its state"
                 found.mismatched += [f"{lost} ({what})" for lost in _without_place(live, node, path)]
             self._plain(live, known, node, path, container, key)
-        elif known is not None and _MAPPINGS.get(type(known.value)) is type(node):
-            for name, value, child, below in self._common(live, node, path):  # type: ignore[arg-type]
+        elif known is not None and _MAPPINGS.get(type(known.value)) is kind:
+            for name, value, child, below in self._common(live, node, path):
                 self._value(value, child, below, known.value, name)
-        elif known is not None and _SEQUENCES.get(type(known.value)) is type(node):
-            self._items(live, known.value, node, path)
-        else:
+        elif known is None or _SEQUENCES.get(type(known.value)) is not kind:
             self._differs(live, node, path)
-
-    def _items(self, live: Any, value: Any, node: Any, path: str) -> None:
-        stored: list[Node] = node.items
-        if len(live.items) != len(stored):
-            self.found.mismatched.append(f"{path} ({len(live.items)} items here, {len(stored)} in the checkpoint)")
-            return
-        container = value if isinstance(value, list) else None
-        for index, (item, child) in enumerate(zip(live.items, stored, strict=True)):
-            self._value(item, child, paths.child(path, str(index)), container, index)
+        elif len(live.items) != len(node.items):
+            found.mismatched.append(f"{path} ({len(live.items)} items here, {len(node.items)} in the checkpoint)")
+        else:
+            within = known.value if isinstance(known.value, list) else None
+            for index, (item, child) in enumerate(zip(live.items, node.items, strict=True)):
+                self._value(item, child, paths.child(path, str(index)), within, index)
 
     def _plain(self, live: Any, known: Live | None, node: Node, path: str, container: Any, key: Any) -> None:
         found = self.found
@@ -404,7 +379,7 @@ class _Walk:
         found.resharded += [Wanted(path, stored_path, mesh, shape, box, one, one) for (box, _), one in boxes]
 
     def _fits(self, live: Any, node: Node) -> bool:
-        """Whether a live tensor has the shape and dtype of a stored one."""
+        """Whether a live array has the shape and dtype of a stored one."""
         if isinstance(node, ShardedNode):
             return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
         if is_sharded(live):
@@ -476,15 +451,15 @@ class _Walk:
             self._differs(live, node, path)
             return node
         node = adapt.with_tied(own, node)
-        own_loading, missing = adapt.own_loading(module), len(found.missing)
-        common = self._common(live.child, node, path, own_loading.all if self._rules.strict else ())
+        own_loading, missing, strict = adapt.own_loading(module), len(found.missing), self._rules.strict
+        common = self._common(live.child, node, path, own_loading.all if strict else ())
         for key, value, child, below in common:
             array = self._tree.leaves.values[value.index] if type(value) is ArrayNode else None
             is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
             if is_extra or not (isinstance(array, torch.Tensor) or isinstance(child, (ArrayNode, ShardedNode))):
                 self._pair(value, child)  # the latter: added by a state_dict() of its own
-            elif not own_loading.all or not self._decides(own_loading, str(key), array, child):
-                if isinstance(array, _ARRAYS):
+            elif not own_loading.decides(str(key), array, partial(self._fits, array, child), strict):
+                if isinstance(array, (torch.Tensor, np.ndarray)):
                     self._array(array, child, below)
                 else:
                     self._differs(value, child, below)
@@ -499,17 +474,9 @@ class _Walk:
         kept = [
             index
             for index, (key, name, _) in enumerate(entries(node))
-            if key in keys or (self._rules.strict and paths.child(path, name) not in self._rules.added)
+            if key in keys or (strict and paths.child(path, name) not in self._rules.added)
         ]
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept])
-
-    def _decides(self, own_loading: adapt.OwnLoading, key: str, value: Any, node: Node) -> bool:
-        """Return whether a module gets a stored array in new memory: a user's hook may move or change live values."""
-        if not key.startswith(own_loading.all) or is_lazy(value):
-            return False
-        if isinstance(value, _ARRAYS) and self._fits(value, node):
-            return key.startswith(own_loading.users)
-        return self._rules.strict
 
     def _optimizer(self, live: StatefulNode, known: Live, node: Node) -> Node:
         """Compare an optimizer; return the stored state to load."""
@@ -517,10 +484,8 @@ class _Walk:
         if not isinstance(node, MappingNode):
             self._differs(live, node, path)
             return node
-        node, differences = adapt.renumbered(optimizer, own, node, lambda: self._names, path)
-        differences += adapt.differences(optimizer, own, node, self._tensors, path)
+        node, differences, alike = adapt.optimizer_state(optimizer, own, node, self._tensors, self._names, path)
         found.mismatched += differences
-        alike = [] if differences else adapt.like_parameters(optimizer, own, node)
         for _, value, parameter in alike:
             if isinstance(value, ArrayNode):
                 found.preferred[value.index] = parameter.device
