@@ -22,22 +22,10 @@ from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.group import open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import (
-    Allocation,
-    Array,
-    Targets,
-    apart,
-    below,
-    check_classes,
-    compose,
-    opened,
-    paths,
-    rebuild,
-    refuse_boxes,
-    refuse_pickled,
-    unpickle,
-)
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state import Allocation, Array, Targets, paths
+from pccheck_async.state.ambient import apart
+from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
+from pccheck_async.state.restore.tree import below, check_classes, leaves, opened, rebuild, refuse_boxes
 from pccheck_async.store import CheckpointReader, warn_of_others
 
 __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint", "rows"]

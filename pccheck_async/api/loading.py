@@ -12,8 +12,8 @@ from pccheck_async.engine import Auto, EngineLoop, call_once
 from pccheck_async.format import CheckpointInfo, Which, which_one
 from pccheck_async.group import open_place, read_place
 from pccheck_async.medium.open_medium import IO, check_io
-from pccheck_async.state import Restoration, allocate, select
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state import Restoration, allocate
+from pccheck_async.state.restore.tree import leaves, select
 from pccheck_async.store import CheckpointReader, warn_of_others
 from pccheck_async.telemetry import ReadProgress, reading_progress
 

@@ -23,8 +23,8 @@ from pccheck_async.convert.selection import Selection, divided, refusal
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode, PickledNode
-from pccheck_async.state import below, mapping_keys, opened, paths, rebuild
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state import paths
+from pccheck_async.state.restore.tree import below, leaves, mapping_keys, opened, rebuild
 
 __all__ = ["PART_BYTES", "write"]
 

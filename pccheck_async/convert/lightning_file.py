@@ -12,8 +12,7 @@ from typing import Any, Final
 from pccheck_async.convert.selection import Selection
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format.skeleton import DictNode
-from pccheck_async.state import below
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state.restore.tree import below, leaves
 
 __all__ = ["is_checkpoint", "to_file", "to_state"]
 

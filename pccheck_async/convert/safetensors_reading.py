@@ -16,7 +16,7 @@ from pccheck_async.convert.model_files import Index, is_index, listed, read_inde
 from pccheck_async.convert.safetensors_file import STATE, TAKEN, StoredArray, StoredStructure
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import Metadata, check_metadata
-from pccheck_async.state import rebuild
+from pccheck_async.state.restore.tree import rebuild
 
 __all__ = ["read"]
 

@@ -17,8 +17,9 @@ from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, NumpyDtypeNode, NumpyScalarNode, TupleNode, arrays
-from pccheck_async.state import atom, below, from_node, opened, paths, refuse_boxes, select
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state import paths
+from pccheck_async.state.restore.tree import below, leaves, opened, refuse_boxes, select
+from pccheck_async.state.values import atom, from_node
 
 __all__ = [
     "SAFETENSORS",

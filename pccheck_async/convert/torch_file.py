@@ -23,9 +23,9 @@ from pccheck_async.api import Connection
 from pccheck_async.convert.selection import Selection, native, pickled, torch_name
 from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
-from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
+from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, viewed_ranges
 from pccheck_async.format.skeleton import Node
-from pccheck_async.state import rebuild, viewed_ranges
+from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.store import CheckpointReader
 
 __all__ = ["Archive", "write"]

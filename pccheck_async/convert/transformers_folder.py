@@ -20,7 +20,7 @@ from pccheck_async.convert.pickled_values import Reading, read_file
 from pccheck_async.convert.selection import Selection, select_part
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
-from pccheck_async.state import below
+from pccheck_async.state.restore.tree import below
 
 __all__ = ["TRAINER_STATE", "WRITTEN", "lies_in", "read", "read_bins", "write"]
 

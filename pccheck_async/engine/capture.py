@@ -41,10 +41,8 @@ from pccheck_async.state import (
     cached_layout,
     flatten,
     flatten_unchecked,
-    no_dispatch,
-    no_functions,
-    refuse_tracing,
 )
+from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, PackedPiece, contiguous_buffer
 from pccheck_async.transfer.copying import CopyBackend, Fence, Fenced

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from typing import Any, Self, TypeVar
 
 from pccheck_async.errors import ClosedError, machine_error
-from pccheck_async.state import exempt_this_thread
+from pccheck_async.state.tensor_access import exempt_this_thread
 from pccheck_async.telemetry import fill_standard_files
 from pccheck_async.transfer import uninterrupted
 

@@ -30,11 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.promise import Promise
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state import (
-    LazyPart,
-    Versions,
+from pccheck_async.state import LazyPart, Versions
+from pccheck_async.state.ambient import no_functions
+from pccheck_async.state.tensor_access import (
     call_before_accesses,
-    no_functions,
     stop_calling,
     stop_watching_accesses,
     storage_address,

@@ -15,17 +15,8 @@ from pccheck_async.engine.peers import Private, RestoreCandidate, RestoreCandida
 from pccheck_async.errors import CheckpointError, StateMismatchError, is_exhausted
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.state import (
-    LiveTree,
-    Owners,
-    Restoration,
-    Targets,
-    broadcast_buffers,
-    live_tree,
-    match,
-    merge_parts,
-    paths,
-)
+from pccheck_async.state import LiveTree, Owners, Restoration, Targets, broadcast_buffers, live_tree, match, paths
+from pccheck_async.state.restore.parts import merge_parts
 from pccheck_async.store import (
     CheckpointReader,
     PartReader,

@@ -185,6 +185,17 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
     return manifest
 
 
+def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
+    """Return the ranges of a storage that arrays view, in order; ranges that touch or overlap are joined."""
+    ranges: list[tuple[int, int]] = []
+    for low, high in sorted(entry.extent for entry in entries):
+        if ranges and low <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
+        else:
+            ranges.append((low, high))
+    return ranges
+
+
 def span(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
     """Return the lowest and highest element that a non-empty view covers, relative to its first."""
     low = high = 0

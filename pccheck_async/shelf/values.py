@@ -13,7 +13,8 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format.manifest import ALIGNMENT, VERSION, Manifest, StorageEntry
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.format.skeleton import DictNode, Node
-from pccheck_async.state import Allocation, Array, Layout, PackedSource, arrange, flatten, rebuild
+from pccheck_async.state import Allocation, Array, Layout, PackedSource, arrange, flatten
+from pccheck_async.state.restore.tree import rebuild
 
 __all__ = ["Parts", "Put", "described", "fill", "made", "refilled", "remade", "take_apart", "with_arrays"]
 

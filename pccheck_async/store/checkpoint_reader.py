@@ -24,17 +24,8 @@ from pccheck_async.format import Entry, align, dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
 from pccheck_async.medium import File
-from pccheck_async.state import (
-    StoredBox,
-    Target,
-    Targets,
-    Wanted,
-    boxes_of_range,
-    merge_parts,
-    reshard,
-    sharded_paths,
-    stored_boxes,
-)
+from pccheck_async.state import Target, Targets, boxes_of_range
+from pccheck_async.state.restore.parts import StoredBox, Wanted, merge_parts, reshard, sharded_paths, stored_boxes
 from pccheck_async.store.differing import differing
 from pccheck_async.store.part_reader import PartReader
 from pccheck_async.telemetry import write

@@ -18,7 +18,8 @@ from msgspec import structs
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode
-from pccheck_async.state import StoredBox, Wanted, boxes_of_range, private_mesh, reshard, stored_boxes
+from pccheck_async.state import boxes_of_range
+from pccheck_async.state.restore.parts import StoredBox, Wanted, private_mesh, reshard, stored_boxes
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store.part_reader import PartReader
 from pccheck_async.telemetry import write

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pccheck_async.engine import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
-from pccheck_async.state import no_functions, storage_address
+from pccheck_async.state.ambient import no_functions
+from pccheck_async.state.tensor_access import storage_address
 from pccheck_async.telemetry import write
 
 __all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in"]

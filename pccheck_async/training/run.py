@@ -29,7 +29,8 @@ from pccheck_async.engine import (
 )
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, UnsupportedStateError
 from pccheck_async.format import WINDOW_KEY, Metadata, check_metadata, new_step
-from pccheck_async.state import accessed_since, begin_period, check_outermost, state_dicts
+from pccheck_async.state import check_outermost, state_dicts
+from pccheck_async.state.tensor_access import accessed_since, begin_period
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.preemption import Preemption

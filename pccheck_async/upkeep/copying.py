@@ -34,7 +34,7 @@ from pccheck_async.group import (
 )
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
-from pccheck_async.state import refuse_boxes
+from pccheck_async.state.restore.tree import refuse_boxes
 from pccheck_async.store import PartReader, SlotLease, Store, check_descriptors
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing

@@ -15,7 +15,7 @@ from pccheck_async.format.record import slot_name
 from pccheck_async.group import open_place
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import stored_boxes
+from pccheck_async.state.restore.parts import stored_boxes
 from pccheck_async.store import CheckpointReader, Staging
 from pccheck_async.transfer import Tasks
 from pccheck_async.upkeep.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves

@@ -39,8 +39,7 @@ from pccheck_async import (
 from pccheck_async.format.dtypes import TORCH_DTYPES
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
-from pccheck_async.state import below, opened
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state.restore.tree import below, leaves, opened
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from tests.engine.test_failures import flip, slot_of

@@ -34,7 +34,8 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
-from pccheck_async.state import flatten, rebuild
+from pccheck_async.state import flatten
+from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.testing import Access, WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep.salvage import SIGNATURES

@@ -30,7 +30,8 @@ from pccheck_async.format.skeleton import (
     OrderedDictNode,
     StatefulNode,
 )
-from pccheck_async.state import Stateful, flatten, flatten_unchecked, rebuild
+from pccheck_async.state import Stateful, flatten, flatten_unchecked
+from pccheck_async.state.restore.tree import rebuild
 
 Point = namedtuple("Point", "x y")
 

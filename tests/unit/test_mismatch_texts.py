@@ -16,8 +16,9 @@ from torch import nn
 
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.state import FlatShard, Owners, StoredBox, Wanted, match, reshard
+from pccheck_async.state import FlatShard, Owners, match
 from pccheck_async.state.boxes import whole
+from pccheck_async.state.restore.parts import StoredBox, Wanted, reshard
 from tests.support.round_trip import save
 from tests.unit.test_composed import OtherScaled, scaled
 

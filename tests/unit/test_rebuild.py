@@ -18,7 +18,8 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
     TupleNode,
 )
-from pccheck_async.state import flatten, rebuild
+from pccheck_async.state import flatten
+from pccheck_async.state.restore.tree import rebuild
 from tests.support import state_strategies
 from tests.support.state_strategies import difference
 

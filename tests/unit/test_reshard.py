@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.state import StoredBox, Wanted, reshard
 from pccheck_async.state.boxes import whole
+from pccheck_async.state.restore.parts import StoredBox, Wanted, reshard
 
 
 def stored(part: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> StoredBox:

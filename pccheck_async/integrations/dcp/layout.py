@@ -27,8 +27,9 @@ from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import ArrayNode, MappingNode, Node, ShardedNode
-from pccheck_async.state import PlannedBoxes, StoredBox, mapping_keys, paths, private_mesh, rebuild
-from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state import PlannedBoxes, paths
+from pccheck_async.state.restore.parts import StoredBox, private_mesh
+from pccheck_async.state.restore.tree import leaves, mapping_keys, rebuild
 
 __all__ = ["OWN", "StoredItem", "StoredValue", "metadata_of", "state_of"]
 

@@ -24,7 +24,8 @@ from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.group import chunk_pool, open_place
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
 from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
-from pccheck_async.state import Box, StoredBox, Wanted, reshard
+from pccheck_async.state import Box
+from pccheck_async.state.restore.parts import StoredBox, Wanted, reshard
 from pccheck_async.store import PartReader, Staging, only_rejected
 
 __all__ = ["StorageReader"]

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
-from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
+from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span, viewed_ranges
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.sources import HOST
 from pccheck_async.state.storages import address_of
@@ -280,17 +280,6 @@ def _untyped(placed: Any, flat: torch.Tensor) -> torch.UntypedStorage:
     if storage.nbytes() < flat.nbytes:
         raise ValueError(f"the function given as device= returned {storage.nbytes()} bytes for {flat.nbytes}")
     return storage
-
-
-def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
-    """Return the ranges of a storage that arrays view, in order; ranges that touch or overlap are joined."""
-    ranges: list[tuple[int, int]] = []
-    for low, high in sorted(entry.extent for entry in entries):
-        if ranges and low <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
-        else:
-            ranges.append((low, high))
-    return ranges
 
 
 def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from pccheck_async.state import exempt_this_thread
+from pccheck_async.state.tensor_access import exempt_this_thread
 
 __all__ = ["Job", "WorkerThreads"]
 
