@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -155,11 +155,11 @@ def match(
     binding = _Binding(found, by_address)
     found.mismatched += binding.conflicts()
     error = found.error(strict=strict)
-    if dry_run:
-        return binding.plan(error)
-    if error is not None:
+    if error is not None and not dry_run:
         raise error
-    return binding.allocate()
+    lists = tuple(found.missing), tuple(found.unexpected)
+    plan = Restoration(Targets(), binding.finish, *lists, counts=found.counts, resharded=tuple(found.resharded))
+    return replace(plan, actions=found.actions(), error=error) if dry_run else binding.allocate(plan)
 
 
 def _warn_of_unpickling(where: Collection[str]) -> None:
@@ -274,7 +274,7 @@ class _Binding:
                 troubles.append(f"{one_box.path} {text}")
         return troubles
 
-    def allocate(self) -> Restoration:
+    def allocate(self, plan: Restoration) -> Restoration:
         """Allocate memory for arrays that are not live, and for live ones that are copied at the end; make all values.
 
         The values have no bytes yet. Raises CorruptStoreError if a value cannot be made, UnsupportedStateError if one
@@ -297,25 +297,8 @@ class _Binding:
         self._arrays.update({live.index: live.array for live in lives})
         self._arrays.update(found.plain_made)
         self._values = [self._value(step.node) for step in (*found.steps, *found.last)]
-        return Restoration(
-            targets,
-            self.finish,
-            tuple(found.missing),
-            tuple(found.unexpected),
-            tuple([live.path for live in lives if live.in_place]),
-            found.counts,
-            self._boxes,
-            tuple(self._trained()),
-        )
-
-    def plan(self, error: StateMismatchError | None) -> Restoration:
-        """Return what a restore would do, which raises ``error``, if there is one."""
-        found = self._found
-        lists = tuple(found.missing), tuple(found.unexpected)
-        boxes = tuple(found.resharded)
-        return Restoration(
-            Targets(), self.finish, *lists, counts=found.counts, resharded=boxes, actions=found.actions(), error=error
-        )
+        filled = tuple([live.path for live in lives if live.in_place])
+        return replace(plan, targets=targets, filled=filled, resharded=self._boxes, trained=self._trained())
 
     def finish(self) -> Mapping[str, Any]:
         """Give the state the filled arrays and all other values; return it."""
@@ -362,12 +345,12 @@ class _Binding:
                 targets.append(Target(offset + low, live.high - live.low, live.low, owner, device))
         return iter(targets)
 
-    def _trained(self) -> Iterator[torch.Tensor]:
-        """Yield the live tensors that are restored and may have gradients."""
+    def _trained(self) -> tuple[torch.Tensor, ...]:
+        """Return the live tensors that are restored and may have gradients."""
         found = self._found
         addresses = {*map(storage_address, found.trained)} - {0} if found.maybe_trained else set()
         maybe = [each for each in found.maybe_trained if storage_address(each) in addresses]
-        return iter([*found.trained, *maybe])
+        return (*found.trained, *maybe)
 
     # -- values
 
