@@ -27,6 +27,11 @@ def explained(message: str) -> str:
     return message if r"\." not in message or _ESCAPES in message else message + _ESCAPES
 
 
+def first_few(names: Sequence[object], most: int = 20) -> str:
+    """Return the first names, up to ``most``, for a message."""
+    return f"{', '.join(map(str, names[:most]))}{', ...' if len(names) > most else ''}"
+
+
 class CheckpointError(Exception):
     """Root of every error that the package raises on purpose."""
 
@@ -120,7 +125,7 @@ class StateMismatchError(_PathError, ValueError):
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
         parts = [
-            f"{label} ({len(paths)}): {', '.join(paths[:20])}{', ...' if len(paths) > 20 else ''}"
+            f"{label} ({len(paths)}): {first_few(paths)}"
             for label, paths in (
                 ("missing from the checkpoint", self.missing),
                 ("unexpected in the checkpoint", self.unexpected),

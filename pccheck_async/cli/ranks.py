@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duration, size, table
+from pccheck_async.errors import first_few
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
@@ -93,7 +94,7 @@ def placement(leaf: ShardedLeaf) -> str:
     lengths = [length for _, length in cuts[dims[0]]]
     counted = [(len(list(alike)), length) for length, alike in groupby(lengths)]
     runs = [f"{count} x {length}" if count > 1 else str(length) for count, length in counted]
-    return f"dim {dims[0]} {over} ({', '.join(runs[:_MOST_BOXES])}{', ...' if len(runs) > _MOST_BOXES else ''})"
+    return f"dim {dims[0]} {over} ({first_few(runs, _MOST_BOXES)})"
 
 
 def _indices(box: ShardBox) -> str:

@@ -42,7 +42,7 @@ from pccheck_async.cli.output import (
     table,
 )
 from pccheck_async.cli.ranks import describe_incomplete, heat_map, place_as_json, placement, rank_of_store, read_place
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError, first_few
 from pccheck_async.format.record import slot_name
 
 if TYPE_CHECKING:
@@ -160,8 +160,6 @@ def show(
         return heat_map(path)
     description = pccheck.describe_checkpoint(path, step=step, name=name, rank=rank)
     if description.differing:
-        from pccheck_async.store import first_few
-
         few = printable(first_few(description.differing))
         complain(f"this is the part of rank 0, and other ranks have different tensors: {few}; see --rank")
     document = {

@@ -16,10 +16,9 @@ from pccheck_async.api import Connection
 from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
 from pccheck_async.convert.selection import select_part
 from pccheck_async.convert.target import replacing
-from pccheck_async.errors import StateMismatchError
+from pccheck_async.errors import StateMismatchError, first_few
 from pccheck_async.format import CheckpointInfo, which_one
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.store import first_few
 
 __all__ = ["Exported", "export_checkpoint"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiofiles
 
-from pccheck_async.errors import CheckpointError, write_error
+from pccheck_async.errors import CheckpointError, first_few, write_error
 from pccheck_async.medium.folder import sync
 from pccheck_async.medium.renaming import exchange, rename_new
 from pccheck_async.transfer import uninterrupted
@@ -102,7 +102,7 @@ def _check_replaceable(path: Path, parts: Sequence[str]) -> None:
     if is_folder != bool(parts):
         raise FileExistsError(f"{path} is {'a' if is_folder else 'no'} folder; give another name, or remove it first")
     if is_folder and (others := [one for one in sorted(os.listdir(path)) if not any(fnmatch(one, p) for p in parts)]):
-        few = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        few = first_few(others, 5)
         raise FileExistsError(f"{path} holds what is no such export, and would be lost: {few}; remove it first")
 
 

@@ -12,7 +12,7 @@ import torch
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.peers import Private, RestoreCandidate, RestoreCandidates
-from pccheck_async.errors import CheckpointError, StateMismatchError, is_exhausted
+from pccheck_async.errors import CheckpointError, StateMismatchError, first_few, is_exhausted
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.state import LiveTree, Owners, Restoration, Targets, broadcast_buffers, live_tree, match, paths
@@ -22,7 +22,6 @@ from pccheck_async.store import (
     PartReader,
     Staging,
     UnreadableError,
-    first_few,
     ranks_in_words,
     unreadable_errors,
 )
@@ -307,8 +306,7 @@ def _refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> 
     kept = tuple(f"{path}." for path in restoration.missing)
     if paths := sorted({path for path in begun if f"{path}.".startswith(kept)}):
         raise StateMismatchError(
-            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {', '.join(paths[:20])}"
-            f"{', ...' if len(paths) > 20 else ''}; make the state anew, then restore(state, step={step}, "
-            "strict=False)",
+            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {first_few(paths)}; "
+            f"make the state anew, then restore(state, step={step}, strict=False)",
             missing=paths,
         )

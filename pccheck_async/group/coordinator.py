@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError
+from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few
 from pccheck_async.format import Entry
 from pccheck_async.group.messages import (
     Abort,
@@ -64,7 +64,6 @@ _DIFFERS = (
     "have drifted apart. trusted_replicas= leaves out what is not to be compared"
 )
 _MIXED = "some ranks captured it before they knew that replicas differ, others after that"
-_MOST_NAMED = 20
 
 
 @dataclass(slots=True, eq=False)
@@ -302,8 +301,7 @@ class Coordinator:
             for path, digest in digests.items():
                 by_path.setdefault(path, set()).add(digest)
         names = sorted(path for path, values in by_path.items() if len(values) > 1)
-        few = f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}"
-        return [self._abort(message.counter, _DIFFERS.format(few), -1, differs=True)]
+        return [self._abort(message.counter, _DIFFERS.format(first_few(names)), -1, differs=True)]
 
     def _is_complete(self, ballot: _Ballot) -> bool:
         return len(ballot.prepared) == self.world

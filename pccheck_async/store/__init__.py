@@ -22,7 +22,7 @@ Invariants, as comments name them:
 
 from pccheck_async.store.checkpoint_reader import CheckpointReader, check_descriptors
 from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
-from pccheck_async.store.differing import first_few, ranks_in_words, warn_of_others
+from pccheck_async.store.differing import ranks_in_words, warn_of_others
 from pccheck_async.store.fallback import (
     DroppedMeanwhileError,
     Fallback,
@@ -64,7 +64,6 @@ __all__ = [
     "at_once",
     "check_descriptors",
     "choose",
-    "first_few",
     "is_group_folder",
     "lock_commit",
     "make_best",

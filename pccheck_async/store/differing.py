@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from msgspec import structs
 
-from pccheck_async.errors import CorruptStoreError
+from pccheck_async.errors import CorruptStoreError, first_few
 from pccheck_async.format import dtypes
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode
 from pccheck_async.state import boxes_of_range
@@ -24,7 +24,7 @@ from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store.part_reader import PartReader
 from pccheck_async.telemetry import write
 
-__all__ = ["differing", "first_few", "warn_of_others"]
+__all__ = ["differing", "warn_of_others"]
 
 _MOST_NAMED: Final = 20
 _MOST_RANKS: Final = 8
@@ -92,11 +92,6 @@ async def differing(
                 (path, (all_[0], all_[other])) for path, all_ in named.items() if len(all_) > other
             )
     return sorted(found)
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Return the first 20 paths for a message."""
-    return f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}"
 
 
 def ranks_in_words(ranks: Sequence[int], count: int) -> str:

@@ -16,6 +16,7 @@ from pccheck_async.errors import (
     DamagedError,
     NoCheckpointError,
     ReadError,
+    first_few,
     is_exhausted,
 )
 from pccheck_async.format import Entry, Identity, Record
@@ -62,8 +63,7 @@ def no_store_in(path: str | os.PathLike[str], what: str = "no store") -> Checkpo
         # Without slots it may be a store that is being made, or a crash ended that: slots come last.
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
     stores = sorted(each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME)))
-    few = ", ".join(stores[:5]) + (", ..." if len(stores) > 5 else "")
-    return NoCheckpointError(f"{text}; there are stores in it: {few}" if stores else text)
+    return NoCheckpointError(f"{text}; there are stores in it: {first_few(stores, 5)}" if stores else text)
 
 
 @dataclass(slots=True)

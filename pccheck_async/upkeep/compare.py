@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import DamagedError
+from pccheck_async.errors import DamagedError, first_few
 from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
@@ -179,8 +179,7 @@ class _Side:
         except DamagedError as error:
             leaves = self._listing.within(low, high)
             raise DamagedError(
-                f"{error}; it holds {', '.join(leaves[:5])}{', ...' if len(leaves) > 5 else ''} of step "
-                f"{self.info.step}; `pccheck verify` names all damage"
+                f"{error}; it holds {first_few(leaves, 5)} of step {self.info.step}; `pccheck verify` names all damage"
             ) from None
         return memoryview(whole)
 

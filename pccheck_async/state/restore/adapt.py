@@ -19,7 +19,7 @@ import torch
 from msgspec import structs
 from torch.nn.parameter import is_lazy
 
-from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.errors import UnsupportedStateError, first_few
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ListNode, MappingNode, Node, ShardedNode, TupleNode
 from pccheck_async.state import paths, values
@@ -320,7 +320,7 @@ def _renumbered(
         if set(order) != set(here) or len(order) != len(here):
             if group.by_name or (group.names and own_names):
                 unknown = [name for name, number in zip(group.names, order, strict=True) if number is None]
-                listed = _first_names(unknown or group.names)
+                listed = first_few(unknown or group.names, _SHOWN)
                 mismatches.append(f"{path}.param_groups.{index} (of these names no parameter here: {listed})")
             order = here
         numbers.update(zip(group.keys, order, strict=True))
@@ -336,7 +336,7 @@ def _renumbered(
             used.add(alias)
     orphans = [str(key) for key, number in number_of.items() if number is None and key not in own.get("state", {})]
     if orphans and len(orphans) == len(number_of):  # beside those of parameters, an optimizer may have other keys
-        mismatches.append(f"{path}.state (of no parameter here: {_first_names(orphans)})")
+        mismatches.append(f"{path}.state (of no parameter here: {first_few(orphans, _SHOWN)})")
     if mismatches:
         return node, [f"{mismatch[:-1]}; {_ADVICE})" for mismatch in mismatches]
     changed: dict[str, Node] = {"param_groups": ListNode(made)}
@@ -399,7 +399,3 @@ def _plain_items(node: Node) -> list[Hashable]:
     if not isinstance(node, (ListNode, TupleNode)):
         return []
     return [item if type(item) is int else values.from_node(item) for item in node.items]
-
-
-def _first_names(names: Sequence[Hashable]) -> str:
-    return ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")

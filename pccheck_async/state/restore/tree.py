@@ -14,6 +14,7 @@ from pccheck_async.errors import (
     IncompleteCheckpointError,
     StateMismatchError,
     UnsupportedStateError,
+    first_few,
 )
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.skeleton import (
@@ -208,7 +209,7 @@ def refuse_boxes(node: Node, advice: str = "read the group's folder, which has t
     if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
         names = [path or "it" for path, leaf in leaves(node) if isinstance(leaf, ShardedNode)]
         raise IncompleteCheckpointError(
-            f"tensors that lie on several ranks, of which this is the part of one: {_first_20(names)}; {advice}"
+            f"tensors that lie on several ranks, of which this is the part of one: {first_few(names)}; {advice}"
         )
 
 
@@ -257,17 +258,13 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
         selection = _Selection(patterns, unescaped=frozenset(selection.unused))
         selected = selection.cut(skeleton, "")
     if unused := sorted(selection.unused):
-        there = _first_20([name for name, _ in below(skeleton)]) or "none at all"
+        there = first_few([name for name, _ in below(skeleton)]) or "none at all"
         raise StateMismatchError(f"no leaf matches {', '.join(map(repr, unused))}; there are: {there}", missing=unused)
     for text, several in selection.named.items():
         if len(several) > 1:
-            listed = _first_20(several)
+            listed = first_few(several)
             raise StateMismatchError(f"{text!r} is the name of several leaves: {listed}; write it with its escapes")
     return selected if selected is not None else DictNode([], [])
-
-
-def _first_20(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
 
 
 class _Selection:
