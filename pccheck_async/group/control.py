@@ -19,14 +19,16 @@ waiting calls fail, and nothing is dropped.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
@@ -35,9 +37,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pccheck_async.errors import GroupError, machine_error
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
+from pccheck_async.telemetry import write
 from pccheck_async.transfer import abandoned_in_child
 
-__all__ = ["Address", "Client", "Meeting", "Server", "reach"]
+__all__ = ["Address", "Client", "Meeting", "Server", "name_slow_ranks", "reach"]
 
 Address: TypeAlias = tuple[tuple[str, ...], int]
 """Names under which the host of rank 0 may be reached, and the port."""
@@ -208,6 +211,30 @@ class Server(Meeting):
             keys = [f"out/{rank}/{number}" for rank in range(self._world)]
             self._log.multi_set(keys, [data] * self._world)  # type: ignore[attr-defined]
             self._published += 1
+
+
+async def name_slow_ranks(
+    awaited: Callable[[], Mapping[str, Sequence[int]]], folder: Path, seconds: float = 60.0
+) -> None:
+    """Warn in the log, once, of each operation that waits for ranks longer than so many seconds; runs until cancelled.
+
+    A rank that is slow, or hangs, aborts no checkpoint: the others wait for it.
+
+    Args:
+        awaited: Returns the ranks that each open checkpoint or restore waits for.
+        folder: The group's.
+        seconds: Between two looks.
+    """
+    seen, named = set[str](), set[str]()
+    while True:
+        await asyncio.sleep(seconds)
+        now = awaited()
+        for what in now.keys() & seen - named:
+            ranks = ", ".join(map(str, now[what]))
+            text = "%s has waited for ranks %s longer than %g s"
+            write("slow_ranks", text, what, ranks, seconds, store=os.fspath(folder))
+        named = now.keys() & seen
+        seen = set(now)
 
 
 class Client:

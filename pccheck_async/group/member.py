@@ -181,7 +181,8 @@ class Member:
         self._writing: _Writing | None = None
         self._latched: str | None = None
         self._draining = False
-        self._changes_asked = 0
+        self.changes_asked = 0
+        """How many changes of the kept checkpoints were requested; the next one has this number."""
         self._unanswered: set[int] = set()  # changes
         self._changes: tuple[int, ...] = ()  # decided, and not in a durable record of this rank
         self._left = False
@@ -350,8 +351,8 @@ class Member:
 
     def _change(self, wanted: Wanted) -> list[Action]:
         """Request a change of the kept checkpoints. Calls are numbered from 0 on."""
-        index = self._changes_asked
-        self._changes_asked += 1
+        index = self.changes_asked
+        self.changes_asked += 1
         if self.stopped is not None:
             return [ResolveChange(index, self.stopped.why)]
         self._unanswered.add(index)

@@ -2,92 +2,155 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, TypeVar
+
+import msgspec
+from msgspec import structs
 
 from pccheck_async.engine import (
-    Caller,
     Connected,
     EngineConfig,
     Peers,
     Policy,
-    RestoreCandidate,
     RestoreCandidates,
     StepEnd,
     StepReport,
 )
 from pccheck_async.errors import (
     CheckpointError,
-    DamagedError,
     GroupError,
-    IncompleteCheckpointError,
     NoCheckpointError,
-    StateMismatchError,
+    ReplicasDifferError,
     StoreError,
-    is_exhausted,
 )
-from pccheck_async.format import Entry, Key, Metadata, Which
-from pccheck_async.format.record import GROUP_VERSION
-from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
-from pccheck_async.group.control import Address, Client, Server
-from pccheck_async.group.folder import seen_store
+from pccheck_async.format import Entry, Metadata, Which
+from pccheck_async.format.record import GROUP_VERSION, MOST_ENTRIES
+from pccheck_async.group.actions import (
+    Action,
+    Admit,
+    Cancel,
+    ChangeState,
+    EndRestore,
+    FillArrays,
+    Free,
+    MatchManifest,
+    Post,
+    Ready,
+    RemoveOrphans,
+    Resolve,
+    ResolveChange,
+    Scan,
+    TakeOver,
+    Unopened,
+    WriteRecord,
+)
+from pccheck_async.group.candidates import AgreedCandidates, PartSources, RestoreAction
+from pccheck_async.group.control import Address, Client, Server, name_slow_ranks
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.elsewhere import remove_fetched
+from pccheck_async.group.folder import domain_of, remove_store, seen_store, seen_stores, write_parts
 from pccheck_async.group.group import Group
-from pccheck_async.group.messages import Failed
-from pccheck_async.group.run import GroupRun, group_retention, serve
-from pccheck_async.group.schedule import Verdict
+from pccheck_async.group.member import Member
+from pccheck_async.group.messages import AnyDecision, Failed, Ok
+from pccheck_async.group.parts import SeenStore
+from pccheck_async.group.steps import Steps
 from pccheck_async.medium import Piece
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.state import Owners, Sample
-from pccheck_async.store import Retention, SlotLease, Store, UnreadableError, rank_name
+from pccheck_async.store import Retention, SlotLease, Store, open_store, rank_name
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Ranks"]
 
-_AHEAD_SECONDS: Final = 0.05
-"""How far ahead of the training a schedule is published at the least: the time of a message, on a busy machine."""
-_MOST_AHEAD: Final = 64
-"""The most steps."""
+T = TypeVar("T")
+_REFUSED = {"missing": NoCheckpointError, "refused": StoreError, "lost": GroupError}
+_GOODBYE_SECONDS: Final = 60.0
+"""Seconds that rank 0 waits for the others to leave before it takes the log away."""
+
+
+@dataclass(slots=True, eq=False)
+class _Checkpoint:
+    """A checkpoint from its request until nothing of it is being written any more."""
+
+    admission: asyncio.Future[None]
+    outcome: asyncio.Future[Resolve]
+    prepared: asyncio.Future[bool]
+    cancelled: bool = False
+    """The group decided about it before a record of this rank could name it."""
+
+    @property
+    def error(self) -> GroupError | None:
+        """Its error, if the group decided that it failed."""
+        resolved = self.outcome.result() if self.outcome.done() else None
+        if resolved is None or resolved.outcome not in ("failed", "differs"):
+            return None
+        who = f"rank {resolved.rank}: " if resolved.rank >= 0 else ""
+        kind = GroupError if resolved.outcome == "failed" else ReplicasDifferError
+        return kind(f"the checkpoint {resolved.counter} of the group failed: {who}{resolved.why}")
 
 
 class Ranks(Peers):
     """The peers of one rank's engine (see :class:`pccheck_async.engine.Peers`).
 
     A commit is split at its record: the data becomes durable here, then the rank's record names it as prepared, the
-    group decides, and a later record applies that and frees slots (see :mod:`pccheck_async.group.member`).
+    group decides, and a later record applies that and frees slots. :class:`.member.Member` says what comes next; this
+    class carries its actions out, on the engine's loop, and reports their results to it.
 
     Attributes:
         address: Of the control plane, from the meeting on.
-        run: This opening of the group, from the beginning of the join on.
+        member: This rank's side of the protocol, from the beginning of the join on.
     """
 
     collective: ClassVar[bool] = True
     record_version: ClassVar[int] = GROUP_VERSION
-    run: GroupRun
-    _store: Store
     address: Address
+    member: Member
+    _loop: asyncio.AbstractEventLoop
+    _store: Store
+    _steps: Steps
+    _parts: PartSources
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._server: Server | None = None
-        self._due, self._first = False, True
+        self._restoring: asyncio.Queue[RestoreAction] = asyncio.Queue()
+        self._server: Server | None = None  # on rank 0
+        self._client: Client | None = None
+        self._checkpoints: dict[int, _Checkpoint] = {}
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._naming: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
 
     # -- opening and closing
 
     def retention(self, config: EngineConfig) -> Retention:
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
-        return group_retention(config)
+        # Records also name prepared checkpoints.
+        self._retention = replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
+        return self._retention
 
     def folder(self, path: str) -> str:
         return os.fspath(Path(path) / rank_name(self.group.rank))
 
     def meet(self, config: EngineConfig) -> None:
-        if self.group.rank == 0:
-            self._server = serve(self.group.world_size, config, self.group.timeout)
-        self.address = self.group.share(None if self._server is None else self._server.address)
+        group = self.group
+        if group.rank == 0:
+            coordinator = Coordinator(group.world_size, self._retention, secrets.randbits(64))
+            self._server = Server(coordinator, group.world_size, group.timeout)
+        self.address = group.share(None if self._server is None else self._server.address)
 
     async def join(
         self,
@@ -97,19 +160,54 @@ class Ranks(Peers):
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
     ) -> Connected:
-        group, self._store = self.group, store
+        group, folder, self._loop = self.group, Path(path), asyncio.get_running_loop()
+        self._folder, self._config, self._store, self._end_with = folder, config, store, end_with
+        # On a thread of the engine's, also when the interpreter exits and loops have none any more.
+        self._call = operations.call
+        self._opened: asyncio.Future[None] = self._loop.create_future()
         own = seen_store(group.rank, store.file.identity, store.committed.record)
-        self.run = run = GroupRun(Path(path), group.rank, group.world_size, config, store, own, end_with, operations)
-        run.server = self._server
-        await run.join(self.address)
+        self.member = member = Member(
+            group.rank,
+            group.world_size,
+            max_in_flight=config.max_in_flight,
+            reserved=config.retention.reserved,
+            own=own,
+        )
+        self._steps = Steps(member, self._server, lambda: self._from_thread(lambda: self._do(member.preempted())))
+        domain = await self._call(domain_of, folder)
+        opened = OpenMedium(operations, Files(folder, operations), "")
+        await opened.medium.prepare(create=False)
+        learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
+        self._client = client = await self._call(Client, self.address, group.rank, learn, lost)
+        self._parts = PartSources(member, store, opened, folder, client.another)
+        self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(folder, config)))
+        await self._opened
+        if self._server is not None:
+            self._naming = self._loop.create_task(name_slow_ranks(self._server.awaited, folder))
+        self._warn_of_incomplete()
         owners = Owners(
-            group.rank, run.member.homes, group.world_ranks(), config.replicated, config.trusted_replicas,
-            lambda: run.member.differing,
+            group.rank, member.homes, group.world_ranks(), config.replicated, config.trusted_replicas,
+            lambda: member.differing,
         )  # fmt: skip
-        return Connected(run.member.counter, owners)
+        return Connected(member.counter, owners)
+
+    def _from_thread(self, function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _warn_of_incomplete(self) -> None:
+        """Warn of checkpoints newer than the newest complete one that were complete once, and lack parts now."""
+        view = self.member.view
+        assert view is not None
+        newest = view.complete[0].key.counter if view.complete else -1
+        for one in view.incomplete:
+            if one.committed and one.key.counter > newest and self.member.rank == 0:
+                hosts = ", ".join(one.hosts) or "no host of this run"
+                text = "the checkpoint of step %d lacks the parts of %s (they run on %s): an older one is restored"
+                write("incomplete", text, one.step, one.lacking, hosts, store=os.fspath(self._folder))
 
     def unopened(self, error: BaseException) -> None:
-        if hasattr(self, "run"):  # this rank said hello, and leaves
+        if hasattr(self, "member"):  # this rank said hello, and leaves
             return
         failed = Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True)
         if self._server is not None:
@@ -122,25 +220,75 @@ class Ranks(Peers):
                 client.close()
 
     async def leave(self, seconds: float | None) -> None:
-        if hasattr(self, "run"):
-            await self.run.leave(seconds)
+        """Apply all decisions, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""
+        if not hasattr(self, "member"):
+            return
+        limit = _GOODBYE_SECONDS if seconds is None else seconds
+        if self._client is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    self._do(self.member.leave())
+                    await self._idle.wait()
+                    while self._tasks:
+                        await asyncio.wait(set(self._tasks))
+        if self._naming is not None:
+            self._naming.cancel()
+        for answer in self._changes.values():
+            _set(answer, GroupError("this rank left before all ranks had asked for this change"))
+        client, server, self._client = self._client, self._server, None
+        if client is not None:
+            await uninterrupted(self._call(client.close))
+        if server is not None:
+            wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
+            if (remaining := await uninterrupted(self._call(server.close, wait))) and wait:
+                text = "rank 0 of the group of %s goes although ranks %s have not left"
+                write("group_left", text, self._folder, ", ".join(map(str, remaining)))
 
     @property
     def stopped(self) -> str | None:
-        return None if (broken := self.run.member.stopped) is None else broken.why
+        return None if (broken := self.member.stopped) is None else broken.why
+
+    def _note_lost(self, why: str) -> None:
+        _set(self._opened, GroupError(why))
+        with self._steps.changed:
+            actions = self.member.lost(why)
+            self._steps.changed.notify_all()
+        # The others wait for this rank's parts, if rank 0 is still there.
+        self._do([*actions, Post(Failed(self.member.rank, self.member.counter, why, latched=True))])
+
+    def _learn(self, decision: AnyDecision) -> None:
+        try:
+            with self._steps.changed:
+                actions = self.member.learn(decision)
+                self._steps.changed.notify_all()
+            self._do(actions)
+        except Exception as error:  # noqa: BLE001 - else its waiting callers wait for ever
+            name = type(decision).__name__
+            self._note_lost(f"rank {self.member.rank} cannot take a decision in ({name}: {error!r})")
+        if self.member.stopped is not None:
+            _set(self._opened, GroupError(self.member.stopped.why))
 
     # -- one checkpoint
 
     def request(
         self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
     ) -> None:
-        self.run.request(counter, step, metadata, sums, differing)
+        new = self._loop.create_future
+        self._checkpoints[counter] = _Checkpoint(new(), new(), new())
+        actions = self.member.request(step, dict(metadata), sums, differing)
+        assert self.member.counter == counter, (self.member.counter, counter)
+        self._do(actions)
 
     def request_failed(self, counter: int, step: int, why: str) -> None:
-        self.run.request_failed(counter, step, why)
+        self.request(counter, step, {}, {}, ())  # ranks keep counting alike
+        self._do(self.member.failed(counter, why))
+        del self._checkpoints[counter]
 
     async def admitted(self, counter: int) -> None:
-        await self.run.admitted(counter)
+        one = self._checkpoints[counter]
+        await asyncio.wait((one.admission, one.outcome), return_when=asyncio.FIRST_COMPLETED)
+        if one.error is not None:
+            raise one.error
 
     async def commit(
         self,
@@ -151,167 +299,232 @@ class Ranks(Peers):
         sample: Sample | None,
     ) -> bool:
         await self._store.finish_data(lease, entry, rest, check)
-        asked = False
+        one, asked = self._checkpoints[entry.counter], False
         try:
-            digests = ({}, {}) if sample is None else await self.run.call(sample.digest)
+            digests = ({}, {}) if sample is None else await self._call(sample.digest)
             asked = True
-            return await self.run.decided(entry, *digests)
+            self._do(self.member.written(entry.counter, entry, *digests))
+            outcome = await asyncio.shield(one.outcome)
+            if one.error is not None:
+                raise one.error
+            return outcome.outcome == "durable"
         finally:
-            if not asked or self.run.is_cancelled(entry.counter):  # else a record names it, or is about to
+            if not asked or one.cancelled:  # else a record names it, or is about to
                 await self._store.release(lease, entry.manifest_offset)
 
     async def prepared(self, counter: int) -> bool:
-        return await self.run.prepared(counter)
+        one = self._checkpoints.get(counter)
+        return one is not None and await asyncio.shield(one.prepared)
 
     def ended(self, counter: int, error: Exception | None) -> None:
-        self.run.note_end(counter, error)
+        if (one := self._checkpoints.pop(counter, None)) is None:
+            return
+        _set(one.prepared, False)
+        if one.cancelled:
+            self._do(self.member.released(counter))
+        elif error is not None and not one.outcome.done():
+            self._do(self.member.failed(counter, str(error)))
 
     # -- committed checkpoints
 
     def candidates(self, which: Which) -> RestoreCandidates:
-        return _AgreedCandidates(self.group, self.run, which)
+        return AgreedCandidates(self.member, self._parts, self._do, self._restoring, which)
 
     @property
     def entries(self) -> Sequence[Entry]:
-        return self.run.complete() if hasattr(self, "run") else ()
+        """Those of this rank, or of rank 0 if this one has no part, as it ran elsewhere, or not, when it was saved."""
+        if not hasattr(self, "member"):
+            return ()
+        member, found = self.member, []
+        there = {one.key: one.entry for one in member.view.complete} if member.view is not None else {}
+        for key in there if member.run is None else member.keep:  # None: nothing was saved in this run
+            if key in member.parts:
+                found.append(member.parts[key].entry)
+            elif key in there:
+                found.append(structs.replace(there[key], pinned=member.keep.get(key, there[key].pinned)))
+            if key in member.rejected and key in {*member.parts, *there}:
+                found[-1] = found[-1].as_rejected()
+        return sorted(found, key=lambda entry: -entry.counter)
 
     @property
     def newest(self) -> Entry | None:
-        there = self.run.complete()
+        there = self.entries
         return next((entry for entry in there if not entry.rejected), there[0] if there else None)
 
     async def pin(self, step: int, pinned: bool) -> Entry:
-        await self.run.pin(step, pinned)
+        await self._change(partial(self.member.pin, step, pinned))
         return next(entry for entry in self.entries if entry.step == step)
-
-    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
-        before = [entry for entry in self.entries if not entry.rejected]
-        await self.run.reject(step, until)  # rank 0 knows the checkpoints in flight
-        rejected = {key.counter for key in self.run.member.rejected}  # the next save may have dropped them by now
-        return [entry.as_rejected() for entry in before if entry.counter in rejected]
 
     async def remove(self, which: Which, *, force: bool) -> list[Entry]:
         assert which is not None
         before = self.entries
-        await self.run.remove(which, force=force)
+        await self._change(partial(self.member.remove, which, force=force))
         await self._store.slots.remove_surplus()
         return [entry for entry in before if entry.matches(which)]
 
-    # -- training steps: the policy is rank 0's, and its answers come from the group's schedule
+    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
+        """See :meth:`Store.reject`; rank 0 knows the checkpoints in flight.
+
+        Cancellation: raised when it has ended: the others wait for this rank's second request.
+        """
+        before = [entry for entry in self.entries if not entry.rejected]
+
+        async def reject() -> None:
+            await self._change(partial(self.member.reject, step, until))
+            # Each rank requests this once its own record is durable. Without it: a rank that has no part of them
+            # returns first, all are killed, and no record has the rejection.
+            await self._change(partial(self.member.was_rejected, step, until))
+
+        await uninterrupted(reject())
+        rejected = {key.counter for key in self.member.rejected}  # the next save may have dropped them by now
+        return [entry.as_rejected() for entry in before if entry.counter in rejected]
+
+    async def _change(self, ask: Callable[[], list[Action]]) -> None:
+        """Request a change; returns when this rank's record has it.
+
+        Raises NoCheckpointError, StoreError, GroupError.
+        """
+        answer = self._changes[self.member.changes_asked] = self._loop.create_future()
+        self._do(ask())
+        await answer
+
+    # -- training steps: on the trainer's thread
 
     def begin_step(self, step: int) -> None:
-        self.run.begin_step(step)
+        self._steps.begin(step)
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
-        """Return what all ranks do after this step. Waits if the schedule does not cover it yet.
-
-        A policy that has ``next_after(step)`` is followed to the step. The saves of another one are made a little
-        later: 1 to 2 times 50 ms, or 1 to 2 steps if these are longer.
-        """
-        run, leads, save = self.run, self.group.rank == 0, False
-        if leads:
-            self._due = policy.due(report) or self._due
-        if preempted:
-            run.tell_preempted()
-        while True:
-            if leads and run.lacks_schedule(report.step):
-                self._publish(policy, report)
-            match run.at_end(report.step):
-                case Verdict.SAVE:
-                    save = True
-                case Verdict.GO:
-                    return StepEnd(save)
-                case Verdict.STOP:
-                    return StepEnd(True, last=True)
-                case Verdict.WAIT:
-                    run.wait_for_schedule(report.step)
-
-    def _publish(self, policy: Policy, report: StepReport) -> None:
-        if (next_after := getattr(policy, "next_after", None)) is not None:
-            self.run.publish(next_after(report.step - 1 if self._first else report.step), save=True)
-        else:
-            ahead = math.ceil(_AHEAD_SECONDS / report.seconds) if report.seconds > 0 else _MOST_AHEAD
-            self.run.publish(report.step + max(1, min(_MOST_AHEAD, ahead)), save=self._due)
-            self._due = False
-        self._first = False
+        return self._steps.due(policy, report, preempted=preempted)
 
     def end_steps(self) -> None:
-        if hasattr(self, "run"):
-            self.run.end_schedule()  # no step is agreed on that this rank would not reach
+        if hasattr(self, "_steps"):
+            self._steps.end()
+
+    # -- the member's actions
+
+    def _do(self, actions: list[Action]) -> None:
+        member = self.member
+        for action in actions:
+            match action:
+                case Post():
+                    if self._client is not None:  # else this rank has left
+                        self._client.post(action.message)
+                    if isinstance(action.message, Ok) and (one := self._checkpoints.get(action.message.counter)):
+                        _set(one.prepared, True)
+                case Admit():
+                    if (one := self._checkpoints.get(action.counter)) is not None:
+                        _set(one.admission, None)
+                case Resolve():
+                    if (one := self._checkpoints.get(action.counter)) is not None:
+                        _set(one.outcome, action)
+                case Cancel():
+                    if (one := self._checkpoints.get(action.counter)) is not None:
+                        one.cancelled = True
+                        if (error := one.error) is not None:  # one that a newer one overtook is written to its end
+                            self._end_with(action.counter, error)
+                case WriteRecord():
+                    writing = write_parts(self._store, action.parts, action.applied)
+                    self._start(self._report(writing, lambda _: member.record_durable()))
+                case TakeOver():
+                    self._start(self._report(self._take_over(action.orphans), member.took_over))
+                case Scan():
+                    finding = self._call(lambda: list(seen_stores(self._folder)))
+                    self._start(self._report(finding, member.found))
+                case RemoveOrphans():
+                    self._start(self._remove(action.stores))
+                case Ready():
+                    _set(self._opened, None)
+                case Unopened():
+                    _set(self._opened, GroupError(action.why))
+                case ResolveChange(index, why, refused):
+                    _set(self._changes.pop(index, None), None if why is None else _REFUSED[refused](why))
+                case MatchManifest():
+                    for sending in self._parts.sendings(action.key):
+                        self._start(sending)
+                    self._restoring.put_nowait(action)
+                case FillArrays() | ChangeState() | EndRestore():
+                    self._restoring.put_nowait(action)
+                case Free():
+                    pass  # publishing the record freed them
+        if member.idle or member.stopped is not None:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_task)
+
+    def _note_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._note_lost(f"rank {self.member.rank} failed: {error!r}")
+
+    async def _report(self, work: Awaitable[T], done: Callable[[T], list[Action]]) -> None:
+        try:
+            result = await work
+        except Exception as error:  # noqa: BLE001 - reported to all ranks
+            self._do(self.member.record_failed(str(error)))
+        else:
+            self._do(done(result))
+
+    async def _take_over(self, orphans: Sequence[SeenStore]) -> bytes:
+        async with self._store.slots.lock:
+            self._store.latch.check()
+            await self._store.take_over()
+        await self._call(remove_fetched, self._folder / rank_name(self.member.rank))
+        for orphan in orphans:
+            await self._take_over_orphan(orphan)
+        return self._store.file.identity.id_bytes
+
+    async def _take_over_orphan(self, orphan: SeenStore) -> None:
+        """Make the record of a store that no rank writes to durable (I12)."""
+        path = os.fspath(self._folder / rank_name(orphan.rank))
+        opened = await open_medium(path, "auto", writers=1, copiers=1)
+        try:
+            store = await open_store(
+                opened.medium,
+                path=path,
+                retention=Retention(),
+                max_in_flight=1,
+                lock_timeout=self._config.lock_timeout,
+                version=GROUP_VERSION,
+            )
+            async with store.slots.lock:
+                await store.take_over()
+        finally:
+            await opened.close()
+
+    async def _remove(self, stores: tuple[SeenStore, ...]) -> None:
+        for store in stores:
+            try:
+                await self._call(remove_store, self._folder, store.rank)
+            except (OSError, CheckpointError) as error:  # it costs space, and no checkpoint
+                path = self._folder / rank_name(store.rank)
+                write("surplus", "%s is not needed any more, and cannot be removed: %s", path, error)
 
 
-class _AgreedCandidates(RestoreCandidates):
-    """The candidates that rank 0 proposes: all ranks restore the same one, or none and raise the same error."""
-
-    def __init__(self, group: Group, run: GroupRun, which: Which) -> None:
-        self._ranks = group.rank, group.world_size
-        self._run = run
-        self._which = which
-        self._asked, self._agreed = False, False
-        self._next: MatchManifest | FillArrays | ChangeState | EndRestore | None = None
-        self._mismatch: Exception | None = None
-
-    async def next(self, caller: Caller) -> RestoreCandidate | None:
-        if not self._asked:
-            await caller.run(self._run.ask_restore(self._which))
-            self._asked = True
-            self._next = await caller.run(self._run.restoring.get())
-        while True:
-            match self._next:
-                case MatchManifest(key):
-                    if (found := self._candidate(key)) is not None:
-                        return found
-                    await self._tell_matched(caller, "damaged", "its part is not in its store")
-                case EndRestore(reason, why):
-                    self._agreed = True
-                    if reason == "none":
-                        return None
-                    raise self._mismatch or _error(reason, why)
-                case other:
-                    raise GroupError(f"the restore cannot go on with {other!r}")
-
-    async def matched(self, caller: Caller, error: Exception | None) -> bool:
-        outcome: Literal["ok", "mismatch", "damaged"] = "ok" if error is None else "mismatch"
-        self._mismatch = error
-        if isinstance(error, UnreadableError):
-            if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
-                self._mismatch = error.error
-            else:
-                outcome, self._mismatch = "damaged", None
-        await self._tell_matched(caller, outcome, "" if error is None else str(error))
-        return isinstance(self._next, FillArrays)
-
-    async def _tell_matched(self, caller: Caller, outcome: Literal["ok", "mismatch", "damaged"], why: str) -> None:
-        await caller.run(self._run.tell_matched(outcome, why))
-        self._next = await caller.run(self._run.restoring.get())
-
-    async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
-        await caller.run(self._run.tell_verified(None if error is None else str(error), differing))
-        self._next = await caller.run(self._run.restoring.get())
-        self._agreed = isinstance(self._next, ChangeState)
-        return self._agreed
-
-    async def abandon(self, caller: Caller, error: BaseException) -> None:
-        if self._asked and not self._agreed:  # the others wait for an answer
-            await caller.run(self._run.tell_ended(f"the restore ended: {error!r}"))
-
-    def _candidate(self, key: Key) -> RestoreCandidate | None:
-        """Return a checkpoint, of which this rank restores one part; None if that is gone."""
-        run = self._run
-        if (source := run.source(key)) is None:
-            return None
-        own, (sources, elsewhere) = run.own_part(key), run.sources(key)
-        other_world = None if run.has_world_of(key) else self._ranks
-        return RestoreCandidate({**sources, own: source}, own, elsewhere, other_world=other_world)
+def _settings(folder: Path, config: EngineConfig) -> str:
+    """Return the settings that must be equal on all ranks, as JSON."""
+    best = config.retention.keep_best
+    settings = {
+        "folder": folder.name,  # nodes may have it in different places
+        "max_in_flight": config.max_in_flight,
+        "keep_last": config.keep_last,
+        "keep_every": config.keep_every,
+        "replicated": [*config.replicated],
+        "trusted_replicas": [*config.trusted_replicas],
+        "keep_best": None if best is None else (best.metric, best.count, best.mode),
+        "spaced": config.retention.spaced,
+    }
+    return msgspec.json.encode(settings).decode()
 
 
-def _error(reason: str, why: str) -> Exception:
-    kind = {
-        "incomplete": IncompleteCheckpointError,
-        "no step": NoCheckpointError,
-        "mismatch": StateMismatchError,
-        "damaged": DamagedError,
-        "rejected": StoreError,
-    }.get(reason, GroupError)
-    error: Exception = kind(why)
-    return error
+def _set(future: asyncio.Future[Any] | None, result: object) -> None:
+    if future is None or future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

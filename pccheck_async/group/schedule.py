@@ -75,13 +75,6 @@ class Schedule:
                 return Verdict.SAVE
         return Verdict.WAIT if self._has_to_wait(step) else Verdict.GO
 
-    def at_end_waits(self, step: int) -> bool:
-        """Return whether :meth:`at_end` would return ``WAIT``."""
-        known = (self.final is not None and step >= self.final) or (
-            bool(self.upcoming) and step >= self.upcoming[0].step
-        )
-        return not known and self._has_to_wait(step)
-
     def _has_to_wait(self, step: int) -> bool:
         unconfirmed = self.proposed is not None and step >= self.proposed
         return unconfirmed or self._lacks_schedule(step)

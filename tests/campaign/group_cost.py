@@ -24,7 +24,7 @@ import torch
 from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Ok
-from pccheck_async.group.run import GroupRun
+from pccheck_async.group.ranks import Ranks
 from tests.support.commanded_ranks import commanded_ranks
 from tests.support.ranks import meet, meeting_place
 
@@ -59,7 +59,7 @@ def serve(
 
 def _watch_votes() -> list[float]:
     """Return a list that grows by the seconds from the last vote of each checkpoint to rank 0's learning of it."""
-    receive, learn, seconds = Coordinator.receive, GroupRun._learn, list[float]()
+    receive, learn, seconds = Coordinator.receive, Ranks._learn, list[float]()
     last = 0.0
 
     def receive_timed(self: Coordinator, message: AnyMessage) -> Any:
@@ -68,13 +68,13 @@ def _watch_votes() -> list[float]:
             last = time.perf_counter()
         return receive(self, message)
 
-    def learn_timed(self: GroupRun, decision: AnyDecision) -> None:
+    def learn_timed(self: Ranks, decision: AnyDecision) -> None:
         if isinstance(decision, Commit):
             seconds.append(time.perf_counter() - last)
         learn(self, decision)
 
     Coordinator.receive = receive_timed  # type: ignore[method-assign]
-    GroupRun._learn = learn_timed  # type: ignore[method-assign]
+    Ranks._learn = learn_timed  # type: ignore[method-assign]
     return seconds
 
 

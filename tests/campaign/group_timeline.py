@@ -20,11 +20,11 @@ from matplotlib.patches import Patch
 from examples.paper.lab.timeline import recorded
 from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group import messages
-from pccheck_async.group import run as group_run
+from pccheck_async.group import ranks as group_ranks
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.folder import write_parts
 from pccheck_async.group.parts import Applied, Part
-from pccheck_async.group.run import GroupRun
+from pccheck_async.group.ranks import Ranks
 from pccheck_async.store import Store
 from tests.support.ranks import run_ranks
 
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
 def observe() -> Seen:
     """Note from now on what this rank does in the protocol."""
     seen = Seen([], [], [], {})
-    receive, learn = Coordinator.receive, GroupRun._learn
+    receive, learn = Coordinator.receive, Ranks._learn
 
     async def timed_write(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
         start = time.perf_counter()
@@ -57,14 +57,14 @@ def observe() -> Seen:
             seen.votes[message.rank] = time.perf_counter()
         return receive(self, message)
 
-    def learn_decision(self: GroupRun, decision: messages.AnyDecision) -> None:
+    def learn_decision(self: Ranks, decision: messages.AnyDecision) -> None:
         if isinstance(decision, messages.Commit):
             seen.learnt.append(time.perf_counter())
         learn(self, decision)
 
-    vars(group_run)["write_parts"] = timed_write
+    vars(group_ranks)["write_parts"] = timed_write
     Coordinator.receive = receive_vote  # type: ignore[method-assign]
-    GroupRun._learn = learn_decision  # type: ignore[method-assign]
+    Ranks._learn = learn_decision  # type: ignore[method-assign]
     return seen
 
 

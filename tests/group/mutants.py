@@ -124,7 +124,7 @@ def write_at_opening(self: Member, **about: str) -> list[Action]:
 
 def rejected_on_this_rank(self: Member, step: int, until: int) -> list[Action]:
     *actions, post = _change(self, Wanted("was rejected", step, until))
-    return [*actions, post, ResolveChange(self._changes_asked - 1, None)]
+    return [*actions, post, ResolveChange(self.changes_asked - 1, None)]
 
 
 def marked_in_two_records(self: Member, decision: Change) -> list[Action]:

@@ -44,6 +44,7 @@ from pccheck_async.group.actions import (
     Unopened,
     WriteRecord,
 )
+from pccheck_async.group.control import name_slow_ranks
 from pccheck_async.group.messages import (
     VERSION,
     Abort,
@@ -61,7 +62,6 @@ from pccheck_async.group.messages import (
 )
 from pccheck_async.group.parts import members_digest
 from pccheck_async.group.restore import Restore
-from pccheck_async.group.slow import name_slow_ranks
 from pccheck_async.store import Retention
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.group import Member, rank_name
-from pccheck_async.group.run import GroupRun
+from pccheck_async.group.ranks import Ranks
 from pccheck_async.store import read_at_once
 from tests.group.test_group import failure, restore, save, state_of
 from tests.support.ranks import run_ranks
@@ -150,15 +150,15 @@ def test_a_save_that_drops_them_at_once_hides_none_from_the_result(
             for step in range(3):
                 await (await engine.checkpoint(state_of(group.rank, step), step=step)).durable()
             marked, saved = asyncio.Event(), asyncio.Event()
-            loop, change = asyncio.get_running_loop(), GroupRun._change
+            loop, change = asyncio.get_running_loop(), Ranks._change
 
-            async def change_late(self: GroupRun, asked: Any) -> None:
+            async def change_late(self: Ranks, asked: Any) -> None:
                 if asked.func.__name__ == ask.__name__:
                     loop.call_soon_threadsafe(marked.set)
                     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(saved.wait(), loop))
                 await change(self, asked)
 
-            monkeypatch.setattr(GroupRun, "_change", change_late)
+            monkeypatch.setattr(Ranks, "_change", change_late)
             rejecting = asyncio.create_task(engine.reject(2))
             await marked.wait()
             for step in (3, 4):

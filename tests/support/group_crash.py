@@ -32,11 +32,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pccheck_async import CheckpointEngine, CheckpointError, Group, StoreFailedError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
-from pccheck_async.group import Coordinator, Key, SeenStore, rank_folders, rank_name, run, view_of
+from pccheck_async.group import Coordinator, Key, SeenStore, rank_folders, rank_name, ranks, view_of
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import seen_store
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit
-from pccheck_async.group.run import GroupRun
+from pccheck_async.group.ranks import Ranks
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, open_medium
@@ -198,7 +198,7 @@ class Recording:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record what ranks tell each other, and let them find these disks in the places of their folders."""
-        post, receive, publish, learn = Client.post, Coordinator.receive, Server._publish, GroupRun._learn
+        post, receive, publish, learn = Client.post, Coordinator.receive, Server._publish, Ranks._learn
         home = self.nodes[0]
 
         def posts(client: Client, message: AnyMessage) -> None:
@@ -219,7 +219,7 @@ class Recording:
                     self.commits.append(self._published[-1])
                 publish(server, [decision])
 
-        def learns(one: GroupRun, decision: AnyDecision) -> None:
+        def learns(one: Ranks, decision: AnyDecision) -> None:
             said = self._published[one.member.learned]
             self.note(self.nodes[one.member.rank], f"learn {type(decision).__name__}", heard=(home, said))
             learn(one, decision)
@@ -242,11 +242,11 @@ class Recording:
             patch.setattr(Client, "post", posts)
             patch.setattr(Coordinator, "receive", receives)
             patch.setattr(Server, "_publish", publishes)
-            patch.setattr(GroupRun, "_learn", learns)
-            patch.setattr(run, "seen_stores", seen_stores)
-            patch.setattr(run, "open_medium", opens)
-            patch.setattr(run, "Files", partial(_FolderOfDisks, self.disk))
-            patch.setattr(run, "remove_store", removes)
+            patch.setattr(Ranks, "_learn", learns)
+            patch.setattr(ranks, "seen_stores", seen_stores)
+            patch.setattr(ranks, "open_medium", opens)
+            patch.setattr(ranks, "Files", partial(_FolderOfDisks, self.disk))
+            patch.setattr(ranks, "remove_store", removes)
             yield
 
     def at(self, cut: Cut) -> list[Moment]:

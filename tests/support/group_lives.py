@@ -26,7 +26,7 @@ from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group import actions, messages
 from pccheck_async.group.actions import Action, Post
 from pccheck_async.group.control import Server
-from pccheck_async.group.run import GroupRun
+from pccheck_async.group.ranks import Ranks
 from tests.support.ranks import meet, meeting_place
 
 _MESSAGE = struct.Struct("=Bqq")
@@ -225,9 +225,9 @@ def _arm(kill: Kill) -> None:
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    do, publish = GroupRun._do, Server._publish
+    do, publish = Ranks._do, Server._publish
 
-    def do_one_by_one(self: GroupRun, actions: list[Action]) -> None:
+    def do_one_by_one(self: Ranks, actions: list[Action]) -> None:
         for action in actions:
             reached(action, after=False)
             do(self, [action])
@@ -242,7 +242,7 @@ def _arm(kill: Kill) -> None:
             publish(self, [decision])
             reached(decision, after=True)
 
-    GroupRun._do = do_one_by_one  # type: ignore[method-assign]
+    Ranks._do = do_one_by_one  # type: ignore[method-assign]
     Server._publish = publish_one_by_one  # type: ignore[method-assign]
 
 

@@ -1,0 +1,195 @@
+"""The checkpoints that the ranks of a group restore together, and the sources of their parts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from pccheck_async.engine import Caller, RestoreCandidate, RestoreCandidates
+from pccheck_async.errors import (
+    DamagedError,
+    GroupError,
+    IncompleteCheckpointError,
+    NoCheckpointError,
+    StateMismatchError,
+    StoreError,
+    is_exhausted,
+)
+from pccheck_async.format import Key, Which
+from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
+from pccheck_async.group.elsewhere import ReceivedPart, send_part
+from pccheck_async.group.member import Member
+from pccheck_async.group.view import Complete
+from pccheck_async.medium.open_medium import OpenMedium
+from pccheck_async.store import FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
+from pccheck_async.telemetry import write
+
+__all__ = ["AgreedCandidates", "PartSources", "RestoreAction"]
+
+RestoreAction: TypeAlias = MatchManifest | FillArrays | ChangeState | EndRestore
+
+
+class AgreedCandidates(RestoreCandidates):
+    """The candidates that rank 0 proposes: all ranks restore the same one, or none and raise the same error.
+
+    Args:
+        member: This rank's.
+        parts: The sources of its parts.
+        do: Carries out actions of the member, on the engine's loop.
+        agreed: The actions that the ranks agree on, one for each request and answer.
+        which: Any, a step or a name.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        parts: PartSources,
+        do: Callable[[list[Action]], None],
+        agreed: asyncio.Queue[RestoreAction],
+        which: Which,
+    ) -> None:
+        self._member = member
+        self._restore = member.restore
+        self._parts = parts
+        self._do = do
+        self._actions = agreed
+        self._which = which
+        self._asked, self._agreed = False, False
+        self._next: RestoreAction | None = None
+        self._mismatch: Exception | None = None
+
+    async def next(self, caller: Caller) -> RestoreCandidate | None:
+        if not self._asked:
+            if (stopped := self._member.stopped) is not None:
+                raise GroupError(stopped.why)
+            self._asked = True
+            await caller.run(self._agree(partial(self._restore.request, self._which)))
+        while True:
+            match self._next:
+                case MatchManifest(key):
+                    if (found := self._parts.candidate(key)) is not None:
+                        return found
+                    why = "its part is not in its store"
+                    await caller.run(self._agree(partial(self._restore.matched, "damaged", why)))
+                case EndRestore(reason, why):
+                    self._agreed = True
+                    if reason == "none":
+                        return None
+                    raise self._mismatch or _error(reason, why)
+                case other:
+                    raise GroupError(f"the restore cannot go on with {other!r}")
+
+    async def matched(self, caller: Caller, error: Exception | None) -> bool:
+        outcome: Literal["ok", "mismatch", "damaged"] = "ok" if error is None else "mismatch"
+        self._mismatch = error
+        if isinstance(error, UnreadableError):
+            if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
+                self._mismatch = error.error
+            else:
+                outcome, self._mismatch = "damaged", None
+        why = "" if error is None else str(error)
+        await caller.run(self._agree(partial(self._restore.matched, outcome, why)))
+        return isinstance(self._next, FillArrays)
+
+    async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
+        damage = None if error is None else str(error)
+        await caller.run(self._agree(partial(self._restore.verified, damage, differing)))
+        self._agreed = isinstance(self._next, ChangeState)
+        return self._agreed
+
+    async def abandon(self, caller: Caller, error: BaseException) -> None:
+        if self._asked and not self._agreed:  # the others wait for an answer
+            await caller.run(self._abandon(f"the restore ended: {error!r}"))
+
+    async def _agree(self, answer: Callable[[], list[Action]]) -> None:
+        """Send this rank's request or answer, and wait for the next action."""
+        self._do(answer())
+        self._next = await self._actions.get()
+
+    async def _abandon(self, why: str) -> None:
+        while not self._actions.empty():
+            self._actions.get_nowait()  # no later call receives these
+        self._do(self._restore.abandon(why))
+
+
+class PartSources:
+    """The sources of the parts of complete checkpoints, as one rank sees them.
+
+    Args:
+        member: This rank's.
+        store: This rank's.
+        opened: The medium of the group's folder, which is prepared.
+        folder: That folder.
+        another: Returns one more client of the group's store.
+    """
+
+    def __init__(
+        self, member: Member, store: Store, opened: OpenMedium, folder: Path, another: Callable[[], Any]
+    ) -> None:
+        self._member = member
+        self._store = store
+        self._opened = opened
+        self._folder = folder
+        self._another = another
+
+    def candidate(self, key: Key) -> RestoreCandidate | None:
+        """Return a checkpoint, of which this rank restores one part; None if that is gone."""
+        member, found, sources, elsewhere = self._member, self._complete(key), dict[int, Source](), []
+        # Parts of this run are in their ranks' domains.
+        rank, places = member.rank, member.homes if found is None else found.places
+        old = len(places)
+        own, other_world = rank % old, None if old == member.world else (rank, member.world)
+        if other_world and rank == 0:
+            text = (
+                "this checkpoint is of %d ranks, here are %d: what was each rank's own, rank r restores of rank r "
+                "modulo %d; RNGState stays as it is"
+            )
+            write("other_world", text, old, member.world, old, store=os.fspath(self._folder))
+        for each, domain in enumerate(places):
+            if domain == member.homes[rank]:
+                sources[each] = FolderPart(self._opened, rank_name(each), key)
+            else:
+                elsewhere.append(each)
+        if (part := member.parts.get(key)) is not None:
+            sources[own] = OwnSlot(self._store, part.entry)
+        elif found is None:
+            return None
+        elif own not in sources:
+            prefix, name = self._prefix(rank), rank_name(rank)
+            sources[own] = ReceivedPart(self._another(), prefix, self._opened, self._folder, name)
+        return RestoreCandidate(sources, own, elsewhere, other_world=other_world)
+
+    def sendings(self, key: Key) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield coroutines that send the parts that other hosts restore and only this one has."""
+        if (found := self._complete(key)) is None:
+            return
+        homes = self._member.homes
+        for rank, home in enumerate(homes):
+            source = rank % found.world
+            if (domain := found.places[source]) != home and homes.index(domain) == self._member.rank:
+                part = FolderPart(self._opened, rank_name(source), key)
+                yield send_part(self._another(), self._prefix(rank), part)
+
+    def _complete(self, key: Key) -> Complete | None:
+        complete = self._member.view.complete if self._member.view is not None else ()
+        return next((one for one in complete if one.key == key), None)
+
+    def _prefix(self, rank: int) -> str:
+        """Return the prefix of the keys under which a rank receives the part that it restores."""
+        return f"part/{self._member.restore.index}/{self._member.restore.attempt}/{rank}"
+
+
+def _error(reason: str, why: str) -> Exception:
+    kind = {
+        "incomplete": IncompleteCheckpointError,
+        "no step": NoCheckpointError,
+        "mismatch": StateMismatchError,
+        "damaged": DamagedError,
+        "rejected": StoreError,
+    }.get(reason, GroupError)
+    error: Exception = kind(why)
+    return error
