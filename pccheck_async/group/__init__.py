@@ -9,6 +9,7 @@ from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.folder import (
     domain_of,
+    mark_rejected,
     parts_of,
     seen_stores,
     stored_domain,
@@ -20,7 +21,6 @@ from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
 from pccheck_async.group.place import Place, chunk_pool, open_folder, open_place, read_place
 from pccheck_async.group.ranks import Ranks
-from pccheck_async.group.rejecting import mark_rejected
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
 from pccheck_async.store import is_group_folder, rank_folders, rank_name

@@ -42,7 +42,7 @@ from pccheck_async.group.messages import (
     Wanted,
 )
 from pccheck_async.group.parts import Key, Run, Settled, members_digest
-from pccheck_async.group.restore import LeadRestore
+from pccheck_async.group.restore import LeadRestore, There
 from pccheck_async.group.schedule import LeadSchedule
 from pccheck_async.group.view import View, kept_at_start, view_of
 from pccheck_async.store import Retention
@@ -108,6 +108,7 @@ class Coordinator:
         self.unproven: tuple[Key, ...] = ()
         self.settled = Settled()
         self._hellos: dict[int, Hello] = {}
+        self._roster = Roster((), ())  # once all said hello
         self._found: dict[int, Found] = {}
         self._view: View | None = None
         self._stores: dict[int, bytes] = {}
@@ -155,10 +156,9 @@ class Coordinator:
             case Preempted() | Acknowledge():
                 return self.schedule.receive(message)
             case RestoreRequest() | Matched() | Verified():
-                there = [(Key(one.counter, run), one.step, one.name) for run, one in self._newest_first(rejected=False)]
-                rejected = [
-                    (Key(one.counter, run), one.step, one.name) for run, one in self._newest_first(rejected=True)
-                ]
+                there, rejected = list[There](), list[There]()
+                for run, one in self._newest_first():
+                    (rejected if one.rejected else there).append((Key(one.counter, run), one.step, one.name))
                 return self.restore.receive(message, there, self._lacking(), rejected)
             case Hello():
                 return self._receive_hello(message)
@@ -185,22 +185,19 @@ class Coordinator:
         for name in ("version", "world", "settings"):
             if (why := _difference(name, hellos)) is not None:
                 return [Refused(why)]
-        return [Roster(tuple(self._homes()), tuple(hello.host for hello in hellos))]
-
-    def _homes(self) -> list[int]:
-        """Return the domain of each rank."""
-        names = [self._hellos[rank].domain for rank in range(self.world)]
-        domains = list(dict.fromkeys(names))
-        return [domains.index(name) for name in names]
+        domains = list(dict.fromkeys(hello.domain for hello in hellos))
+        self._roster = Roster(
+            tuple(domains.index(hello.domain) for hello in hellos), tuple(hello.host for hello in hellos)
+        )
+        return [self._roster]
 
     def _receive_found(self, message: Found) -> list[AnyDecision]:
         self._found[message.rank] = message
-        hellos = [self._hellos[rank] for rank in range(self.world)]
-        domains = list(dict.fromkeys(hello.domain for hello in hellos))
-        if len(self._found) < len(domains):
+        homes, hosts = self._roster.homes, self._roster.hosts
+        if len(self._found) < len({*homes}):
             return []
         stores = [store for rank in sorted(self._found) for store in self._found[rank].stores]
-        view = self._view = view_of(stores, self._homes(), [hello.host for hello in hellos])
+        view = self._view = view_of(stores, homes, hosts)
         if view.error is not None:
             return [Refused(view.error)]
         try:
@@ -332,9 +329,13 @@ class Coordinator:
         return [] if message.counter in self.settled else [self._abort(message.counter, message.why, message.rank)]
 
     def _abort(self, counter: int, why: str, rank: int, *, differs: bool = False) -> AnyDecision:
-        self.settled.add(counter)
-        self._ballots.pop(counter, None)
+        self._settle(counter)
         return Abort(counter, why, rank, differs)
+
+    def _settle(self, *counters: int) -> None:
+        for counter in counters:
+            self.settled.add(counter)
+            self._ballots.pop(counter, None)
 
     def _abort_what_lacks_ranks(self) -> list[AnyDecision]:
         """Abort the checkpoints that a rank that left takes no part in."""
@@ -355,8 +356,7 @@ class Coordinator:
             self.retention.check_place(len(kept) - 1)
         except StoreFullError as error:
             return [self._abort(counter, str(error), -1)]
-        self.settled.add(counter)
-        del self._ballots[counter]
+        self._settle(counter)
         self.committed[counter] = (self.run, ballot.entry)
         # A restore that is under way reads its candidate on all ranks: it goes with the commit after that.
         reading = self.restore.candidate.counter if self.restore.candidate is not None else None
@@ -364,9 +364,7 @@ class Coordinator:
         self.committed = {at: one for at, one in self.committed.items() if at in stays}
         self.unproven = ()
         superseded = self._superseded(counter, kept)
-        for each in superseded:
-            self.settled.add(each)
-            del self._ballots[each]
+        self._settle(*superseded)
         return [Commit(counter, self._keep_list(), superseded)]
 
     def _superseded(self, counter: int, kept: Sequence[Entry]) -> tuple[int, ...]:
@@ -383,9 +381,8 @@ class Coordinator:
         entry = Entry(counter, ballot.step, 0.0, 0, 0, 0, 0, 0, False, ballot.metadata or {})
         return entry in self.retention.retain(kept, entry, self.restore.damaged).entries
 
-    def _newest_first(self, *, rejected: bool | None = None) -> list[tuple[Run, Entry]]:
-        there = [self.committed[counter] for counter in sorted(self.committed, reverse=True)]
-        return [one for one in there if rejected in (None, one[1].rejected)]
+    def _newest_first(self) -> list[tuple[Run, Entry]]:
+        return [self.committed[counter] for counter in sorted(self.committed, reverse=True)]
 
     def _keep_list(self) -> tuple[Kept, ...]:
         return tuple(Kept(Key(entry.counter, run), entry.pinned) for run, entry in self._newest_first())
@@ -412,9 +409,7 @@ class Coordinator:
         keys = [Key(entry.counter, self.committed[entry.counter][0]) for entry in changed if entry.counter in chosen]
         keys += [key for key in self.unproven if key.counter in chosen]
         superseded = tuple(sorted(chosen & self._ballots.keys()))
-        for counter in superseded:
-            self.settled.add(counter)
-            del self._ballots[counter]
+        self._settle(*superseded)
         return [Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded)]
 
     def _rejected(self, wanted: Wanted) -> set[int]:
@@ -430,10 +425,9 @@ class Coordinator:
         in_flight |= {one.key.counter: one.step for one in view.incomplete if one.key in self.unproven}
         entries = [entry for _, entry in self._newest_first()]
         chosen = self.retention.reject(entries, wanted.which, in_flight, wanted.until)
-        homes = self._homes()
         for one in view.complete:
             # The mark stands in the records of stores that this run writes to.
-            own = any(place == home for place, home in zip(one.places, homes, strict=False))
+            own = any(place == home for place, home in zip(one.places, self._roster.homes, strict=False))
             if one.entry.counter in chosen & self.committed.keys() and not own:
                 raise StoreError(
                     f"the checkpoint of step {one.entry.step} is in folders that no rank writes to, as ranks have "

@@ -12,13 +12,15 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from msgspec import structs
+
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreError, folder_error, read_error
-from pccheck_async.format import Identity, Membership, NewerFormatError, Parts, Record
+from pccheck_async.format import Entry, Identity, Membership, NewerFormatError, Parts, Record
 from pccheck_async.format.record import (
     GROUP_NAME,
     IDENTITY_NAME,
@@ -32,6 +34,7 @@ from pccheck_async.store import Store, StoreReader, at_once, rank_folders, rank_
 
 __all__ = [
     "domain_of",
+    "mark_rejected",
     "parts_of",
     "read_stores",
     "record_of",
@@ -169,6 +172,29 @@ def record_of(parts: tuple[Part, ...], applied: Applied, before: Record) -> Reco
 async def write_parts(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
     """Write the record of a rank that names these parts, newest first. Raises StoreFailedError: no further records."""
     await store.rewrite(partial(record_of, parts, applied))
+
+
+async def mark_rejected(store: Store, chosen: Collection[int]) -> None:
+    """Mark the checkpoints of these counters as rejected in the record of one store, which is open for writing.
+
+    Of a group one marked part rejects a checkpoint: a crash between two ranks' stores leaves it rejected on all, or on
+    none.
+
+    Durability: when this returns the marks survive power loss. Raises StoreFailedError.
+    """
+
+    def marked(entries: Sequence[Entry]) -> list[Entry]:
+        return [each.as_rejected() if each.counter in chosen else each for each in entries]
+
+    record = store.committed.record
+    if record.parts is None:
+        await store.amend(marked)
+    elif record.parts.applied is not None and marked(record.entries) != [*record.entries]:
+        async with store.slots.lock:
+            await store.take_over()
+        pairs = zip(parts_of(record), marked(record.entries), strict=True)
+        parts = tuple(structs.replace(part, entry=entry) for part, entry in pairs)
+        await write_parts(store, parts, record.parts.applied)
 
 
 def remove_store(folder: Path, rank: int) -> None:
