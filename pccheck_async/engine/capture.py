@@ -30,17 +30,15 @@ from pccheck_async.format import align, combine, piece_sums
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.state import (
     Layout,
-    LayoutCache,
     LazyPart,
-    Outline,
+    Memos,
     Owners,
     PackedSource,
     Sample,
-    Sources,
-    Splitter,
     cached_layout,
     flatten,
     flatten_unchecked,
+    split,
 )
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
 from pccheck_async.telemetry import write
@@ -92,7 +90,6 @@ class InlineCaptures:
         self._most_bytes = min(most_bytes, planner.chunk_bytes)
         self._buffer_bytes = align(self._most_bytes, PAGE_BYTES) + _MANIFEST_NBYTES
         self.free: deque[memoryview] = deque(maxlen=_KEPT)
-        self._last: tuple[Plan | None, object, bytes] = (None, None, b"")
 
     def capture(self, layout: Layout) -> InlineCapture | None:
         """Copy a state in host memory; None if it is too large, or has no bytes at all."""
@@ -104,7 +101,7 @@ class InlineCaptures:
         if len(plan.chunks) != 1 or plan.payload_nbytes > self._buffer_bytes:
             return None
         nbytes = plan.payload_nbytes
-        table, packed = self._segments(plan, sources)
+        table, packed = self._segments(plan, layout)
         try:
             buffer = self.free.pop()
         except IndexError:
@@ -124,11 +121,13 @@ class InlineCaptures:
         self.free.extend(memory[start : start + size] for start in range(size, len(memory), size))
         return memory[:size]
 
-    def _segments(self, plan: Plan, sources: Sources) -> tuple[bytes, Sequence[PackedPiece]]:
+    def _segments(self, plan: Plan, layout: Layout) -> tuple[bytes, Sequence[PackedPiece]]:
         """Return the segments of the only chunk, and its packed pieces: without numpy, faster for few parts."""
+        sources = layout.sources
         addresses = sources.addresses
-        last_plan, last_addresses, table = self._last
-        if last_plan is plan and last_addresses is addresses:  # the layout cache gives the same while nothing moved
+        of = plan, addresses  # the layout cache gives the same ones while nothing moved
+        table: bytes | None = layout.known.get("segments", of)
+        if table is not None:
             return table, ()
         rows = array("Q")
         packed: list[PackedPiece] = []
@@ -141,12 +140,12 @@ class InlineCaptures:
                 packed.append((source, low, low + length, offset))
         table = rows.tobytes()
         if not packed and not addresses.flags.writeable:
-            self._last = plan, addresses, table
+            layout.known.set("segments", of, table)
         return table, packed
 
 
 class Captures:
-    """Starts captures, quickly if a state has the structure of the last one. May be used from several threads.
+    """Starts captures, quickly if a state has the structure of an earlier one. May be used from several threads.
 
     Attributes:
         owners: Chooses the boxes of tensors on several ranks that this rank saves; None: such tensors are refused.
@@ -157,8 +156,7 @@ class Captures:
         self.owners: Owners | None = None
         self.allow_pickle = allow_pickle
         self._told_pickled = False
-        self._last: tuple[Outline | None, LayoutCache | None] = (None, None)
-        self._splitter = Splitter()
+        self._memos = Memos()
 
     def start(
         self,
@@ -183,16 +181,16 @@ class Captures:
         Raises UnsupportedStateError, naming the path of an unsavable value; or called while tensors are traced.
         """
         refuse_tracing("checkpoint")
-        outline, layout_cache = self._last
+        memo = self._memos.of(state)
         tally = None if self.owners is None else self.owners.begin(state)
-        flat = flatten_unchecked(state, outline, tally=tally, allow_pickle=self.allow_pickle)
+        flat = flatten_unchecked(state, memo.outline, tally=tally, allow_pickle=self.allow_pickle)
         if flat.pickled and not self._told_pickled:
             self._told_pickled = True
             text = "allow_pickle: %d values are pickled, whoever unpickles them runs code of theirs: %s"
             write("pickled", text, len(flat.pickled), ", ".join(flat.pickled[:5]))
         with no_functions(), no_dispatch():
-            layout, layout_cache = cached_layout(flat.leaves, layout_cache)
-            self._last = flat.outline, layout_cache
+            layout, memo.layout = cached_layout(flat.leaves, memo.layout)
+            memo.outline = flat.outline
             sources = layout.sources
             if sources.devices and not backend.by_address:
                 sources.pack_devices()
@@ -200,7 +198,7 @@ class Captures:
             captured: InlineCapture | None = None
             if optimizers is not None:
                 fenced = bool(sources.devices) and backend.by_address
-                lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
+                lazy = split(flat, layout, optimizers, memo, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
             marks = backend.mark_queued_work(sources.devices)

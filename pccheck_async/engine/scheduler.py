@@ -23,7 +23,7 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
-from pccheck_async.format.manifest import ChunkEntry, Manifest, ManifestEncoder, version_of
+from pccheck_async.format.manifest import ChunkEntry, Manifest, encode_again, version_of
 from pccheck_async.store import Place, SlotLease, SlotWriter, Store
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured
@@ -71,7 +71,6 @@ class Scheduler:
 
     def __post_init__(self, max_in_flight: int) -> None:
         self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
-        self._manifests = ManifestEncoder()
         self._jobs: dict[PendingCheckpoint, Job] = {}
         self._until: float | None = None
         self._last_drains: set[asyncio.Timeout] = set()
@@ -320,20 +319,17 @@ class Scheduler:
 
     def _encode(self, job: Job, chunks: tuple[ChunkEntry, ...], pieces: tuple[bytes, ...]) -> bytes:
         capture = job.capture
-        return self._manifests.encode(
-            Manifest(
-                version=version_of(
-                    capture.skeleton, with_pieces=capture.sums is not None, composed=capture.has_composed
-                ),
-                counter=job.pending.counter,
-                step=job.pending.step,
-                time=capture.time,
-                metadata=job.metadata,
-                skeleton=capture.skeleton,
-                tensors=capture.layout.tensors,
-                storages=capture.plan.storages,
-                chunks=chunks,
-                payload_nbytes=capture.plan.payload_nbytes,
-                pieces=None if capture.sums is None else pieces,
-            )
+        manifest = Manifest(
+            version=version_of(capture.skeleton, with_pieces=capture.sums is not None, composed=capture.has_composed),
+            counter=job.pending.counter,
+            step=job.pending.step,
+            time=capture.time,
+            metadata=job.metadata,
+            skeleton=capture.skeleton,
+            tensors=capture.layout.tensors,
+            storages=capture.plan.storages,
+            chunks=chunks,
+            payload_nbytes=capture.plan.payload_nbytes,
+            pieces=None if capture.sums is None else pieces,
         )
+        return encode_again(manifest, capture.layout.known)

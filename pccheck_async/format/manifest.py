@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import structs
@@ -140,26 +140,23 @@ def encode(manifest: Manifest) -> bytes:
         raise UnsupportedStateError(f"the step or the metadata of a checkpoint cannot be saved: {error}") from error
 
 
-class ManifestEncoder:
-    """Encodes manifests like :func:`encode`, and reuses the bytes of parts that are the same objects as the last time.
+class _Known(Protocol):
+    def get(self, name: str, of: tuple[Any, ...]) -> Any: ...
+    def set(self, name: str, of: tuple[Any, ...], value: msgspec.Raw) -> msgspec.Raw: ...
 
-    A manifest is encoded twice, first for its length; its tables are the same while the state's structure is. For one
-    thread.
+
+def encode_again(manifest: Manifest, known: _Known) -> bytes:
+    """Return the manifest as msgpack, and reuse the bytes of parts that are the same objects as the last time.
+
+    A manifest is encoded twice, first for its length; its tables are the same while the state's structure is. ``known``
+    remembers the bytes. Raises UnsupportedStateError (see :func:`encode`).
     """
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[object, msgspec.Raw]] = {}
-
-    def encode(self, manifest: Manifest) -> bytes:
-        """Return the manifest as msgpack. Raises UnsupportedStateError (see :func:`encode`)."""
-        large = {name: self._kept(name, getattr(manifest, name)) for name in ("skeleton", "tensors", "storages")}
-        return encode(structs.replace(manifest, **large))
-
-    def _kept(self, name: str, value: object) -> msgspec.Raw:
-        last = self._last.get(name)
-        if last is None or last[0] is not value:
-            last = self._last[name] = (value, msgspec.Raw(_ENCODER.encode(value)))
-        return last[1]
+    large = {name: getattr(manifest, name) for name in ("skeleton", "tensors", "storages")}
+    encoded = {
+        name: known.get(name, (part,)) or known.set(name, (part,), msgspec.Raw(_ENCODER.encode(part)))
+        for name, part in large.items()
+    }
+    return encode(structs.replace(manifest, **encoded))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:

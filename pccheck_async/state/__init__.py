@@ -10,6 +10,7 @@ values of users' classes, ``values`` plain ones; ``paths`` are names.
 
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
+from pccheck_async.state.cache.memo import Memo, Memos
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets
@@ -18,7 +19,7 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.replicas import Sample
-from pccheck_async.state.save.split import LazyPart, Splitter
+from pccheck_async.state.save.split import LazyPart, split
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
 from pccheck_async.state.stateful import Stateful, refuse_filling, state_dicts
@@ -34,6 +35,8 @@ __all__ = [
     "LayoutCache",
     "LazyPart",
     "LiveTree",
+    "Memo",
+    "Memos",
     "Outline",
     "Owners",
     "PackedSource",
@@ -42,7 +45,6 @@ __all__ = [
     "Restoration",
     "Sample",
     "Sources",
-    "Splitter",
     "Stateful",
     "Target",
     "Targets",
@@ -59,5 +61,6 @@ __all__ = [
     "live_tree",
     "match",
     "refuse_filling",
+    "split",
     "state_dicts",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,36 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return address
 
 
+class Known:
+    """Values that follow from others, remembered for as long as those are the same; one of each name.
+
+    Tuples and bytes are the same if they are equal, other objects if they are identical. May be used from several
+    threads.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[tuple[Any, ...], Any]] = {}
+
+    def get(self, name: str, of: tuple[Any, ...]) -> Any:
+        """Return the value that was set for these others; None if there is none."""
+        last = self._values.get(name)
+        if last is None or len(last[0]) != len(of):
+            return None
+        for then, now in zip(last[0], of, strict=True):
+            if then is not now and (type(now) not in _COMPARED or then != now):
+                return None
+        return last[1]
+
+    def set(self, name: str, of: tuple[Any, ...], value: _T) -> _T:
+        """Remember a value that follows from these others, and return it."""
+        self._values[name] = of, value
+        return value
+
+
+_T = TypeVar("_T")
+_COMPARED: Final = (tuple, bytes)
+
+
 @dataclass(slots=True, eq=False)
 class Layout:
     """The place of every leaf's bytes in the checkpoint, and their sources.
@@ -155,6 +185,7 @@ class Layout:
         sources: One source per extent.
         source_of: For each leaf the number of its extent and source, -1 if it has no bytes.
         breaks: Numbers of storages that begin a new chunk, even if the one before is not full.
+        known: What follows from it: the same for all layouts that only differ in the addresses of their sources.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -163,6 +194,7 @@ class Layout:
     sources: Sources
     source_of: tuple[int, ...]
     breaks: tuple[int, ...] = ()
+    known: Known = field(default_factory=Known)
 
 
 Packing: TypeAlias = Callable[[Any, Any], PackedSource]

@@ -75,7 +75,7 @@ class Plan:
 
 
 class Planner:
-    """Plans payloads; the last plan is used again while the structure stays the same.
+    """Plans payloads; the plan of a layout is used again while its structure stays the same.
 
     A chunk has at most ``chunk_bytes``; offsets and lengths of transfers are multiples of ``block_bytes``.
     """
@@ -89,22 +89,22 @@ class Planner:
         self.block_bytes = block_bytes
         self.hits = 0
         self.misses = 0
-        self._last: tuple[object, _Extents, Plan] | None = None
 
     def plan(self, layout: Layout) -> Plan:
         """Return the plan for ``layout``."""
-        sizes, extents, last = (layout.storage_nbytes, layout.breaks), layout.extents, self._last
-        if last is not None and last[0] == sizes and (last[1] is extents or np.array_equal(last[1], extents)):
+        extents = layout.extents
+        of = layout.storage_nbytes, layout.breaks, extents
+        known: Plan | None = layout.known.get("plan", of)
+        if known is not None:
             self.hits += 1
-            return last[2]
+            return known
         self.misses += 1
         storages = self._place(layout.storage_nbytes, {*layout.breaks})
         end = storages[-1].offset + storages[-1].nbytes if storages else 0
         payload_nbytes = align(end, self.block_bytes)
         bounds = [0, *(storages[number].offset for number in layout.breaks), payload_nbytes]
         plan = Plan(storages, self._cut(storages, extents, bounds), payload_nbytes)
-        self._last = sizes, extents, plan
-        return plan
+        return layout.known.set("plan", of, plan)
 
     def _place(self, sizes: Sequence[int], breaks: Set[int]) -> tuple[StorageEntry, ...]:
         storages = []

@@ -15,7 +15,7 @@ import torch
 from pccheck_async.engine.capture import Capture, Captures
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import crc32
-from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
+from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, encode_again
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import gather
@@ -50,7 +50,7 @@ class Saver:
     """All parts of an engine that remember how a state was made."""
 
     def __init__(self) -> None:
-        self._captures, self._planner, self._encoder = Captures(), Planner(512, 512), ManifestEncoder()
+        self._captures, self._planner = Captures(), Planner(512, 512)
 
     def take(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer] | None) -> Taken | str:
         """Take a state; the error's text where it is refused."""
@@ -73,7 +73,7 @@ class Saver:
             chunks=tuple(ChunkEntry(at, nbytes, crc32(payload[at : at + nbytes])) for at, nbytes in chunks),
             payload_nbytes=plan.payload_nbytes,
         )
-        return Taken(capture, plan, Saved(self._encoder.encode(manifest), payload))
+        return Taken(capture, plan, Saved(encode_again(manifest, capture.layout.known), payload))
 
 
 def captured(capture: Capture, plan: Plan) -> bytearray:

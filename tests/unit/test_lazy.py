@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.state import PackedSource, Sources, Versions
+from pccheck_async.state import Layout, PackedSource, Sources, Versions, arrange, flatten
 from pccheck_async.state.cache import fingerprints
-from pccheck_async.state.save.lazy import LazySources, changed_by_forward, covered, optimized, sharing_nothing
+from pccheck_async.state.save.lazy import changed_by_forward, covered, lazy_sources, optimized, sharing_nothing
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer import PAGE_BYTES
 from tests.support.elsewhere import without_extension
@@ -20,6 +20,10 @@ from tests.support.elsewhere import without_extension
 
 def sources_of(*tensors: torch.Tensor) -> Sources:
     return Sources(RawSource(tensor.data_ptr(), tensor.nbytes, tensor) for tensor in tensors)
+
+
+def laid_out(*tensors: torch.Tensor) -> Layout:
+    return arrange(flatten({"x": list(tensors)}).leaves)
 
 
 def those_covered(lazy: Sequence[torch.Tensor], *tensors: torch.Tensor) -> list[bool]:
@@ -126,17 +130,17 @@ def test_what_optimizers_keep() -> None:
 def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) -> None:
     weight, moment, buffer = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8), torch.zeros(8)
     leaves = [weight.detach(), moment if as_leaf else moment.detach(), buffer]
-    sources, known = sources_of(*leaves), LazySources()
+    layout = laid_out(*leaves)
 
     def among(*tensors: torch.Tensor) -> list[bool]:
-        found, _ = known.among(sources, list(tensors))
-        assert found.tolist() == covered(sources, tensors).tolist()
+        found, _ = lazy_sources(layout, list(tensors))
+        assert found.tolist() == covered(layout.sources, tensors).tolist()
         return list(map(bool, found))
 
     assert among(weight, moment) == among(weight, moment) == [True, True, False]
-    first = known.among(sources, [weight, moment])
+    first = lazy_sources(layout, [weight, moment])
     if fingerprints.fingerprint([weight]) is not None:
-        assert known.among(sources, [weight, moment]) is first
+        assert lazy_sources(layout, [weight, moment]) is first
     assert among(moment, weight) == [True, True, False]
     assert among(weight) == [True, False, False]
     assert among(weight, buffer) == among(weight, buffer) == [True, False, True]
@@ -155,18 +159,21 @@ def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPat
         without_extension(monkeypatch)
     memory = torch.zeros(16)
     leaf = memory[:8].detach()
-    sources, known = sources_of(leaf), LazySources()
+    layout = laid_out(leaf)
     for tensor, dense in ((memory[:8], True), (memory[::2], False), (memory[:8], True)):
         for _ in range(3):  # the second time it is remembered
-            assert known.among(sources, [tensor])[0].tolist() == [dense]
+            assert lazy_sources(layout, [tensor])[0].tolist() == [dense]
 
 
 def test_other_addresses_are_looked_at_anew() -> None:
-    known, tensor = LazySources(), torch.zeros(8)
+    tensor = torch.zeros(8)
+    layout = laid_out(tensor)
     for _ in range(3):
-        assert known.among(sources_of(tensor), [tensor])[0].tolist() == [True]
+        layout.sources = sources_of(tensor)
+        assert lazy_sources(layout, [tensor])[0].tolist() == [True]
         other = torch.zeros(8)
-        assert known.among(sources_of(other), [tensor])[0].tolist() == [False]
+        layout.sources = sources_of(other)
+        assert lazy_sources(layout, [tensor])[0].tolist() == [False]
 
 
 def test_modules_in_modules_are_looked_at() -> None:

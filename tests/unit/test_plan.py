@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.state import Layout, PackedSource, Sources, Target, Targets, arrange, flatten
+from pccheck_async.state import Layout, PackedSource, Sources, Target, Targets, cached_layout, flatten
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.plan import Planner, Segments, scatter_runs, segments
 from tests.support.round_trip import parts
@@ -78,12 +78,15 @@ def test_every_byte_is_in_one_part_and_in_its_place(sizes: list[int], block: int
 def test_the_plan_is_kept_while_the_structure_stays() -> None:
     planner = Planner(1024, 512)
     tensors = [torch.zeros(10), torch.zeros(300)]
-    first = planner.plan(arrange(flatten({"t": tensors}).leaves))
-    assert planner.plan(arrange(flatten({"t": [t.clone() for t in tensors]}).leaves)) is first
+    layout, last = cached_layout(flatten({"t": tensors}).leaves)
+    first = planner.plan(layout)
+    layout, last = cached_layout(flatten({"t": [t.clone() for t in tensors]}).leaves, last)
+    assert planner.plan(layout) is first
     assert (planner.hits, planner.misses) == (1, 1)
-    second = planner.plan(arrange(flatten({"t": [*tensors, torch.zeros(1)]}).leaves))
-    assert second is not first
-    assert planner.plan(arrange(flatten({"t": tensors}).leaves)) is not first
+    layout, last = cached_layout(flatten({"t": [*tensors, torch.zeros(1)]}).leaves, last)
+    assert planner.plan(layout) is not first
+    layout.breaks = (1,)
+    assert planner.plan(layout) is not first
     assert (planner.hits, planner.misses) == (1, 3)
 
 
@@ -174,7 +177,9 @@ def test_ten_thousand_small_tensors_are_planned_once() -> None:
     state: dict[str, Any] = {str(number): torch.zeros(16) for number in range(10_000)}
     leaves = flatten(state).leaves
     planner = Planner(4 * MIB, 4096)
-    plan = planner.plan(arrange(leaves))
+    layout, last = cached_layout(leaves)
+    plan = planner.plan(layout)
     for number in (1, 2):
-        assert planner.plan(arrange(leaves)) is plan
+        layout, last = cached_layout(leaves, last)
+        assert planner.plan(layout) is plan
         assert planner.hits == number

@@ -110,7 +110,7 @@ class LayoutCache:
         if self._packings or not self._in_order:
             owners = self._owners(leaves, owners)
         sources = last.sources.with_memory(place.addresses, owners)
-        return Layout(last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks)
+        return Layout(last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks, last.known)
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
         values = leaves.values

@@ -5,14 +5,15 @@ A pattern is None for a plain value, a type for an array of exactly this type, `
 
 Modules and optimizers whose classes leave ``state_dict()`` as torch has it, and that have no hooks on it, are asked for
 their state once. From then on their attributes are read in its place, as torch reads them, and compared with the
-pattern: whatever could give ``state_dict()`` another structure is part of that, or of the class (:func:`reading`).
+pattern: whatever could give ``state_dict()`` another structure is part of that, or of the class (:func:`readable`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from types import EllipsisType, NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -156,6 +157,9 @@ def remade(pattern: Pattern, node: Any, at: int, numbers: list[int], fresh: Mapp
 
 _OF_MODULES: Final = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _OF_OPTIMIZERS: Final = ("state_dict", "__getattribute__")
+Depends: TypeAlias = tuple[Callable[[type], Any], Any]
+"""A function that gets the attributes of a class on which its objects' states depend, and the attributes it got."""
+
 _HOOKS_OF_MODULES: Final = ("_state_dict_pre_hooks", "_state_dict_hooks")
 _HOOKS_OF_OPTIMIZERS: Final = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _PARTS_OF_MODULES: Final = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -163,42 +167,39 @@ _PARTS_OF_OPTIMIZERS: Final = ("param_groups", "state")
 _ABSENT_IN_MODULES: Final = ("state_dict", "_save_to_state_dict", "_version")
 _ABSENT_IN_OPTIMIZERS: Final = ("state_dict",)
 _DICTS: Final = (dict, OrderedDict)
-_READ: Final[Mapping[type, tuple[Mapping[str, Any], tuple[str, ...]]]] = {
-    torch.nn.Module: (
-        {name: getattr(torch.nn.Module, name) for name in _OF_MODULES},
-        (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES),
-    ),
-    Optimizer: (
-        {name: getattr(Optimizer, name) for name in _OF_OPTIMIZERS},
-        (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS),
-    ),
+_READ: Final[Mapping[type, tuple[Callable[[type], tuple[Any, ...]], tuple[str, ...]]]] = {
+    torch.nn.Module: (attrgetter(*_OF_MODULES, "_version"), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
+    Optimizer: (attrgetter(*_OF_OPTIMIZERS), (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
-"""Torch's own methods, and the attributes that they read."""
+"""By base class: the attributes of classes on which states depend, and those of objects, which ``state_dict()`` reads."""
+_OF_TORCH: Final = {base: of(base) for base, (of, _) in _READ.items()}
 _LEAVES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
-def reading(kind: type) -> tuple[Any, ...] | None:
-    """Return what in a class of modules or optimizers its objects' states depend on; None if they have to be asked.
-
-    Compared at every save: a class may be given other methods.
-    """
+def readable(kind: type) -> Depends | None:
+    """Return what the states of a class's objects depend on; None if they are no modules or optimizers like torch's."""
     base = next((base for base in _READ if issubclass(kind, base)), None)
     if base is None:
         return None
-    methods, attributes = _READ[base]
-    if any(getattr(kind, name, None) is not method for name, method in methods.items()):
-        return None
-    if any(hasattr(kind, name) for name in attributes):
-        return None  # a property in place of the attribute of the object
-    return kind, getattr(kind, "_version", None)
+    of, attributes = _READ[base]
+    found, torchs = of(kind), _OF_TORCH[base]
+    methods = len(torchs) - (base is torch.nn.Module)
+    if found[:methods] != torchs[:methods] or any(hasattr(kind, name) for name in attributes):
+        return None  # a property may be in place of the attribute of the object
+    return of, found
+
+
+def same_classes(classes: Mapping[type, Depends]) -> bool:
+    """Return whether classes are as they were: they may be given other methods."""
+    return [of(kind) for kind, (of, _) in classes.items()] == [found for _, found in classes.values()]
 
 
 class Reader:
     """Makes the pattern of one object that is to be read in place of its ``state_dict()``."""
 
     def __init__(self) -> None:
-        self.classes: dict[type, tuple[Any, ...]] = {}
-        """Those of the objects in it, with their :func:`reading`."""
+        self.classes: dict[type, Depends] = {}
+        """Those of the objects in it, with what they depend on."""
 
     def module(self, module: torch.nn.Module) -> Read | None:
         """Return the pattern of a module with all below it; None if it has to be asked."""
@@ -267,7 +268,7 @@ class Reader:
     def _as_in_torch(self, value: Any, absent: Iterable[str], names: Iterable[str]) -> bool:
         """Whether torch's own ``state_dict()`` would read these attributes of an object, and has no hooks."""
         kind, attributes = type(value), vars(value)
-        depends = reading(kind)
+        depends = readable(kind)
         if depends is None or any(name in attributes for name in absent):
             return False
         if any(name not in attributes or ("hooks" in name and attributes[name]) for name in names):

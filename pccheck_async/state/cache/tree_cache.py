@@ -17,7 +17,7 @@ import torch
 
 from pccheck_async.format import dtypes
 from pccheck_async.format.skeleton import ArrayNode, Node, ShardedNode
-from pccheck_async.state.cache.patterns import Pattern, reading
+from pccheck_async.state.cache.patterns import Depends, Pattern, same_classes
 
 array_node: Final = lru_cache(1 << 16)(ArrayNode)
 """The same node for the same index, so that nodes can be compared by identity."""
@@ -52,17 +52,12 @@ class Outline:
     plain: list[Any] = field(default_factory=list)  # the plain values
     places: list[tuple[str, int]] = field(default_factory=list)  # their paths, and how deep they lie
     detached: list[range] = field(default_factory=list)  # see Leaves
-    classes: dict[type, tuple[Any, ...]] = field(default_factory=dict)  # of objects that are read: their `reading`
+    classes: dict[type, Depends] = field(default_factory=dict)  # of the objects that are read
     root: Any = None
 
     def holds(self, make: Any, attributes: int, keys: list[str]) -> bool:
         """Return whether a mapping has these keys, and classes are as they were."""
-        return (
-            make is self.make
-            and attributes == self.attributes
-            and keys == self.keys
-            and all(reading(each) == depends for each, depends in self.classes.items())
-        )
+        return make is self.make and attributes == self.attributes and keys == self.keys and same_classes(self.classes)
 
 
 def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:

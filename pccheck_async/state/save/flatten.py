@@ -23,7 +23,7 @@ from pccheck_async.state.ambient import apart
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import patterns
 from pccheck_async.state.cache import tree_cache as cached
-from pccheck_async.state.cache.patterns import NEVER, Items, Pattern, Read, Reader, compare, reading, remade
+from pccheck_async.state.cache.patterns import NEVER, Depends, Items, Pattern, Read, Reader, compare, readable, remade
 from pccheck_async.state.cache.tree_cache import CHANGING, Outline, same_objects
 from pccheck_async.state.foreign import find_class, is_composed, pickle
 from pccheck_async.state.leaves import KINDS, Leaves
@@ -243,7 +243,7 @@ class _Flattener:
         self._again: list[tuple[Any, Any]] = []  # those of them that will come again
         self._plain: list[Any] = []
         self._places: list[tuple[str, int]] = []  # paths and depths of the plain values
-        self._classes: dict[type, tuple[Any, ...]] = {}
+        self._classes: dict[type, Depends] = {}
 
     def root(self, state: Mapping[str, Any], last: Outline | None) -> tuple[Node, Outline | None]:
         """Flatten the outermost mapping, item by item; what matches ``last`` keeps the nodes from there."""
@@ -565,8 +565,8 @@ class _Flattener:
     def object(self, value: Any, path: str, depth: int) -> Visited:
         state = self._ask(value, path)
         leaves, plain, outer = len(self.leaves), len(self._plain), self._outlined
-        readable = self._remembers and self._tally is None and reading(type(value)) is not None
-        self._outlined = outer or (readable and isinstance(value, torch.optim.Optimizer))
+        reads = self._remembers and self._tally is None and readable(type(value)) is not None
+        self._outlined = outer or (reads and isinstance(value, torch.optim.Optimizer))
         self._asked += 1
         child, below = self.node(state, path, depth + 1)
         self._asked -= 1
@@ -576,7 +576,7 @@ class _Flattener:
             self.lives[id(node)] = Live(path, value, True, True, state)
         if below is None or below is NEVER:
             return node, below
-        read = self._read(value, state, below, leaves, plain) if readable else None
+        read = self._read(value, state, below, leaves, plain) if reads else None
         return node, read or patterns.asked(type(value), path, below)
 
     def _ask(self, value: Any, path: str) -> Any:

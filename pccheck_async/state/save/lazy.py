@@ -15,7 +15,7 @@ from pccheck_async.format.manifest import span
 from pccheck_async.state.boxes import local_tensors
 from pccheck_async.state.cache.fingerprints import fingerprint
 from pccheck_async.state.sources import Sources
-from pccheck_async.state.storages import is_dense
+from pccheck_async.state.storages import Layout, is_dense
 from pccheck_async.state.tensor_access import storage_address
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
@@ -58,27 +58,19 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
     return local_tensors([table.weight for table in tables if table.max_norm is not None])
 
 
-class LazySources:
-    """Which sources lie in lazy memory, remembered for as long as neither they nor that memory change."""
+def lazy_sources(layout: Layout, tensors: list[torch.Tensor]) -> tuple[_Which, bool]:
+    """Return which sources of a layout lie in the memory of ``tensors`` (see :func:`covered`), and whether all do.
 
-    def __init__(self) -> None:
-        # Replaced at once: see Splitter.
-        self._last: tuple[npt.NDArray[np.uint64], bytes | None, tuple[_Which, bool]] | None = None
-
-    def among(self, sources: Sources, tensors: list[torch.Tensor]) -> tuple[_Which, bool]:
-        """Return which of ``sources`` lie in the memory of ``tensors`` (see :func:`covered`), and whether all do.
-
-        The array is not to be changed.
-
-        The table of addresses of the sources is the same object as at the last call while all leaves lie as they did.
-        """
-        last, addresses, places = self._last, sources.addresses, fingerprint(tensors, addresses=True)
-        if last is not None and addresses is last[0] and places is not None and places == last[1]:
-            return last[2]
+    The array is not to be changed. The table of addresses of the sources is the same object as at the last call while
+    all leaves lie as they did.
+    """
+    sources, places = layout.sources, fingerprint(tensors, addresses=True)
+    of = sources.addresses, places
+    found: tuple[_Which, bool] | None = None if places is None else layout.known.get("lazy", of)
+    if found is None:
         which = covered(sources, tensors)
-        found = which, bool(which.all())
-        self._last = addresses, places, found
-        return found
+        found = layout.known.set("lazy", of, (which, bool(which.all())))
+    return found
 
 
 def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:

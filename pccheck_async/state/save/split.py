@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state.cache.constants import Choice, Constants
+from pccheck_async.state.cache.constants import Choice
+from pccheck_async.state.cache.memo import Memo
 from pccheck_async.state.save.flatten import FlatState
-from pccheck_async.state.save.lazy import LazySources, changed_by_forward, optimized, sharing_nothing
-from pccheck_async.state.save.torn import ByteCheck, StorageMemory, TornLeaves, Versions
+from pccheck_async.state.save.lazy import changed_by_forward, lazy_sources, optimized, sharing_nothing
+from pccheck_async.state.save.torn import ByteCheck, StorageMemory, Versions
 from pccheck_async.state.sources import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.storages import Layout
 
@@ -43,16 +44,16 @@ class LazyPart:
         versions: Versions,
         byte_check: ByteCheck | None,
         constants: Choice | None,
-        by: Splitter,
+        memo: Memo,
     ) -> None:
         # Sources that are not part of it and were not copied: the caller waits for their capture. None for none.
         self.eager = eager
         self.versions = versions  # of the lazy tensors, as they were at the call
         # Called with the error that made the checkpoint fail, None if it did not; holds none of the state.
-        self.note_end = partial(by.note_end, constants)
+        self.note_end = partial(_note_end, memo, constants)
         self._byte_check = byte_check
         self._constants = constants
-        self._learn = by.constants.learn
+        self._learn = memo.constants.learn
 
     def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
         """Raise TornCaptureError if the bytes of a captured chunk, or their checksum, show a change of a lazy leaf.
@@ -70,96 +71,84 @@ class LazyPart:
             self._learn(self._constants, tables, checksums)
 
 
-class Splitter:
-    """Splits states; earlier splits make the next one quick and right. May be used from several threads."""
+def split(
+    flat: FlatState,
+    layout: Layout,
+    optimizers: Iterable[torch.optim.Optimizer],
+    memo: Memo,
+    *,
+    check_bytes: bool = False,
+    fenced: bool = False,
+) -> LazyPart:
+    """Decide for every source when it is captured, and copy the small eager ones.
 
-    def __init__(self) -> None:
-        self.constants = Constants()
-        self._torn = TornLeaves()
-        self._lazy_sources = LazySources()
-        self._members: _LazyTensors | None = None
+    Args:
+        flat: The state.
+        layout: Of its bytes; its sources that are copied here are replaced by the copies.
+        optimizers: The attached ones: their steps wait for the capture.
+        memo: Of the state.
+        check_bytes: Keep a copy of the lazy sources, to compare it with the captured bytes.
+        fenced: Devices may wait for the capture in place of the training thread. Sources on the host are
+            copied then, too: a step changes them at once (step counts), and no stream delays that.
+    """
+    values, paths = flat.leaves.values, flat.leaves.paths
+    owned = optimized(optimizers)
+    if changing := changed_by_forward(flat.objects):
+        owned = sharing_nothing(owned, changing)
+    sources = layout.sources
+    lazy, all_lazy = lazy_sources(layout, owned)
+    if torn := memo.torn.sources(paths, layout.source_of):
+        lazy, all_lazy = lazy.copy(), False
+        lazy[torn] = False
+    eager, constants = None, None
+    if not all_lazy:
+        sources, eager = copy_small(sources, ~lazy)
+        candidates = eager.copy()
+        candidates[torn] = False
+        if candidates.any():
+            constants = memo.constants.choose(layout, candidates, flat.leaves)
+        if constants is not None:
+            layout.breaks = constants.breaks
+            lazy, eager = lazy | constants.constant, eager & ~constants.constant
+        if not eager.any():
+            eager = None
+    if fenced:
+        sources, _ = copy_small(sources, lazy & sources.on_host())
+        if sources.owned is not None:
+            lazy = lazy & ~sources.owned
+    byte_check = ByteCheck(sources, lazy, dict(zip(layout.source_of, paths, strict=True))) if check_bytes else None
+    of = layout.sources.addresses, lazy.tobytes()
+    members = layout.known.get("lazy tensors", of) or layout.known.set(
+        "lazy tensors", of, _LazyTensors(lazy, layout, values)
+    )
+    tensors: list[Any] = values
+    wrappers = flat.leaves.wrappers
+    if members.numbers is not None:
+        tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
+        if wrappers:
+            wrappers = {at: wrappers[n] for at, n in enumerate(members.numbers) if n in wrappers}
+    versions = Versions(paths, tensors, members.memory, wrappers)
+    members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
+    layout.sources = sources
+    return LazyPart(eager, versions, byte_check, constants, memo)
 
-    def split(
-        self,
-        flat: FlatState,
-        layout: Layout,
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        check_bytes: bool = False,
-        fenced: bool = False,
-    ) -> LazyPart:
-        """Decide for every source when it is captured, and copy the small eager ones.
 
-        Args:
-            flat: The state.
-            layout: Of its bytes; its sources that are copied here are replaced by the copies.
-            optimizers: The attached ones: their steps wait for the capture.
-            check_bytes: Keep a copy of the lazy sources, to compare it with the captured bytes.
-            fenced: Devices may wait for the capture in place of the training thread. Sources on the host are
-                copied then, too: a step changes them at once (step counts), and no stream delays that.
-        """
-        values, paths = flat.leaves.values, flat.leaves.paths
-        owned = optimized(optimizers)
-        if changing := changed_by_forward(flat.objects):
-            owned = sharing_nothing(owned, changing)
-        sources = layout.sources
-        lazy, all_lazy = self._lazy_sources.among(sources, owned)
-        if torn := self._torn.sources(paths, layout.source_of):
-            lazy, all_lazy = lazy.copy(), False
-            lazy[torn] = False
-        eager, constants = None, None
-        if not all_lazy:
-            sources, eager = copy_small(sources, ~lazy)
-            candidates = eager.copy()
-            candidates[torn] = False
-            if candidates.any():
-                constants = self.constants.choose(layout, candidates, flat.leaves)
-            if constants is not None:
-                layout.breaks = constants.breaks
-                lazy, eager = lazy | constants.constant, eager & ~constants.constant
-            if not eager.any():
-                eager = None
-        if fenced:
-            sources, _ = copy_small(sources, lazy & sources.on_host())
-            if sources.owned is not None:
-                lazy = lazy & ~sources.owned
-        byte_check = ByteCheck(sources, lazy, dict(zip(layout.source_of, paths, strict=True))) if check_bytes else None
-        members = self._members
-        if members is None or not members.are_of(lazy, layout):
-            members = self._members = _LazyTensors(lazy, layout, values)
-        tensors: list[Any] = values
-        wrappers = flat.leaves.wrappers
-        if members.numbers is not None:
-            tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
-            if wrappers:
-                wrappers = {at: wrappers[n] for at, n in enumerate(members.numbers) if n in wrappers}
-        versions = Versions(paths, tensors, members.memory, wrappers)
-        members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
-        layout.sources = sources
-        return LazyPart(eager, versions, byte_check, constants, self)
-
-    def note_end(self, constants: Choice | None, error: Exception | None) -> None:
-        """Remember which leaves were torn: those that were repeatedly are captured eagerly from then on."""
-        if error is None or isinstance(error, TornCaptureError):
-            paths = () if constants is None else constants.paths.values()
-            self._torn.note(() if error is None else error.paths, paths)
+def _note_end(memo: Memo, constants: Choice | None, error: Exception | None) -> None:
+    """Remember which leaves were torn: those that were repeatedly are captured eagerly from then on."""
+    if error is None or isinstance(error, TornCaptureError):
+        paths = () if constants is None else constants.paths.values()
+        memo.torn.note(() if error is None else error.paths, paths)
 
 
 class _LazyTensors:
-    """The tensors of the lazy sources: reused while the same sources are lazy, at the same addresses."""
+    """The tensors of the lazy sources: the same while the same sources are lazy, at the same addresses."""
 
     def __init__(self, lazy: _Which, layout: Layout, values: Sequence[Any]) -> None:
-        self._lazy = lazy
-        self._addresses = layout.sources.addresses
         is_lazy = [*lazy.tolist(), False]  # the last one stands for leaves without a source
         numbers = [number for number, source in enumerate(layout.source_of) if is_lazy[source]]
         numbers = [number for number in numbers if isinstance(values[number], torch.Tensor)]  # arrays count no changes
         self.numbers = numbers if len(numbers) < len(values) else None  # None for all leaves
         self.memory: StorageMemory | None = None  # of their storages
-
-    def are_of(self, lazy: _Which, layout: Layout) -> bool:
-        """Whether these are the lazy tensors of a layout; its table of addresses stays the same while nothing moves."""
-        return self._addresses is layout.sources.addresses and (self._lazy is lazy or np.array_equal(self._lazy, lazy))
 
 
 def copy_small(sources: Sources, wanted: _Which) -> tuple[Sources, _Which]:

@@ -1,0 +1,60 @@
+"""The memo of a state: what a second save of the same structure need not find out again.
+
+The outline of the state, the layout of its leaves with all that follows from it (:class:`.storages.Known`: plan, copy
+table, lazy sources, bytes of the manifest), which leaves stay constant, and which were torn. States that are saved in
+turn by one engine (the two networks of a GAN, a learner and its target) have a memo each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pccheck_async.state.cache.constants import Constants
+from pccheck_async.state.cache.layout_cache import LayoutCache
+from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.save.torn import TornLeaves
+
+_MOST: Final = 4
+"""States whose memos are kept."""
+
+
+class Memo:
+    """Of one state. Holds no tensor. May be used from several threads: each part is replaced at once."""
+
+    def __init__(self) -> None:
+        self.outline: Outline | None = None
+        self.layout: LayoutCache | None = None
+        self.constants = Constants()
+        self.torn = TornLeaves()
+
+
+class Memos:
+    """The memos of the states that were saved lately, the newest first. May be used from several threads."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[set[str], list[weakref.ref[Any]], Memo], ...] = ()
+
+    def of(self, state: Mapping[str, Any]) -> Memo:
+        """Return the memo of the state with these objects, or if there is none, of one with these keys.
+
+        Of the latter only one without objects, or whose objects are gone: a program may wrap its objects anew for each
+        checkpoint. If there is neither, the memo is new.
+        """
+        keys, objects = {*state}, _references(state)
+        known = self._known
+        memo = next((memo for _, others, memo in known if objects and others == objects), None) or next(
+            (memo for names, others, memo in known if names == keys and all(other() is None for other in others)), None
+        )
+        memo = memo or Memo()
+        self._known = ((keys, objects, memo), *[each for each in known if each[2] is not memo])[:_MOST]
+        return memo
+
+
+def _references(state: Mapping[str, Any]) -> list[weakref.ref[Any]]:
+    """Return references to the objects in a state that have a state of their own."""
+    kinds = {kind for kind in {*map(type, state.values())} if hasattr(kind, "state_dict") and kind.__weakrefoffset__}
+    if not kinds:
+        return []
+    return [weakref.ref(value) for value in state.values() if type(value) in kinds]
