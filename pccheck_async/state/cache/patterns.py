@@ -171,7 +171,7 @@ _READ: Final[Mapping[type, tuple[Callable[[type], tuple[Any, ...]], tuple[str, .
     torch.nn.Module: (attrgetter(*_OF_MODULES, "_version"), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
     Optimizer: (attrgetter(*_OF_OPTIMIZERS), (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
-"""By base class: the attributes of classes on which states depend, and those of objects, which ``state_dict()`` reads."""
+"""By base class: attributes of classes on which states depend, and those of objects that ``state_dict()`` reads."""
 _OF_TORCH: Final = {base: of(base) for base, (of, _) in _READ.items()}
 _LEAVES: Final = (torch.Tensor, torch.nn.Parameter)
 
