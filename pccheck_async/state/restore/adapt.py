@@ -139,13 +139,6 @@ def optimizer_state(
         UnsupportedStateError: There is stored state of a parameter that has no shape yet.
     """
     node, mismatches = _renumbered(optimizer, own, node, names, path)
-    mismatches += _differences(optimizer, own, node, tensors, path)
-    return node, mismatches, [] if mismatches else like_parameters(optimizer, own, node)
-
-
-def _differences(
-    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
-) -> list[str]:
     if any(map(is_lazy, chain.from_iterable(group["params"] for group in optimizer.param_groups))):
         state = _items(_items(node).get("state"))
         for number, parameter in _parameters(optimizer, own):
@@ -154,16 +147,15 @@ def _differences(
                     f"{path}.state.{number}: its parameter is that of a lazy module, and not initialized yet; run the "
                     "module once before restoring"
                 )
-    if getattr(optimizer, _HOOKS, None):
-        return []
-    mismatches = _group_differences(optimizer, own, node, path)
-    if not mismatches:
-        for where, value, parameter in like_parameters(optimizer, own, node):
-            shape = tensors[value.index].shape if isinstance(value, ArrayNode) else value.shape
-            here = tuple(parameter.shape)
-            if shape != here:
-                mismatches.append(f"{path}.state.{where} ({shape} in the checkpoint, of a parameter {here} here)")
-    return mismatches
+    hooked = bool(getattr(optimizer, _HOOKS, None))
+    others = [] if hooked else _group_differences(optimizer, own, node, path)
+    alike = [] if others else like_parameters(optimizer, own, node)
+    for where, value, parameter in () if hooked else alike:
+        shape = tensors[value.index].shape if isinstance(value, ArrayNode) else value.shape
+        if shape != (here := tuple(parameter.shape)):
+            others.append(f"{path}.state.{where} ({shape} in the checkpoint, of a parameter {here} here)")
+    mismatches += others
+    return node, mismatches, [] if mismatches else alike
 
 
 def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, path: str) -> list[str]:
@@ -306,7 +298,7 @@ def _renumbered(
     stored_groups = [_StoredGroup(item) for item in items.items]
     sizes = [len(group.keys) for group in stored_groups]
     if any([len(each["params"]) for each in lists] != sizes for lists in (groups, optimizer.param_groups)):
-        return node, []  # the groups differ, which _differences() reports
+        return node, []  # the groups differ, which _group_differences() reports
     kept = _items(state)
     named = any(group.names for group in stored_groups) or not _are_numbers(kept)
     known = names() if named else {}
