@@ -205,8 +205,9 @@ class TrainingRun(TrainingHooks):
 
     def leave_step(self, this: TrainingStep) -> None:
         """Called when the context of a step is left, or given up. Idempotent."""
-        if this.inside is not None and self._inside.get(this.inside) is this:
+        if this.inside is not None:
             del self._inside[this.inside]
+            this.inside = None
 
     def end(self, this: TrainingStep, *, failed: bool) -> bool:
         """Called when a training step ends; returns whether to checkpoint now, and train on.
@@ -284,7 +285,7 @@ class TrainingRun(TrainingHooks):
             in_flight=max(this.in_flight, len(core.in_flight)),
         )
         self._reported_stall = stall
-        wanted = self._sets_metric(this) or this.wanted
+        wanted = (self._metric is not None and self._sets_metric(this, self._metric)) or this.wanted
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
         self._due = save or self._due or wanted
         if last:
@@ -310,12 +311,12 @@ class TrainingRun(TrainingHooks):
         saves, self._due = self._due and saves, self._due and not saves
         return saves
 
-    def _sets_metric(self, this: TrainingStep) -> bool:
+    def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
         """Whether to save it because it sets the number of ``keep_best``; the policy may never choose such a step.
 
         Called once after every step. A number that every step sets, such as the training loss, triggers no saves.
         """
-        if self._metric is None or this.metadata.get(self._metric) is None:
+        if this.metadata.get(metric) is None:
             self._with_metric = 0
             return False
         self._with_metric += 1
@@ -324,7 +325,7 @@ class TrainingRun(TrainingHooks):
                 "%d steps in a row set %r, which keep_best goes by: from now on the interval alone says which are "
                 "saved, and this_step.save(), until a step does not set it"
             )
-            write("metric_each_step", text, _EVERY_STEP, self._metric, step=this.step, store=self.core.path)
+            write("metric_each_step", text, _EVERY_STEP, metric, step=this.step, store=self.core.path)
         return self._with_metric <= _EVERY_STEP
 
     def _warn_of_state_dicts(self, this: TrainingStep) -> None:
@@ -442,21 +443,21 @@ class _Context:
     _entered = False
     _statement: str
 
+    def __init__(self, training: TrainingRun, this: TrainingStep, checkpoint: Callable[..., Any]) -> None:
+        self._training = training
+        self._this = this
+        self._checkpoint = checkpoint
+
     def __del__(self) -> None:
         if not self._entered:
             text = "engine.step(...) was never entered, and did nothing: write '%s engine.step(state, step):'"
             warnings.warn(text % self._statement, RuntimeWarning, stacklevel=2)
-        elif hasattr(self, "_this"):
+        elif self._this.inside is not None:
             self._training.leave_step(self._this)  # entered, and never left
 
     def _enter(self) -> TrainingStep:
         self._entered = True
         return self._training.begin(self._this)
-
-    def __init__(self, training: TrainingRun, this: TrainingStep, checkpoint: Callable[..., Any]) -> None:
-        self._training = training
-        self._this = this
-        self._checkpoint = checkpoint
 
     def _refuse(self, instead: str) -> NoReturn:
         self._entered = True  # else a warning would follow
