@@ -27,6 +27,7 @@ from pccheck_async.group.parts import Key
 
 __all__ = ["LeadRestore", "Restore", "There"]
 
+RestoreDecision: TypeAlias = Candidate | Verify | Restored | NotRestored
 There: TypeAlias = tuple[Key, int, str | None]
 """A complete checkpoint with its step and name."""
 
@@ -80,7 +81,7 @@ class Restore:
         self.active = False
         return [EndRestore("disagreement", why)]
 
-    def learn(self, decision: Candidate | Verify | Restored | NotRestored) -> list[Action]:
+    def learn(self, decision: RestoreDecision) -> list[Action]:
         """Take a decision in."""
         if self.abandoned is not None:
             if isinstance(decision, Candidate):
@@ -136,7 +137,7 @@ class LeadRestore:
         there: Sequence[There],
         lacking: str,
         rejected: Sequence[There] = (),
-    ) -> list[Candidate | Verify | Restored | NotRestored]:
+    ) -> list[RestoreDecision]:
         """Take a message in; return the decisions.
 
         Args:
@@ -168,31 +169,29 @@ class LeadRestore:
     def _all_in(self, answers: dict[int, Matched] | dict[int, Verified]) -> bool:
         return len(answers) == self.world
 
-    def _begin(
-        self, there: Sequence[There], lacking: str, rejected: Sequence[There]
-    ) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _begin(self, there: Sequence[There], lacking: str, rejected: Sequence[There]) -> list[RestoreDecision]:
         wanted = {request.which for request in self.requests.values()}
         if len(wanted) > 1:
             asked = {rank: _asked(request.which) for rank, request in self.requests.items()}
             return [self._end("disagreement", asked)]
         self.which = wanted.pop()
-        if any(self.which in (None, *named) for _, *named in rejected) and not any(
-            self.which in (None, *named) for _, *named in there
-        ):
-            why = f"none but rejected checkpoints{describe_which(self.which)} are there"
-            return [self._end("rejected", {-1: f"{why}; {lacking}" if lacking else why})]
-        if self.which is not None and not any(self.which in named for _, *named in there):
-            why = f"there is no complete checkpoint{describe_which(self.which)}"
-            return [self._end("no step", {-1: f"{why}; {lacking}" if lacking else why})]
-        if not there:
+        if self._wanted(there):
+            return self._try_next(there, {})
+        reason: Reason
+        if self._wanted(rejected):
+            reason, why = "rejected", f"none but rejected checkpoints{describe_which(self.which)} are there"
+        elif self.which is not None:
+            reason, why = "no step", f"there is no complete checkpoint{describe_which(self.which)}"
+        else:
             return [self._end("incomplete", {-1: lacking}) if lacking else self._end("none", {})]
-        return self._try_next(there, {})
+        return [self._end(reason, {-1: f"{why}; {lacking}" if lacking else why})]
 
-    def _try_next(
-        self, there: Sequence[There], damage: dict[int, str]
-    ) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _wanted(self, there: Sequence[There]) -> list[Key]:
+        return [key for key, *named in there if self.which in (None, *named)]
+
+    def _try_next(self, there: Sequence[There], damage: dict[int, str]) -> list[RestoreDecision]:
         """Propose the newest one that no rank found damaged."""
-        whole = [key for key, *named in there if key.counter not in self.damaged and self.which in (None, *named)]
+        whole = [key for key in self._wanted(there) if key.counter not in self.damaged]
         asked_again = self.which is not None and damage
         if not whole or asked_again:
             return [self._end("damaged", damage or {-1: "every complete checkpoint is damaged on some rank"})]
@@ -201,14 +200,14 @@ class LeadRestore:
         self.matches, self.verified = {}, {}
         return [Candidate(self.index, self.attempt, self.candidate)]
 
-    def _conclude_match(self, there: Sequence[There]) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _conclude_match(self, there: Sequence[There]) -> list[RestoreDecision]:
         damage = {rank: one.why for rank, one in self.matches.items() if one.outcome == "damaged"}
         mismatch = {rank: one.why for rank, one in self.matches.items() if one.outcome == "mismatch"}
         if damage:
             return self._fall_back(damage, there)
         return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]
 
-    def _conclude(self, candidate: Key, there: Sequence[There]) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _conclude(self, candidate: Key, there: Sequence[There]) -> list[RestoreDecision]:
         damage = {rank: one.damage for rank, one in self.verified.items() if one.damage is not None}
         if damage:
             return self._fall_back(damage, there)
@@ -221,9 +220,7 @@ class LeadRestore:
         """End the restore that is under way or comes next; the group is broken."""
         return self._end("disagreement", {-1: why})
 
-    def _fall_back(
-        self, damage: dict[int, str], there: Sequence[There]
-    ) -> list[Candidate | Verify | Restored | NotRestored]:
+    def _fall_back(self, damage: dict[int, str], there: Sequence[There]) -> list[RestoreDecision]:
         assert self.candidate is not None
         self.damaged.add(self.candidate.counter)
         return self._try_next(there, damage)

@@ -76,6 +76,7 @@ class _Watched:
     ignored: bool = False  # whether they are
     in_each: bool = True  # whether it made a step in every context: until then it has no windows
     sample: int | None = None  # how many of its gradients were noted as used, of all parameters; None: all
+    guarded: bool = False  # whether its steps wait for captures
     waited: bool = False  # whether it had unused gradients in one of the contexts in a row that unused ones kept inside
 
     def gradients(self) -> list[torch.Tensor]:
@@ -125,12 +126,16 @@ class Accumulation:
     def begin(self, state: Mapping[str, Any]) -> int:
         """Called when a step context begins; returns its number. Watches the optimizers in its state, too."""
         self._context += 1
+        attached = self._guard.attached
         for found in optimizers_in(state):
+            if (known := self._watched.get(id(found))) is not None and known.guarded >= attached:
+                continue
             try:
                 optimizer = unwrapped(found)
-                if self._guard.attached:
+                if attached:
                     self._guard.attach(optimizer)
                 self.watch(optimizer)
+                self._watched[id(optimizer)].guarded = attached
             except TypeError as error:
                 self._say_unseen(found, error)
         return self._context
