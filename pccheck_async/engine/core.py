@@ -124,13 +124,15 @@ class EngineCore:
             checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
         except BaseException as error:
             self.state = "closed"
-            self.peers.unopened(error)
             forget(self)
             try:
-                if self._assembly is not None:  # opened, and then the caller was cancelled before this returned
-                    await caller.run(self._assembly.close())
+                self.peers.unopened(error)
             finally:
-                await caller.outlast(self.loop.ask_to_stop())
+                try:
+                    if self._assembly is not None:  # opened, and then the caller was cancelled before this returned
+                        await caller.run(self._assembly.close())
+                finally:
+                    await caller.outlast(self.loop.ask_to_stop())
             await caller.wait(self.stream.hooks.close(), HOOKS_SECONDS)
             raise
         self.state = "open"

@@ -79,7 +79,7 @@ class AgreedCandidates(RestoreCandidates):
                     self._agreed = True
                     if reason == "none":
                         return None
-                    raise self._mismatch or _error(reason, why)
+                    raise (self._mismatch if reason == "mismatch" else None) or _error(reason, why)
                 case other:
                     raise GroupError(f"the restore cannot go on with {other!r}")
 

@@ -239,7 +239,7 @@ class Place:
             CorruptStoreError: this version does not understand it.
             ValueError: ``host_memory`` holds no chunk.
         """
-        fallback, deadline = Fallback(which, falls_back), time.monotonic() + LOCK_SECONDS
+        fallback, since = Fallback(which, falls_back), time.monotonic()
         self.choose(which)  # raises if there is none; never an older one that has this rank instead
         staging = Staging(None if host_memory is None else chunk_pool(self.identity.block_bytes, host_memory))
 
@@ -270,13 +270,15 @@ class Place:
                     if not is_exhausted(unreadable.error):
                         await self.look()
                         if not self._still_has(one, superseded):
+                            if time.monotonic() > since + LOCK_SECONDS:
+                                text = f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)"
+                                raise ReadError(text) from unreadable
                             raise DroppedMeanwhileError("newer ones were committed") from unreadable
+                    since = time.monotonic()  # it is damaged, and finding that out may have taken long
                     raise
                 finally:
                     if not (used and keep):
                         await reader.close()
-            if time.monotonic() > deadline:
-                raise ReadError(f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)")
         raise self.nothing(which)
 
     @property

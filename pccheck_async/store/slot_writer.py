@@ -40,9 +40,9 @@ class Place(NamedTuple):
 class SlotWriter:
     """Writes one checkpoint. Its context gives back, at the end, the buffers, and the slot before :meth:`finish`.
 
-    Each chunk is written as soon as it is captured. If there is only one, it is kept until the manifest is there: both
-    are then one request, which small checkpoints share with their commit record (:meth:`Store.commit`); and their slot
-    is reserved only then, when their length is known.
+    Each chunk is written as soon as it is captured. The only one is kept until the manifest is there, but not in the
+    last buffer: both are then one request, which small checkpoints share with their commit record
+    (:meth:`Store.commit`); and their slot is reserved only then, when their length is known.
 
     Args:
         store: Of the slot.
@@ -108,8 +108,12 @@ class SlotWriter:
         return Place(chunk.offset, lease.view[: chunk.nbytes], lease, None)
 
     async def put(self, place: Place) -> None:
-        """Write a chunk that was copied into its place, or keep it for the manifest if it is the only one."""
-        if len(self._plan.chunks) == 1:
+        """Write a chunk that was copied into its place, or keep it for the manifest if it is the only one.
+
+        It is not kept in the last buffer: in a group the commit waits for other ranks, and theirs may wait for this
+        rank's next checkpoint, which needs a buffer.
+        """
+        if len(self._plan.chunks) == 1 and self._reserving is None:
             self._kept = place.view if place.lease is None else place.lease.view
             return
         assert self._reserving is not None

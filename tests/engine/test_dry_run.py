@@ -14,12 +14,14 @@ from torch import nn
 
 from pccheck_async import (
     CheckpointEngine,
+    DamagedError,
     Group,
     NoCheckpointError,
     RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
 )
+from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -134,3 +136,19 @@ def test_each_rank_of_a_group_gets_its_own_plan(tmp_path: Path) -> None:
     one, other = run_ranks(2, partial(planned, tmp_path))
     assert one == ({"x": "fill", "step": "replace"}, (), True)
     assert other == ({"step": "replace"}, ("x (float32 (1,) here, float32 (2,) in the checkpoint)",), False)
+
+
+def damaged_elsewhere(folder: Path, group: Group) -> None:
+    state = {"x": torch.ones(5_000) * group.rank}
+    with SyncCheckpointEngine(folder, group=group) as engine:
+        engine.checkpoint(state, step=1).result(60)
+        if group.rank == 1:
+            spoil(folder, 1, manifest=True)
+        for dry_run in (True, False):
+            with pytest.raises(DamagedError):
+                engine.restore(state, dry_run=dry_run)
+
+
+@pytest.mark.slow
+def test_damage_on_another_rank_ends_a_dry_run_as_a_restore(tmp_path: Path) -> None:
+    run_ranks(2, partial(damaged_elsewhere, tmp_path))

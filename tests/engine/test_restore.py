@@ -135,6 +135,19 @@ def test_an_unreadable_manifest_falls_back(tmp_path: Path, io: str) -> None:
         assert load_sync(tmp_path, io=failing)["step"] == 0
 
 
+def test_damage_that_took_long_to_find_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in range(2):
+            engine.checkpoint({"x": torch.full((3000,), float(step))}, step=step).result(60)
+    slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes().startswith(b"\x00\x00\x80?"))
+    data = bytearray(slot.read_bytes())
+    data[9000] ^= 1
+    slot.write_bytes(data)
+    monkeypatch.setattr("pccheck_async.group.place.LOCK_SECONDS", 0.0)  # of waiting for checkpoints that are replaced
+    with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+        assert load_sync(tmp_path)["x"][0] == 0
+
+
 def test_memory_that_runs_out_does_not_fall_back(tmp_path: Path) -> None:
     """The next commit would drop the newest checkpoint, which is whole."""
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, Group, GroupError, SyncCheckpointEngine, WriteError
+from pccheck_async import CheckpointEngine, CheckpointError, Group, GroupError, SyncCheckpointEngine, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
@@ -198,3 +198,27 @@ def test_a_rank_that_is_stopped_for_a_while_holds_the_others_up_and_costs_nothin
         os.kill(pids[1], signal.SIGCONT)
 
     assert run_ranks(2, rank_main, meanwhile=stop) == [[""] * 40] * 2
+
+
+CHUNK = 1 << 20
+
+
+def saved_side_by_side(folder: Path, group: Group) -> None:
+    """Save two checkpoints at once with one staging buffer: one in one chunk, the other in many on rank 1 alone."""
+
+    async def main() -> None:
+        sizes = {"host_memory": CHUNK, "chunk_bytes": CHUNK, "max_in_flight": 2}
+        async with CheckpointEngine(folder, group=group, save_last=False, **sizes) as engine:  # type: ignore[arg-type]
+            for step in range(0, 20, 2):
+                large = torch.ones(CHUNK * (12 if group.rank else 1) // 6)
+                states = {step: {"t": large}, step + 1: {"t": torch.ones(CHUNK // 6)}}
+                pendings = await asyncio.gather(*[engine.checkpoint(each, step=key) for key, each in states.items()])
+                for pending in pendings:
+                    await pending
+
+    asyncio.run(main())
+
+
+def test_ranks_with_one_buffer_do_not_wait_for_each_other_s(tmp_path: Path) -> None:
+    """Their checkpoints reach the buffer in different orders, and none is decided before all ranks wrote it."""
+    run_ranks(2, partial(saved_side_by_side, tmp_path))

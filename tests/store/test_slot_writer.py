@@ -134,3 +134,22 @@ def test_what_is_cancelled_before_it_began_or_in_a_write_is_given_back_when_all_
             await saving
 
     run(test, buffers=4)
+
+
+def test_the_only_chunk_is_not_kept_in_the_last_buffer() -> None:
+    """A group's commit waits for other ranks, and theirs may wait for this rank's next checkpoint."""
+
+    async def test(store: Store, pool: BufferPool, medium: StuckWriter) -> None:
+        plan = plan_of(1)
+        async with SlotWriter(store, pool, plan) as writer:
+            async with Tasks() as tasks:
+                await writer.reserve(tasks, lambda: 100)
+                place = await writer.place(plan.chunks[0])
+                place.view[:5] = b"chunk"
+                await writer.put(place)
+            assert pool.statistics().in_use == 0
+            slot, ((offset, data),) = await writer.finish(b"manifest")
+            assert (offset, bytes(data).rstrip(b"\0")) == (BLOCK, b"manifest")
+        await store.release(slot)
+
+    run(test, buffers=1)

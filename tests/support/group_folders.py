@@ -64,12 +64,13 @@ def save_in_group(folder: Path, world: int, *steps: int, keep_last: int = 3, pin
     assert end_ranks(start_ranks(world, save)) == [0] * world
 
 
-def spoil(folder: Path, rank: int) -> None:
-    """Flip a byte in the middle of a rank's part of the newest checkpoint."""
+def spoil(folder: Path, rank: int, *, manifest: bool = False) -> None:
+    """Flip a byte in the middle of a rank's part of the newest checkpoint, or in its manifest."""
     store = next(store for store in seen_stores(folder) if store.rank == rank)
     slot = folder / rank_name(rank) / slot_name(store.parts[0].entry.slot)
+    place = store.parts[0].entry.manifest_offset + 10 if manifest else 1000
     with slot.open("r+b") as file:
-        file.seek(1000)
+        file.seek(place)
         byte = file.read(1)
-        file.seek(1000)
+        file.seek(place)
         file.write(bytes([byte[0] ^ 1]))
