@@ -1,8 +1,9 @@
 """The memo of a state: what a second save of the same structure need not find out again.
 
 The outline of the state, the layout of its leaves with all that follows from it (:class:`.storages.Known`: plan, copy
-table, lazy sources, bytes of the manifest), which leaves stay constant, and which were torn. States that are saved in
-turn by one engine (the two networks of a GAN, a learner and its target) have a memo each.
+table, lazy sources, bytes of the manifest), and which leaves stay constant. States that are saved in turn by one engine
+(the two networks of a GAN, a learner and its target) have a memo each. Which leaves were torn says something about the
+code around them: all memos of an engine share it, and a state that changes its structure keeps it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ _MOST: Final = 4
 class Memo:
     """Of one state. Holds no tensor. May be used from several threads: each part is replaced at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, torn: TornLeaves | None = None) -> None:
         self.outline: Outline | None = None
         self.layout: LayoutCache | None = None
         self.constants = Constants()
-        self.torn = TornLeaves()
+        self.torn = TornLeaves() if torn is None else torn
 
 
 class Memos:
     """The memos of the states that were saved lately, the newest first. May be used from several threads."""
 
     def __init__(self) -> None:
+        self._torn = TornLeaves()
         self._known: tuple[tuple[set[str], list[weakref.ref[Any]], Memo], ...] = ()
 
     def of(self, state: Mapping[str, Any]) -> Memo:
@@ -47,7 +49,7 @@ class Memos:
         memo = next((memo for _, others, memo in known if objects and others == objects), None) or next(
             (memo for names, others, memo in known if names == keys and all(other() is None for other in others)), None
         )
-        memo = memo or Memo()
+        memo = memo or Memo(self._torn)
         self._known = ((keys, objects, memo), *[each for each in known if each[2] is not memo])[:_MOST]
         return memo
 
