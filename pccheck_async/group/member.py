@@ -154,7 +154,6 @@ class Member:
         self.schedule = Schedule(rank)
         self.restore = Restore(rank)
         self.homes: tuple[int, ...] = ()
-        self.hosts: tuple[str, ...] = ()
         self.view: View | None = None
         self.counter = -1
         """Of the last checkpoint that was requested; before the first, the one before that."""
@@ -202,7 +201,7 @@ class Member:
         return [Post(Found(self.rank, seen))]
 
     def _meet(self, roster: Roster) -> list[Action]:
-        self.homes, self.hosts = roster.homes, roster.hosts
+        self.homes = roster.homes
         return [Scan()] if self.homes.index(self.homes[self.rank]) == self.rank else []
 
     def _open(self, view: View) -> list[Action]:

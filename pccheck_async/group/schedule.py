@@ -51,7 +51,6 @@ class Schedule:
     """The step of a proposal that this rank acknowledged, until it is confirmed or a later one comes."""
     final: int | None = None
     """The confirmed last step."""
-    withdrawn: bool = False
 
     def begin(self, step: int) -> None:
         """Called when the trainer begins a step: steps proposed from now on have to lie at or after it."""
@@ -92,7 +91,7 @@ class Schedule:
             case Confirm():
                 self.final, self.proposed = decision.step, None
             case Withdraw():
-                self.proposed, self.withdrawn = None, True
+                self.proposed = None
         return None
 
     def _answer(self, proposal: Propose) -> Acknowledge:
