@@ -1,5 +1,5 @@
 /* Python's headers and what the files that bind to it share: module, queue_object, request,
- * outline. All others are plain C. */
+ * outline, tensors. All others are plain C. */
 #ifndef PCCHECK_BINDING_H
 #define PCCHECK_BINDING_H
 
@@ -13,6 +13,10 @@ extern PyType_Spec queue_object_spec;
 
 /* pccheck_async._ext.match */
 PyObject *outline_match(PyObject *module, PyObject *args);
+
+/* pccheck_async._ext.look and .same_tensors */
+PyObject *tensors_look(PyObject *module, PyObject *args);
+PyObject *tensors_same(PyObject *module, PyObject *args);
 
 /* An operation with the Python objects that keep its memory where it is, from submit() until it is reaped. */
 struct request {

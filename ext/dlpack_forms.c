@@ -31,24 +31,22 @@ static void put(struct dlpack_forms *forms, const void *data, size_t size)
     forms->used += size;
 }
 
-int dlpack_forms_add(struct dlpack_forms *forms, const struct dlpack_exchange *exchange, void *object, int address)
+int dlpack_forms_add(struct dlpack_forms *forms, const struct dlpack_exchange *exchange, void *object,
+                     struct dlpack_tensor *tensor)
 {
-    struct dlpack_tensor tensor = {0};
-    if (exchange->tensor_of(object, &tensor) != 0)
+    *tensor = (struct dlpack_tensor){0};
+    if (exchange->tensor_of(object, tensor) != 0)
         return -EINVAL;
-    if (tensor.dimensions < 0 || (tensor.dimensions && (!tensor.shape || !tensor.strides)))
+    if (tensor->dimensions < 0 || (tensor->dimensions && (!tensor->shape || !tensor->strides)))
         return -ENODATA;
-    const int32_t head[] = {tensor.device.type, tensor.device.number, tensor.dimensions};
-    const size_t size = (size_t)tensor.dimensions * sizeof(int64_t);
-    const uint64_t first = (uint64_t)(uintptr_t)tensor.data + tensor.offset;
-    if (reserve(forms, sizeof head + sizeof tensor.dtype + 2 * size + sizeof first) < 0)
+    const int32_t head[] = {tensor->device.type, tensor->device.number, tensor->dimensions};
+    const size_t size = (size_t)tensor->dimensions * sizeof(int64_t);
+    if (reserve(forms, sizeof head + sizeof tensor->dtype + 2 * size) < 0)
         return -ENOMEM;
     put(forms, head, sizeof head);
-    put(forms, &tensor.dtype, sizeof tensor.dtype);
-    put(forms, tensor.shape, size);
-    put(forms, tensor.strides, size);
-    if (address)
-        put(forms, &first, sizeof first);
+    put(forms, &tensor->dtype, sizeof tensor->dtype);
+    put(forms, tensor->shape, size);
+    put(forms, tensor->strides, size);
     return 0;
 }
 

@@ -43,8 +43,7 @@ struct dlpack_exchange {
 /* ---- The table */
 
 struct dlpack_forms {
-    /* Back to back: three int32 (device's type and number, dimensions), dtype, int64 shape, int64 strides, and, if
-     * requested, the address of the first element. */
+    /* Back to back: three int32 (device's type and number, dimensions), dtype, int64 shape, int64 strides. */
     char *table;
     size_t used;
     size_t room;
@@ -53,9 +52,10 @@ struct dlpack_forms {
 /* Return the API of the major version known here from the list that begins at `exchange`; NULL if there is none. */
 const struct dlpack_exchange *dlpack_known(const struct dlpack_exchange *exchange);
 
-/* Append the form of `tensor`, with its `address` or without: 0, -ENOMEM, -ENODATA if it has no shape or strides, or
- * -EINVAL if DLPack failed. */
-int dlpack_forms_add(struct dlpack_forms *forms, const struct dlpack_exchange *exchange, void *tensor, int address);
+/* Fill `tensor` with the description of `object`, and append its form: 0, -ENOMEM, -ENODATA if it has no shape or
+ * strides, or -EINVAL if DLPack failed. */
+int dlpack_forms_add(struct dlpack_forms *forms, const struct dlpack_exchange *exchange, void *object,
+                     struct dlpack_tensor *tensor);
 
 void dlpack_forms_free(struct dlpack_forms *forms);
 

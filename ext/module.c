@@ -6,7 +6,6 @@
 #include "copy.h"
 #include "crc32.h"
 #include "crc32.h"
-#include "dlpack_forms.h"
 #include "guard.h"
 #include "persist.h"
 #include "transfer.h"
@@ -185,47 +184,6 @@ static PyObject *ext_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(noth
     Py_RETURN_NONE;
 }
 
-static void set_dlpack_error(int error)
-{
-    if (error == -ENOMEM)
-        PyErr_NoMemory();
-    else if (error == -ENODATA)
-        PyErr_SetString(PyExc_NotImplementedError, "DLPack gives no shape or no strides of a tensor");
-    else if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "DLPack failed on a tensor without saying why");
-}
-
-static PyObject *ext_dlpack_forms(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *capsule, *tensors, *bytes = NULL;
-    struct dlpack_forms forms = {0};
-    int addresses = 0;
-
-    if (!PyArg_ParseTuple(args, "OO!|p:dlpack_forms", &capsule, &PyList_Type, &tensors, &addresses))
-        return NULL;
-    const struct dlpack_exchange *exchange = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
-    if (!exchange)
-        return NULL;
-    exchange = dlpack_known(exchange);
-    if (!exchange) {
-        PyErr_SetString(PyExc_NotImplementedError, "this DLPack API cannot describe a tensor");
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i)); /* the API may run code that empties the list */
-        const int error = dlpack_forms_add(&forms, exchange, tensor, addresses);
-        Py_DECREF(tensor);
-        if (error) {
-            set_dlpack_error(error);
-            goto end;
-        }
-    }
-    bytes = PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used);
-end:
-    dlpack_forms_free(&forms);
-    return bytes;
-}
-
 static PyMethodDef ext_methods[] = {
     {"crc32", ext_crc32, METH_VARARGS, NULL},
     {"crc32_pieces", ext_crc32_pieces, METH_O, NULL},
@@ -234,7 +192,8 @@ static PyMethodDef ext_methods[] = {
     {"store", ext_store, METH_VARARGS, NULL},
     {"write_back", ext_write_back, METH_O, NULL},
     {"fence", ext_fence, METH_NOARGS, NULL},
-    {"dlpack_forms", ext_dlpack_forms, METH_VARARGS, NULL},
+    {"look", tensors_look, METH_VARARGS, NULL},
+    {"same_tensors", tensors_same, METH_VARARGS, NULL},
     {"match", outline_match, METH_VARARGS, NULL},
     {"dio_alignment", ext_dio_alignment, METH_O, NULL},
     {NULL, NULL, 0, NULL},

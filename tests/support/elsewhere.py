@@ -14,7 +14,7 @@ __all__ = ["capture_at_once", "without_extension"]
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the C extension be one that was not built."""
     monkeypatch.setattr(NativeOperations, "available", lambda: False)
-    monkeypatch.setattr(fingerprints, "dlpack_forms", None)
+    monkeypatch.setattr(fingerprints, "look", None)
 
 
 def capture_at_once(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:

@@ -25,7 +25,7 @@ from tests.support import state_strategies
 from tests.support.state_strategies import tensor_of
 
 by_print = pytest.mark.skipif(
-    fingerprints.fingerprint([torch.zeros(1)]) is None, reason="not with this torch, or without the extension"
+    fingerprints.look is None or fingerprints.DLPACK_API is None, reason="not with this torch, or without the extension"
 )
 COMPARISONS = [pytest.param(True, marks=by_print), False]
 """What tensors are as DLPack tells it, and property by property."""
@@ -35,7 +35,7 @@ COMPARISONS = [pytest.param(True, marks=by_print), False]
 def comparing(by_dlpack: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not by_dlpack:
-            patch.setattr(fingerprints, "dlpack_forms", None)
+            patch.setattr(fingerprints, "look", None)
         yield
 
 
@@ -291,14 +291,46 @@ def test_dtypes_are_distinguished(by_dlpack: bool) -> None:
         memory = torch.zeros(32, dtype=torch.uint8)
         storage = memory.untyped_storage()
         tensors = [torch.empty(0, dtype=dtype).set_(storage, 0, (2,), (1,)) for dtype in dtypes.STORABLE.values()]
-        prints = [fingerprints.fingerprint([tensor], addresses=True) for tensor in tensors]
+        looks = [fingerprints.look_at([tensor]) for tensor in tensors]
+        prints = [(each.forms, each.traits) for each in looks if each is not None]
+        assert len(prints) == len(tensors)
         if by_dlpack:
-            assert len(set(prints)) < len(prints)  # DLPack has one word for some
-        for number, tensor in enumerate(tensors):
-            known = fingerprints.Fingerprints([tensor])
-            alike = [by_dlpack and each is not None and each == prints[number] for each in prints]
-            same = [known.same([other], print_same=one) for other, one in zip(tensors, alike, strict=True)]
-            assert same == [n == number for n in range(len(tensors))]
+            assert len({str(forms) for forms, _ in prints}) < len(prints)  # DLPack has one word for some
+        for number, one in enumerate(prints):
+            assert [one == other for other in prints] == [n == number for n in range(len(prints))]
+
+
+@by_print
+def test_the_very_tensors_of_an_earlier_look_are_known() -> None:
+    one, other = torch.zeros(4), torch.nn.Parameter(torch.zeros(4))
+    references = (weakref.ref(one), weakref.ref(other))
+    first = fingerprints.look_at([one, other])
+    assert first is not None
+
+    def again(*tensors: torch.Tensor) -> fingerprints.Look:
+        found = fingerprints.look_at([*tensors], references, first.traits, first.memory)
+        fresh = fingerprints.look_at([*tensors])
+        assert found is not None
+        assert fresh is not None
+        assert found[:3] == fresh[:3]
+        assert found.versions == fresh.versions
+        return found
+
+    assert again(one, other).same
+    assert again(one, other)[:3] == first[:3]
+    assert not again(one, other.detach()).same
+    assert not again(one).same
+    assert not again(other, one).same
+    one.data = torch._neg_view(torch.zeros(4))
+    assert again(one, other).traits != first.traits
+    one.data = torch.zeros(8)[3:7]
+    assert again(one, other).traits != first.traits
+    other.requires_grad_(False)
+    assert again(one, other).same
+    other.untyped_storage().resize_(0)
+    again(one, other)
+    with torch.inference_mode():
+        assert memoryview(again(torch.zeros(4), other).versions).cast("q")[0] == 0
 
 
 def test_numpy_arrays_that_differ() -> None:

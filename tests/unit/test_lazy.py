@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.state import Layout, PackedSource, Sources, Versions, arrange, flatten
-from pccheck_async.state.cache import fingerprints
+from pccheck_async.state import LayoutCache, PackedSource, Sources, Versions, cached_layout, flatten
+from pccheck_async.state.cache.fingerprints import same_tensors
 from pccheck_async.state.save.lazy import changed_by_forward, covered, lazy_sources, optimized, sharing_nothing
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer import PAGE_BYTES
@@ -20,10 +20,6 @@ from tests.support.elsewhere import without_extension
 
 def sources_of(*tensors: torch.Tensor) -> Sources:
     return Sources(RawSource(tensor.data_ptr(), tensor.nbytes, tensor) for tensor in tensors)
-
-
-def laid_out(*tensors: torch.Tensor) -> Layout:
-    return arrange(flatten({"x": list(tensors)}).leaves)
 
 
 def those_covered(lazy: Sequence[torch.Tensor], *tensors: torch.Tensor) -> list[bool]:
@@ -126,54 +122,76 @@ def test_what_optimizers_keep() -> None:
     assert len(optimized([optimizer])) == 2 + len(kept) == 8
 
 
-@pytest.mark.parametrize("as_leaf", [True, False])
-def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) -> None:
-    weight, moment, buffer = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8), torch.zeros(8)
-    leaves = [weight.detach(), moment if as_leaf else moment.detach(), buffer]
-    layout = laid_out(*leaves)
+class Run:
+    """Saves of a list of tensors, and optimizers that change some of them."""
 
-    def among(*tensors: torch.Tensor) -> list[bool]:
-        found, _ = lazy_sources(layout, list(tensors))
-        assert found.tolist() == covered(layout.sources, tensors).tolist()
-        return list(map(bool, found))
+    def __init__(self, *values: torch.Tensor) -> None:
+        self.values = [*values]
+        self._last: LayoutCache | None = None
 
-    assert among(weight, moment) == among(weight, moment) == [True, True, False]
-    first = lazy_sources(layout, [weight, moment])
-    if fingerprints.fingerprint([weight]) is not None:
-        assert lazy_sources(layout, [weight, moment]) is first
-    assert among(moment, weight) == [True, True, False]
-    assert among(weight) == [True, False, False]
-    assert among(weight, buffer) == among(weight, buffer) == [True, False, True]
-    assert among(weight, moment) == among(weight, moment) == [True, True, False]
-    assert among(weight, moment[:4]) == [True, False, False]
-    assert among(weight, moment[:4]) == [True, False, False]
-    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    def lazy(self, *optimizers: torch.optim.Optimizer) -> list[bool]:
+        """Return which tensors are lazy in the next save."""
+        layout, self._last = cached_layout(flatten({"x": self.values}).leaves, self._last)
+        found, all_lazy = lazy_sources(layout, self.values, optimizers)
+        assert found.tolist() == covered(layout.sources, optimized(optimizers)).tolist()
+        assert all_lazy == found.all()
+        self.known = layout.known.get("lazy", (layout.sources.addresses,))
+        return [bool(found[layout.source_of[number]]) for number in range(len(self.values))]
+
+
+def with_momentum(*parameters: torch.Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_lazy_sources_are_remembered_until_the_tensors_are_others(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not known:
+        without_extension(monkeypatch)
+    weight, buffer, other = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8), torch.nn.Parameter(torch.zeros(8))
+    optimizer = with_momentum(weight)
+    run = Run(weight, optimizer.state[weight]["momentum_buffer"], buffer, other)
+    for _ in range(3):
+        assert run.lazy(optimizer) == [True, True, False, False]
+    assert (run.known is not None) == (known and same_tensors is not None)
+    second = with_momentum(other)
+    for _ in range(3):
+        assert run.lazy(optimizer, second) == [True, True, False, True]
+        assert run.lazy(second) == [False, False, False, True]
+        assert run.lazy(optimizer) == [True, True, False, False]
+    for flag in (False, True):
+        weight.requires_grad_(flag)
+        for _ in range(3):
+            assert run.lazy(optimizer) == [flag, True, False, False]
+    optimizer.state[weight]["momentum_buffer"] = buffer
+    for _ in range(3):
+        assert run.lazy(optimizer) == [True, False, True, False]
+    optimizer.param_groups[0]["params"] = [other]
+    for _ in range(3):
+        assert run.lazy(optimizer) == [False, False, True, True]
+    with torch.no_grad():
+        other.data = torch.zeros(8)
+    for _ in range(3):
+        assert run.lazy(optimizer) == [False, False, True, True]
+
+
+def test_optimized_tensors_that_are_no_leaves_are_looked_at_each_time() -> None:
+    weight = torch.nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    run = Run(weight.detach())
+    for _ in range(3):
+        assert run.lazy(optimizer) == [True]
     with torch.no_grad():
         weight.data = torch.zeros(8)  # the leaf stays where it is, and nobody guards it any more
-    assert among(weight, moment) == [False, True, False]
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not told:
-        without_extension(monkeypatch)
+    assert run.lazy(optimizer) == [False]
     memory = torch.zeros(16)
-    leaf = memory[:8].detach()
-    layout = laid_out(leaf)
-    for tensor, dense in ((memory[:8], True), (memory[::2], False), (memory[:8], True)):
-        for _ in range(3):  # the second time it is remembered
-            assert lazy_sources(layout, [tensor])[0].tolist() == [dense]
-
-
-def test_other_addresses_are_looked_at_anew() -> None:
-    tensor = torch.zeros(8)
-    layout = laid_out(tensor)
-    for _ in range(3):
-        layout.sources = sources_of(tensor)
-        assert lazy_sources(layout, [tensor])[0].tolist() == [True]
-        other = torch.zeros(8)
-        layout.sources = sources_of(other)
-        assert lazy_sources(layout, [tensor])[0].tolist() == [False]
+    run = Run(memory[:8].detach())
+    for parameter, dense in ((memory[:8], True), (memory[::2], False), (memory[:8], True)):
+        assert run.lazy(torch.optim.SGD([parameter.requires_grad_()], lr=0.1)) == [dense]
+        memory = memory.detach()
 
 
 def test_modules_in_modules_are_looked_at() -> None:

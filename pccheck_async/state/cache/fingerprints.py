@@ -1,75 +1,77 @@
-"""Fingerprints of tensors: how they view their storages, compared with how they did at the last save."""
+"""Looks at tensors: all that a layout of them depends on, read in one pass and compared with an earlier look."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+
+from pccheck_async.state.tensor_access import untyped_storage
 
 try:
     from pccheck_async import _ext
 except ImportError:
-    dlpack_forms = None
+    look = same_tensors = None
 else:
-    dlpack_forms = _ext.dlpack_forms
+    look, same_tensors = _ext.look, _ext.same_tensors
 
 DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """Since torch 2.10."""
 
+_address: Final = torch.UntypedStorage.data_ptr
+_nbytes: Final = torch.UntypedStorage.nbytes
+CALLS: Final = (
+    untyped_storage, _address, _nbytes, torch.Tensor.is_neg, torch.Tensor.is_conj, "dtype", "requires_grad", "_version"
+)  # fmt: skip
 
-class Fingerprints:
-    """Dtypes, shapes, strides, storage offsets, devices and all else that determines how tensors view their storages.
 
-    The tensors are strided ones with storages, and are not held.
+class Look(NamedTuple):
+    """The properties of tensors on which their layout depends.
+
+    If two looks have equal forms and traits, the tensors view their storages alike. It holds the memory.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._forms = _forms(tensors)
-        self._offsets = [*map(torch.Tensor.storage_offset, tensors)]
-        self._requires_grad = [tensor.requires_grad for tensor in tensors]
-        self._negative = [*map(torch.Tensor.is_neg, tensors)]
-        self._complex = [number for number, tensor in enumerate(tensors) if tensor.is_complex()]
-        self._conjugate = [tensors[number].is_conj() for number in self._complex]
-        # DLPack has one word for all integers of up to a byte.
-        kinds = [tensor.dtype for tensor in tensors]
-        self._narrow = [n for n, dtype in enumerate(kinds) if dtype.itemsize == 1 and not dtype.is_floating_point]
-        self._narrow_dtypes = [kinds[number] for number in self._narrow]
-
-    def same(self, tensors: list[torch.Tensor], *, print_same: bool) -> bool:
-        """Return whether as many tensors view their storages as these did.
-
-        If so, none is quantized or on the meta device; for a sparse one, taking its storage raises. Raises RuntimeError
-        for a tensor without strides.
-
-        With ``print_same``, their :func:`fingerprint` with addresses equals that of others for which this was true:
-        first elements are where they were, and unless the storages are, too, :meth:`same_offsets` must be called.
-        """
-        return (
-            [tensor.requires_grad for tensor in tensors] == self._requires_grad
-            and [*map(torch.Tensor.is_neg, tensors)] == self._negative
-            and [tensors[number].is_conj() for number in self._complex] == self._conjugate
-            and [tensors[number].dtype for number in self._narrow] == self._narrow_dtypes
-            and (print_same or (self.same_offsets(tensors) and _forms(tensors) == self._forms))
-        )
-
-    def same_offsets(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether each begins where it did in its storage."""
-        return [*map(torch.Tensor.storage_offset, tensors)] == self._offsets
+    forms: object
+    """Dtypes, shapes, strides and devices."""
+    traits: Any
+    """Where they begin in their storages, whether they require gradients, are to be negated or conjugated."""
+    memory: bytes
+    """Address and size of each storage, as int64."""
+    storages: list[Any]
+    versions: bytes
+    """Version counters, as int64; 0 for tensors without one."""
+    same: bool
+    """Whether the tensors are known to be the very objects of the earlier look."""
 
 
-def _forms(tensors: list[torch.Tensor]) -> object:
-    """Dtypes, shapes, strides and devices: from DLPack's C API where possible, about five times as fast."""
-    return fingerprint(tensors) or [(each.dtype, each.shape, each.stride(), each.device) for each in tensors]
+def look_at(
+    tensors: list[torch.Tensor], references: tuple[Any, ...] = (), traits: Any = b"", memory: bytes = b""
+) -> Look | None:
+    """Return a look at tensors; None if one of them has no strides or no storage.
 
-
-def fingerprint(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:
-    """Return devices, dtypes, shapes and strides of tensors, with ``addresses`` also those of the first elements.
-
-    None if DLPack cannot describe one of these tensors.
+    References to the tensors of an earlier look, its traits and its memory make this one faster.
     """
-    if dlpack_forms is None or DLPACK_API is None:
-        return None
     try:
-        return dlpack_forms(DLPACK_API, tensors, addresses)
+        if look is not None and DLPACK_API is not None:
+            known = traits if isinstance(traits, bytes) else b""
+            return Look(*look(DLPACK_API, tensors, references, known, memory, CALLS))
+    except RuntimeError:  # one that DLPack cannot describe
+        pass
+    try:
+        return _look_at_each(tensors)
     except RuntimeError:
         return None
+
+
+def _look_at_each(tensors: Sequence[torch.Tensor]) -> Look:
+    storages: list[Any] = [*map(untyped_storage, tensors)]
+    forms = [(each.dtype, each.shape, each.stride(), each.device) for each in tensors]
+    traits = [
+        (each.storage_offset(), each.requires_grad, each.is_neg(), each.is_complex() and each.is_conj())
+        for each in tensors
+    ]
+    memory = np.array([(_address(each), _nbytes(each)) for each in storages], np.int64).reshape(-1, 2)
+    versions = np.array([0 if each.is_inference() else each._version for each in tensors], np.int64)
+    return Look(forms, traits, memory.tobytes(), storages, versions.tobytes(), False)

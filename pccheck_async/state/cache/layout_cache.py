@@ -9,27 +9,21 @@ only the sources are made again; a difference, or a state that cannot be compare
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pccheck_async.format import dtypes
-from pccheck_async.state.cache.fingerprints import Fingerprints, fingerprint
+from pccheck_async.state.cache.fingerprints import look_at
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.storages import Layout, Origins, View, lay_out, view_of
-from pccheck_async.state.tensor_access import untyped_storage
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-
-_BLOCK: Final = 1024
-"""Tensors that are compared together: few enough for all passes over them to stay in a core's cache."""
-
-_address: Final = torch.UntypedStorage.data_ptr
-_nbytes: Final = torch.UntypedStorage.nbytes
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
@@ -65,7 +59,10 @@ class LayoutCache:
         self._places: list[int] = np.argsort(self._order)[np.array(origins.leaves, np.intp)].tolist()
         self._in_order = self._places == [*range(len(values))]
         tensors, views = self._split(leaves)
-        self._blocks = [*map(Fingerprints, _blocks(tensors))]
+        look = look_at(tensors)
+        self._forms: Any = None if look is None else look.forms
+        self._traits: Any = None if look is None else look.traits
+        self._references = (*map(weakref.ref, tensors),)
         self._array_forms = [*self._forms_of_arrays(leaves, views)]
         self._relations = _Relations([origins.views[number] for number in self._order])
         self._place: _Place | None = None
@@ -77,40 +74,25 @@ class LayoutCache:
         tensors, views = self._split(leaves)
         if self._arrays and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
-        place, blocks = self._place, _blocks(tensors)
-        bases: list[int] = []
-        sizes: list[int] = []
-        owners: list[Any] = []
-        prints: list[bytes | None] = []
-        for known, block in zip(self._blocks, blocks, strict=True):
-            now = fingerprint(block, addresses=True)
-            print_same = now is not None and place is not None and now == place.prints[len(prints)]
-            prints.append(now)
-            try:
-                if not known.same(block, print_same=print_same):
-                    return None
-                storages = [*map(untyped_storage, block)]
-            except RuntimeError:  # of a tensor without strides or without a storage
+        place = self._place
+        look = look_at(tensors, self._references, self._traits, b"" if place is None else place.memory)
+        if look is None or look.forms != self._forms or look.traits != self._traits:
+            return None
+        owners = look.storages
+        spans = [(_base(view), _span(view)[1]) for view in views]
+        if place is None or look.memory != place.memory or spans != place.spans:
+            of_tensors = np.frombuffer(look.memory, np.int64).reshape(-1, 2)
+            each = np.concatenate([of_tensors, np.array(spans, np.int64).reshape(-1, 2)])
+            if not self._relations.hold(each[:, 0], each[:, 1]):
                 return None
-            bases += map(_address, storages)
-            sizes += map(_nbytes, storages)
-            owners += storages
+            place = self._place = _Place(look.memory, spans, self._addresses(each[:, 0]))
         if views:
-            bases += map(_base, views)
-            sizes += [_span(view)[1] for view in views]
-            owners += [None if view is None else view.owner for view in views]
-        if place is None or bases != place.bases or sizes != place.sizes:
-            if not all(map(Fingerprints.same_offsets, self._blocks, blocks)):
-                return None
-            each = np.array(bases, np.int64)
-            if not self._relations.hold(each, np.array(sizes, np.int64)):
-                return None
-            place = self._place = _Place(bases, sizes, prints, self._addresses(each))
+            owners = owners + [None if view is None else view.owner for view in views]
         last = self._layout
         if self._packings or not self._in_order:
             owners = self._owners(leaves, owners)
         sources = last.sources.with_memory(place.addresses, owners)
-        return Layout(last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks, last.known)
+        return replace(last, sources=sources, look=None if views else look)
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
         values = leaves.values
@@ -143,18 +125,11 @@ class LayoutCache:
 
 
 class _Place(NamedTuple):
-    """The addresses of all storages, the fingerprints of their tensors, and the resulting addresses of the sources."""
+    """The addresses and sizes of all storages, and the resulting addresses of the sources."""
 
-    bases: list[int]
-    sizes: list[int]
-    prints: list[bytes | None]
+    memory: bytes
+    spans: list[tuple[int, int]]
     addresses: npt.NDArray[np.uint64]
-
-
-def _blocks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    if len(tensors) <= _BLOCK:
-        return [tensors] if tensors else []
-    return [tensors[start : start + _BLOCK] for start in range(0, len(tensors), _BLOCK)]
 
 
 def _base(view: View | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -13,7 +14,7 @@ import torch
 
 from pccheck_async.format.manifest import span
 from pccheck_async.state.boxes import local_tensors
-from pccheck_async.state.cache.fingerprints import fingerprint
+from pccheck_async.state.cache.fingerprints import same_tensors
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import Layout, is_dense
 from pccheck_async.state.tensor_access import storage_address
@@ -58,18 +59,42 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
     return local_tensors([table.weight for table in tables if table.max_norm is not None])
 
 
-def lazy_sources(layout: Layout, tensors: list[torch.Tensor]) -> tuple[_Which, bool]:
-    """Return which sources of a layout lie in the memory of ``tensors`` (see :func:`covered`), and whether all do.
+def lazy_sources(
+    layout: Layout, leaves: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer], objects: Iterable[Any] = ()
+) -> tuple[_Which, bool]:
+    """Return which sources lie in memory that only steps of ``optimizers`` change, and whether all do.
 
-    The array is not to be changed. The table of addresses of the sources is the same object as at the last call while
-    all leaves lie as they did.
+    The array is not to be changed. Parameters that the forward of modules among ``objects`` changes are none of them.
+    It is remembered if all tensors of the optimizers are leaves, while these are the same objects and lie as they did:
+    whether they require gradients is part of the layout.
     """
-    sources, places = layout.sources, fingerprint(tensors, addresses=True)
-    of = sources.addresses, places
-    found: tuple[_Which, bool] | None = None if places is None else layout.known.get("lazy", of)
-    if found is None:
-        which = covered(sources, tensors)
-        found = layout.known.set("lazy", of, (which, bool(which.all())))
+    optimizers, changing = [*optimizers], changed_by_forward(objects)
+    looked = layout.look is not None and layout.look.same and not changing and same_tensors is not None
+    of = (layout.sources.addresses,)
+    kept: list[Any] = []
+    if looked:
+        assert same_tensors is not None
+        kept = _kept(optimizers)
+        last: tuple[tuple[Any, ...], tuple[_Which, bool]] | None = layout.known.get("lazy", of)
+        if last is not None and same_tensors(kept, last[0], torch.Tensor):
+            return last[1]
+    tensors = optimized(optimizers)
+    which = covered(layout.sources, sharing_nothing(tensors, changing) if changing else tensors)
+    found = which, bool(which.all())
+    kept = [each for each in kept if isinstance(each, torch.Tensor)]
+    if looked and {*map(id, kept)} <= {*map(id, leaves)}:
+        layout.known.set("lazy", of, ((*map(weakref.ref, kept),), found))
+    return found
+
+
+def _kept(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    """Return all parameters of optimizers, and all values that they keep for them."""
+    found: list[Any] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found += group["params"]
+        kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
+        found += chain.from_iterable(map(dict.values, kept))
     return found
 
 

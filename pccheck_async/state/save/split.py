@@ -20,7 +20,7 @@ from pccheck_async.errors import TornCaptureError
 from pccheck_async.state.cache.constants import Choice
 from pccheck_async.state.cache.memo import Memo
 from pccheck_async.state.save.flatten import FlatState
-from pccheck_async.state.save.lazy import changed_by_forward, lazy_sources, optimized, sharing_nothing
+from pccheck_async.state.save.lazy import lazy_sources
 from pccheck_async.state.save.torn import ByteCheck, StorageMemory, Versions
 from pccheck_async.state.sources import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.storages import Layout
@@ -92,11 +92,8 @@ def split(
             copied then, too: a step changes them at once (step counts), and no stream delays that.
     """
     values, paths = flat.leaves.values, flat.leaves.paths
-    owned = optimized(optimizers)
-    if changing := changed_by_forward(flat.objects):
-        owned = sharing_nothing(owned, changing)
     sources = layout.sources
-    lazy, all_lazy = lazy_sources(layout, owned)
+    lazy, all_lazy = lazy_sources(layout, values, optimizers, flat.objects)
     if torn := memo.torn.sources(paths, layout.source_of):
         lazy, all_lazy = lazy.copy(), False
         lazy[torn] = False
@@ -123,11 +120,13 @@ def split(
     )
     tensors: list[Any] = values
     wrappers = flat.leaves.wrappers
+    look, layout.look = layout.look, None
     if members.numbers is not None:
+        look = None
         tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
         if wrappers:
             wrappers = {at: wrappers[n] for at, n in enumerate(members.numbers) if n in wrappers}
-    versions = Versions(paths, tensors, members.memory, wrappers)
+    versions = Versions(paths, tensors, members.memory, wrappers, look)
     members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
     layout.sources = sources
     return LazyPart(eager, versions, byte_check, constants, memo)
