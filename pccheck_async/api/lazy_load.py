@@ -23,7 +23,7 @@ from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.group import open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Allocation, Array, Targets, paths
-from pccheck_async.state.ambient import apart
+from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
 from pccheck_async.state.restore.tree import below, check_classes, leaves, opened, rebuild, refuse_boxes
 from pccheck_async.store import CheckpointReader, warn_of_others
@@ -184,7 +184,7 @@ class Connection:
         """Read all that is below ``node`` and return the value."""
         refuse_boxes(node)
         pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
-        with apart():
+        with without_modes():
             check_classes(node)
             allocation = Allocation(self.manifest, sorted(arrays(node)))
             self.call(self.checkpoint.fill(Targets(allocation.targets())))

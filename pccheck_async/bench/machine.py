@@ -12,11 +12,11 @@ import torch
 from pccheck_async.medium.filesystem import filesystem_type, probe
 from pccheck_async.transfer import available_cores, available_memory
 
-__all__ = ["Place", "busy_seconds", "survey"]
+__all__ = ["BenchPlace", "busy_seconds", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BenchPlace:
     """The machine, its available memory at that time, and the filesystem with its support for direct I/O."""
 
     machine: str
@@ -29,10 +29,10 @@ class Place:
     torch: str
 
 
-def survey(folder: Path) -> Place:
+def survey(folder: Path) -> BenchPlace:
     """Return the facts about this machine and ``folder``; creates and removes a temporary file in ``folder``."""
     facts = probe(folder, create=True)
-    return Place(
+    return BenchPlace(
         machine=f"{platform.machine()}, {available_cores()} of {os.cpu_count()} cores, {_model()}",
         memory_bytes=available_memory(),
         kernel=platform.release(),

@@ -14,7 +14,7 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
-from pccheck_async.bench.rounds import Comparison, Outcome
+from pccheck_async.bench.rounds import Outcome, RoundComparison
 
 __all__ = ["as_json", "draw", "quartiles", "ratio", "table"]
 
@@ -38,7 +38,7 @@ def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
     return statistics.median(one / other for one, other in pairs)
 
 
-def table(found: Comparison) -> Table:
+def table(found: RoundComparison) -> Table:
     """Return medians with quartiles, the method that is durable first on top, and the disk's own limit below."""
     shown = Table(box=SIMPLE, pad_edge=False)
     shown.add_column("method", no_wrap=True)
@@ -62,7 +62,7 @@ def table(found: Comparison) -> Table:
     return shown
 
 
-def as_json(found: Comparison) -> str:
+def as_json(found: RoundComparison) -> str:
     """Return everything as JSON: every sample, medians, quartiles, ratios; times in seconds. Has no Infinity or NaN."""
     methods = [
         {"method": outcome.method, "problem": outcome.problem or None}
@@ -80,7 +80,7 @@ def as_json(found: Comparison) -> str:
     return json.dumps(what, indent=1, allow_nan=False) + "\n"
 
 
-def draw(found: Comparison, path: Path) -> None:
+def draw(found: RoundComparison, path: Path) -> None:
     """Draw medians and quartiles of stall and of time to durable, side by side; needs matplotlib."""
     from matplotlib.figure import Figure
 

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from pccheck_async.bench.machine import Place, busy_seconds, survey
+from pccheck_async.bench.machine import BenchPlace, busy_seconds, survey
 from pccheck_async.bench.methods import Method, PCcheck, Tensors
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit
 from pccheck_async.format import align
 from pccheck_async.transfer import available_memory
 
-__all__ = ["LEAST_BYTES", "Comparison", "NoRoomError", "Outcome", "Sample", "compare", "evict"]
+__all__ = ["LEAST_BYTES", "NoRoomError", "Outcome", "RoundComparison", "RoundSample", "compare", "evict"]
 
 LEAST_BYTES = 64 << 10
 _TENSORS = 64
@@ -46,7 +46,7 @@ class NoRoomError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RoundSample:
     """One save and the load of it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Outcome:
     """The outcome of a method: a sample per round, or the problem that ended it."""
 
     method: str
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[RoundSample] = field(default_factory=list)
     problem: str = ""
 
     def values(self, figure: str) -> list[float]:
@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Comparison:
+class RoundComparison:
     """The measurements with a state of ``nbytes``: an outcome for each method, ``pccheck`` first.
 
     Attributes:
@@ -84,7 +84,7 @@ class Comparison:
         raw_way: The fastest way to transfer them.
     """
 
-    place: Place
+    place: BenchPlace
     nbytes: int
     rounds: int
     outcomes: list[Outcome]
@@ -99,7 +99,7 @@ def compare(
     rounds: int,
     *,
     progress: Callable[[str], None] = lambda _: None,
-) -> Comparison:
+) -> RoundComparison:
     """Measure methods by turns in a new folder inside ``folder``, which is removed at the end, however it ends.
 
     The state has ``nbytes``, at least 64 KiB, rounded down to whole float32 elements.
@@ -144,7 +144,7 @@ class _Rounds:
         self.open: dict[str, Method] = {}
         self.limit: RawLimit | None = None
 
-    def run(self) -> Comparison:
+    def run(self) -> RoundComparison:
         """Open and warm up every method, then measure round by round."""
         place = survey(self.folder)
         if place.direct.startswith("yes"):
@@ -165,7 +165,7 @@ class _Rounds:
             for method in self.open.values():
                 with suppress(Exception):  # a method that failed may fail again, and its error is known
                     method.close()
-        found = Comparison(place, self.nbytes, self.rounds, self.outcomes)
+        found = RoundComparison(place, self.nbytes, self.rounds, self.outcomes)
         if self.limit:
             found.raw, found.raw_way = self.limit.between(), self.limit.way.name
         return found
@@ -213,7 +213,7 @@ class _Rounds:
                 f"{len(different)} of {len(self.tensors)} tensors differ"
             )
             return
-        outcome.samples.append(Sample(stall, durable, max(0.0, spent - idle * seconds), load))
+        outcome.samples.append(RoundSample(stall, durable, max(0.0, spent - idle * seconds), load))
 
     def _measure_disk(self, title: str = "") -> None:
         """Measure the disk itself on a slot that no checkpoint uses; without an engine that works, not at all."""

@@ -34,7 +34,7 @@ class RunFailedError(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """One training run: its name, where it saves, and the loss files that its ranks write row by row."""
 
     name: str
@@ -135,13 +135,13 @@ def _demonstrate(
         f"three times: uninterrupted, killed in the middle of the save of step {crash_at}, and resumed.\n"
     )
     began = time.monotonic()
-    uninterrupted = Run("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv", ranks)
+    uninterrupted = DemoRun("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv", ranks)
     _train(uninterrupted, options, console)
 
     killed, durable = _train_until_killed(console, folder, options, crash_at, ranks)
 
     # The resumed run continues the killed one's store and a copy of its loss files.
-    resumed = Run("resumed", killed.store, folder / "resumed.csv", ranks)
+    resumed = DemoRun("resumed", killed.store, folder / "resumed.csv", ranks)
     for source, copy in zip(killed.loss_files, resumed.loss_files, strict=True):
         shutil.copyfile(source, copy)
     _train(resumed, [*options, "--resume"], console)
@@ -192,11 +192,11 @@ def _demonstrate(
 
 def _train_until_killed(
     console: Console, folder: Path, options: list[str], crash_at: int, ranks: int
-) -> tuple[Run, pccheck.CheckpointInfo]:
+) -> tuple[DemoRun, pccheck.CheckpointInfo]:
     """Train until the SIGKILL; again where the save was so fast that the kill came after it."""
     for attempt in range(1, KILL_ATTEMPTS + 1):
         name = f"killed{attempt if attempt > 1 else ''}"
-        killed = Run("killed", folder / name, folder / f"{name}.csv", ranks)
+        killed = DemoRun("killed", folder / name, folder / f"{name}.csv", ranks)
         _train(killed, [*options, f"--crash-at={crash_at}"], console, killed=True)
         durable = killed.newest()
         if durable is None:
@@ -207,7 +207,7 @@ def _train_until_killed(
     raise RunFailedError(f"the kill came after the save {KILL_ATTEMPTS} times: this storage is too fast for the demo")
 
 
-def _train(run: Run, options: list[str], console: Console, *, killed: bool = False) -> None:
+def _train(run: DemoRun, options: list[str], console: Console, *, killed: bool = False) -> None:
     """Run the trainer in processes of its own, printing how far it is, and check how it ended."""
     command = [sys.executable, "-m"]
     if run.ranks > 1:
@@ -239,7 +239,7 @@ def _train(run: Run, options: list[str], console: Console, *, killed: bool = Fal
         )
 
 
-def _tell(console: Console, run: Run, told: pccheck.CheckpointInfo | None) -> pccheck.CheckpointInfo | None:
+def _tell(console: Console, run: DemoRun, told: pccheck.CheckpointInfo | None) -> pccheck.CheckpointInfo | None:
     """Print a line if a checkpoint newer than the last one printed is durable, and return the newest."""
     newest = run.newest()
     if newest is not None and newest != told:

@@ -35,7 +35,7 @@ from pccheck_async.cli.ranks import describe_slowest, read_place, slowest, stage
 from pccheck_async.format.record import IDENTITY_NAME
 
 if TYPE_CHECKING:
-    from pccheck_async.medium.status_file import Committed, InFlight, Published, Status
+    from pccheck_async.medium.status_file import CommittedStatus, InFlightStatus, Published, Status
 
 _MOST_COMMITTED = 8
 _WIDE = 75
@@ -46,7 +46,7 @@ _SILENT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class WatchView:
     """A view of a store at one moment; durable checkpoints newest first.
 
     ``before`` is an earlier status of the same engine, to take rates from; if nothing is published any more, the
@@ -55,7 +55,7 @@ class View:
 
     path: Path
     published: Published | None
-    committed: Sequence[Committed]
+    committed: Sequence[CommittedStatus]
     before: Status | None
 
     @property
@@ -195,8 +195,8 @@ class GroupView:
     """A view of a group's ranks; ``committed`` are the complete checkpoints, newest first."""
 
     path: Path
-    ranks: dict[int, View]
-    committed: Sequence[Committed]
+    ranks: dict[int, WatchView]
+    committed: Sequence[CommittedStatus]
 
     @property
     def state(self) -> str:
@@ -258,11 +258,11 @@ class GroupWatch:
     def look(self) -> GroupView:
         """Return the present view. Raises CheckpointError or OSError if it cannot be read."""
         from pccheck_async.group import rank_folders
-        from pccheck_async.medium.status_file import Committed, copied
+        from pccheck_async.medium.status_file import CommittedStatus, copied
 
         folders = rank_folders(self._path)
         self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
-        complete = [copied(Committed, info) for info in _restorable(self._path)]
+        complete = [copied(CommittedStatus, info) for info in _restorable(self._path)]
         return GroupView(self._path, {rank: watch.look(complete) for rank, watch in self._ranks.items()}, complete)
 
 
@@ -273,21 +273,21 @@ class Watch:
         self._path = path
         self._earlier: list[Status] = []
 
-    def look(self, listed: Sequence[Committed] | None = None) -> View:
+    def look(self, listed: Sequence[CommittedStatus] | None = None) -> WatchView:
         """Return the present view. Raises CheckpointError or OSError if the store cannot be read.
 
         If no engine publishes its durable checkpoints, they are those of the store, or for a rank those of its group.
         """
-        from pccheck_async.medium.status_file import Committed, copied, read_status
+        from pccheck_async.medium.status_file import CommittedStatus, copied, read_status
 
         published = read_status(self._path)
         if published is not None and published.alive:
-            committed: Sequence[Committed] = published.status.committed
+            committed: Sequence[CommittedStatus] = published.status.committed
         elif listed is not None:
             committed = listed
         else:
-            committed = [copied(Committed, info) for info in _restorable(self._path)]
-        return View(self._path, published, committed, self._before(published))
+            committed = [copied(CommittedStatus, info) for info in _restorable(self._path)]
+        return WatchView(self._path, published, committed, self._before(published))
 
     def _before(self, published: Published | None) -> Status | None:
         """The status of some five seconds ago: rates of less than that jump with every chunk."""
@@ -363,7 +363,7 @@ def _show_changes(watching: Watch | GroupWatch, interval: float, *, json: bool) 
         time.sleep(interval)
 
 
-def _status(view: View | GroupView) -> int:
+def _status(view: WatchView | GroupView) -> int:
     """Return the exit status for the last view; print the reason if there is nothing."""
     if view.state in ("running", "silent", "closed"):
         return 0
@@ -374,7 +374,7 @@ def _status(view: View | GroupView) -> int:
     return status_of(why)
 
 
-def panel(view: View | GroupView, width: int) -> RenderableType:
+def panel(view: WatchView | GroupView, width: int) -> RenderableType:
     """Return the view as a panel of so many columns."""
     parts = view.parts(width)
     if view.committed:
@@ -388,7 +388,7 @@ def panel(view: View | GroupView, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
+def _in_flight_table(in_flight: Sequence[InFlightStatus], width: int) -> Table:
     """Return as much as has room, the bars last."""
     headings = ["in flight", "phase", "for", "captured", "written"]
     headings += ["of"] * (width >= _WIDE) + [""] * (width >= _VERY_WIDE)
@@ -401,7 +401,7 @@ def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
     return rows
 
 
-def _phase(each: InFlight) -> str:
+def _phase(each: InFlightStatus) -> str:
     done = each.captured if each.phase == "capturing" else each.written
     share = f" {done / each.nbytes:.0%}" if each.nbytes and each.phase in ("capturing", "writing") else ""
     return printable(each.phase) + share

@@ -5,7 +5,7 @@ It may import: store and the rooms below.
 """
 
 from pccheck_async.engine.alone import Alone
-from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
@@ -21,7 +21,6 @@ from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
     "Alone",
-    "Assembly",
     "Auto",
     "Caller",
     "CheckpointProgress",
@@ -32,6 +31,7 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "EngineLoop",
+    "EngineParts",
     "EngineStatistics",
     "Guard",
     "InlineCaptures",

@@ -13,7 +13,7 @@ from pccheck_async.errors import CheckpointError, DamagedError
 from pccheck_async.format import Entry, Which
 from pccheck_async.format.record import FORMAT_VERSION
 from pccheck_async.medium import Piece
-from pccheck_async.state import Sample
+from pccheck_async.state import ReplicaSample
 from pccheck_async.store import (
     DroppedMeanwhileError,
     Fallback,
@@ -62,7 +62,7 @@ class Alone(Peers):
         entry: Entry,
         rest: Sequence[Piece],
         check: Callable[[], None] | None,
-        sample: Sample | None,
+        sample: ReplicaSample | None,
     ) -> bool:
         return await self._store.commit(lease, entry, rest, check)
 

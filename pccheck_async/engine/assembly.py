@@ -24,13 +24,13 @@ from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.plan import Planner
 
-__all__ = ["Assembly"]
+__all__ = ["EngineParts"]
 
 _END_SECONDS = 0.5
 """Seconds that the end of threads and files may take in any case, if nothing hangs."""
 
 
-class Assembly:
+class EngineParts:
     """The parts of an engine whose store is open.
 
     Attributes:

@@ -1,11 +1,11 @@
 """Capture: the copy of a state, as it is at one instant, out of the trainer's reach.
 
-There is one way for every state, :meth:`Captures.start` on the caller's thread, which reads the state and decides when
-each of its leaves is copied:
+There is one way for every state, :meth:`StateReader.start` on the caller's thread, which reads the state and decides
+when each of its leaves is copied:
 
-- inline: the whole state is small, and is copied before :meth:`Captures.start` returns;
+- inline: the whole state is small, and is copied before :meth:`StateReader.start` returns;
 - eager: copied on the engine's loop before ``checkpoint()`` returns; with ``overlap``, small leaves already by
-  :meth:`Captures.start`;
+  :meth:`StateReader.start`;
 - lazy, with ``overlap``: copied on the engine's loop while training goes on, until an optimizer's step waits for it.
 
 The :class:`Capture` goes from there to the engine's loop, which copies the rest of it chunk by chunk.
@@ -34,7 +34,7 @@ from pccheck_async.state import (
     Memos,
     Owners,
     PackedSource,
-    Sample,
+    ReplicaSample,
     cached_layout,
     flatten,
     flatten_unchecked,
@@ -47,7 +47,7 @@ from pccheck_async.transfer.copying import CopyBackend, Fence, Fenced
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Plan, Planner, segments
 
-__all__ = ["Capture", "Captures", "InlineCaptures"]
+__all__ = ["Capture", "InlineCaptures", "StateReader"]
 
 
 _MOST_INLINE_BYTES = 256 << 10
@@ -144,7 +144,7 @@ class InlineCaptures:
         return table, packed
 
 
-class Captures:
+class StateReader:
     """Starts captures, quickly if a state has the structure of an earlier one. May be used from several threads.
 
     Attributes:
@@ -208,7 +208,7 @@ class Captures:
             if tally is not None:
                 capture.differing = tally.differing
                 if flat.has_sharded:
-                    capture.sums, capture.sample = tally.sums, Sample(tally.replicas, number)
+                    capture.sums, capture.sample = tally.sums, ReplicaSample(tally.replicas, number)
             return capture
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -220,7 +220,7 @@ class Captures:
 class Capture:
     """A state seen at one instant: plain values as they were, tensors by reference until they are copied.
 
-    The last holder releases it: the caller of :meth:`Captures.start` if it never reached the engine's loop, else the
+    The last holder releases it: the caller of :meth:`StateReader.start` if it never reached the engine's loop, else the
     scheduler when every operation on it has ended.
 
     Attributes:
@@ -241,7 +241,7 @@ class Capture:
     plan: Plan
     _entries: list[ChunkEntry | None]
     sums: Mapping[str, int] | None = None
-    sample: Sample | None = None
+    sample: ReplicaSample | None = None
     differing: frozenset[int] = frozenset()
     has_composed = False
     _stopped = False

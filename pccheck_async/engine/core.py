@@ -15,9 +15,9 @@ from typing import Any, final
 import torch
 
 from pccheck_async.engine.alone import Alone
-from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on
-from pccheck_async.engine.capture import Captures
+from pccheck_async.engine.capture import StateReader
 from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
@@ -90,10 +90,10 @@ class EngineCore:
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
-        self.captures = Captures(allow_pickle=config.allow_pickle)
+        self.captures = StateReader(allow_pickle=config.allow_pickle)
         self.guard = Guard(config.max_stall, self._stop_capture, self.in_flight.note_waited)
-        self._opening = Assembly()
-        self._assembly: Assembly | None = None  # once it is open
+        self._opening = EngineParts()
+        self._assembly: EngineParts | None = None  # once it is open
         self._closed: Promise[Exception | None] = Promise()  # and the error that kept it from closing wholly
 
     @property
@@ -252,7 +252,7 @@ class EngineCore:
                 "this engine belongs to the parent process; open one of your own (another folder) after a fork"
             )
 
-    def check_alive(self) -> Assembly:
+    def check_alive(self) -> EngineParts:
         """Return the parts of an engine that is open, here, in this process; else raise ClosedError."""
         self.check_process()
         if self.state == "open" and self._assembly is not None:
@@ -262,7 +262,7 @@ class EngineCore:
         raise ClosedError(f"the engine of {self.path} is {self.state}")
 
     @property
-    def assembly(self) -> Assembly:
+    def assembly(self) -> EngineParts:
         """The parts of an engine that was opened, closed or not: its counts stay readable."""
         if self._assembly is None:
             raise ClosedError(

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import ClosedError
 
-__all__ = ["CONTENT_TYPE", "METRICS", "EngineCollector", "Metric", "Sample", "families", "openmetrics"]
+__all__ = ["CONTENT_TYPE", "METRICS", "EngineCollector", "Metric", "MetricSample", "families", "openmetrics"]
 __all__ += ["scalars"]
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -98,7 +98,7 @@ METRICS = (
 """A metric whose value is not known yet has no sample."""
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One number: its name, its labels, and the value."""
 
     name: str
@@ -115,7 +115,7 @@ class _Source(Protocol):
     def statistics(self) -> EngineStatistics: ...
 
 
-def families(statistics: Mapping[str, EngineStatistics]) -> Iterator[tuple[Metric, list[Sample]]]:
+def families(statistics: Mapping[str, EngineStatistics]) -> Iterator[tuple[Metric, list[MetricSample]]]:
     """Yield the metrics of some engines, by the paths of their stores, with their samples, if there are any."""
     for metric in METRICS:
         found = [_samples(metric, metric.read(each), {"store": store}) for store, each in statistics.items()]
@@ -180,23 +180,23 @@ class EngineCollector:
         return []
 
 
-def _samples(metric: Metric, value: Any, labels: dict[str, str]) -> Iterator[Sample]:
+def _samples(metric: Metric, value: Any, labels: dict[str, str]) -> Iterator[MetricSample]:
     name = _PREFIX + metric.name
     if metric.kind == "info":
-        yield Sample(f"{name}_info", labels | value, 1)
+        yield MetricSample(f"{name}_info", labels | value, 1)
     elif value is not None:
         for label, each in value.items() if metric.label else [("", value)]:
             own = labels | {metric.label: label} if metric.label else labels
             if metric.kind != "histogram":
-                yield Sample(f"{name}_total" if metric.kind == "counter" else name, own, each)
+                yield MetricSample(f"{name}_total" if metric.kind == "counter" else name, own, each)
                 continue
             for bound, count in [*each.up_to.items(), (inf, each.count)]:
-                yield Sample(f"{name}_bucket", own | {"le": _number(bound)}, count)
-            yield Sample(f"{name}_count", own, each.count)
-            yield Sample(f"{name}_sum", own, each.seconds)
+                yield MetricSample(f"{name}_bucket", own | {"le": _number(bound)}, count)
+            yield MetricSample(f"{name}_count", own, each.count)
+            yield MetricSample(f"{name}_sum", own, each.seconds)
 
 
-def _lines(metrics: Iterable[tuple[Metric, list[Sample]]]) -> Iterator[str]:
+def _lines(metrics: Iterable[tuple[Metric, list[MetricSample]]]) -> Iterator[str]:
     for metric, samples in metrics:
         name = _PREFIX + metric.name
         yield f"# TYPE {name} {metric.kind}\n"

@@ -225,10 +225,10 @@ class Overlapped:
         """Addresses of the storages that are captured while training goes on."""
         return frozenset(self._addresses)
 
-    def hold_up(self) -> bool:
+    def order_after_copies(self) -> bool:
         """Make the devices wait, on the caller's current streams; False if there is no fence, or they cannot."""
         fence = self.fence  # the engine's thread may replace it
-        return fence.over and fence.result().hold_up()
+        return fence.over and fence.result().order_after_copies()
 
     def compare(self) -> None:
         """Compare the tensors with their versions for the last time: the caller may change everything from now on.
@@ -333,7 +333,7 @@ class Guard:
             self._block(capture, deadline, for_fence=False)
             self._compare(capture)
 
-    def hold_up(self, captures: Iterable[Overlapped] | None = None) -> None:
+    def order_after_copies(self, captures: Iterable[Overlapped] | None = None) -> None:
         """Order the caller's next work on its current streams after the captures: devices wait if they can.
 
         The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
@@ -343,7 +343,7 @@ class Guard:
         for capture in self._captures if captures is None else captures:
             self._block(capture, deadline, for_fence=True)
             if capture.running:
-                if capture.hold_up():
+                if capture.order_after_copies():
                     self.fenced += not capture.compared
                 else:
                     self._block(capture, deadline, for_fence=False)
@@ -388,12 +388,12 @@ class Guard:
                 stop_calling(self.before_access)  # until the next capture: every access would take longer
         if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
             return
-        self.hold_up([capture for capture in running if address in capture.storages])
+        self.order_after_copies([capture for capture in running if address in capture.storages])
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up a step of an attached optimizer."""
         if os.getpid() == self._pid:
-            self.hold_up()
+            self.order_after_copies()
             self._detect(optimizer)
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -401,7 +401,8 @@ class Guard:
         if os.getpid() == self._pid and optimizer not in self._hooks:
             for capture in self._captures:
                 if capture.compared and capture.running:
-                    capture.hold_up()  # its step may use other streams than the attached one that came before
+                    # Its step may use other streams than the attached one that came before.
+                    capture.order_after_copies()
             self._detect(optimizer)
 
     def _detect(self, optimizer: torch.optim.Optimizer) -> None:

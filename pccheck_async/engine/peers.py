@@ -16,7 +16,7 @@ from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError
 from pccheck_async.format import Entry, Metadata, Which
 from pccheck_async.medium import Piece
-from pccheck_async.state import Owners, Sample
+from pccheck_async.state import Owners, ReplicaSample
 from pccheck_async.store import (
     Retention,
     SlotLease,
@@ -177,7 +177,7 @@ class Peers(ABC):
         entry: Entry,
         rest: Sequence[Piece],
         check: Callable[[], None] | None,
-        sample: Sample | None,
+        sample: ReplicaSample | None,
     ) -> bool:
         """Commit a checkpoint; False if it is superseded.
 

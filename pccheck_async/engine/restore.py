@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.peers import Private, RestoreCandidate, RestoreCandidates
 from pccheck_async.errors import CheckpointError, StateMismatchError, first_few, is_exhausted
@@ -37,7 +37,7 @@ _NAMED = 5
 
 async def restore(
     caller: Caller,
-    assembly: Assembly,
+    assembly: EngineParts,
     owners: Owners | None,
     candidates: RestoreCandidates,
     state: Mapping[str, Any],
@@ -123,7 +123,7 @@ class Reading:
 
     restoration: Restoration
 
-    def __init__(self, assembly: Assembly, candidate: RestoreCandidate, progress: ReadProgress | None) -> None:
+    def __init__(self, assembly: EngineParts, candidate: RestoreCandidate, progress: ReadProgress | None) -> None:
         self._assembly = assembly
         self._candidate = candidate
         self._progress = progress

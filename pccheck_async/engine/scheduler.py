@@ -24,7 +24,7 @@ from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, encode_again, version_of
-from pccheck_async.store import Place, SlotLease, SlotWriter, Store
+from pccheck_async.store import ChunkPlace, SlotLease, SlotWriter, Store
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured
 from pccheck_async.transfer import BufferPool, Tasks
@@ -266,7 +266,7 @@ class Scheduler:
             )
         return newest.info, True
 
-    async def _save_chunk(self, job: Job, index: int, writer: SlotWriter, place: Place) -> None:
+    async def _save_chunk(self, job: Job, index: int, writer: SlotWriter, place: ChunkPlace) -> None:
         """Copy a chunk, and hand it to the writer."""
         enter_chunk(index)
         nbytes, start = len(place.view), time.perf_counter()

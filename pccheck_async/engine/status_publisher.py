@@ -19,8 +19,8 @@ from pccheck_async.format import CheckpointInfo
 from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.status_file import (
     STATUS_NAME,
-    Committed,
-    InFlight,
+    CommittedStatus,
+    InFlightStatus,
     Status,
     copied,
     encode_status,
@@ -169,10 +169,12 @@ def make_status(
         started=started,
         time=now,
         in_flight=[
-            copied(InFlight, each.progress, step=each.step, counter=each.counter, seconds=clock - each.admitted_at)
+            copied(
+                InFlightStatus, each.progress, step=each.step, counter=each.counter, seconds=clock - each.admitted_at
+            )
             for each in in_flight
         ],
-        committed=[copied(Committed, info) for info in committed[:_MOST_COMMITTED]],
+        committed=[copied(CommittedStatus, info) for info in committed[:_MOST_COMMITTED]],
         counts={name: getattr(statistics, name) for name in COUNTED},
         save_seconds=statistics.save_seconds.mean,
         stage_bytes={name: stage.nbytes for name, stage in statistics.stages.items()},

@@ -27,7 +27,7 @@ from pccheck_async.group.messages import (
     Goodbye,
     Hello,
     Joined,
-    Kept,
+    KeptPart,
     Matched,
     Metadata,
     Ok,
@@ -39,7 +39,7 @@ from pccheck_async.group.messages import (
     Roster,
     Start,
     Verified,
-    Wanted,
+    WantedStep,
 )
 from pccheck_async.group.parts import Key, Run, Settled, members_digest
 from pccheck_async.group.restore import LeadRestore, There
@@ -384,8 +384,8 @@ class Coordinator:
     def _newest_first(self) -> list[tuple[Run, Entry]]:
         return [self.committed[counter] for counter in sorted(self.committed, reverse=True)]
 
-    def _keep_list(self) -> tuple[Kept, ...]:
-        return tuple(Kept(Key(entry.counter, run), entry.pinned) for run, entry in self._newest_first())
+    def _keep_list(self) -> tuple[KeptPart, ...]:
+        return tuple(KeptPart(Key(entry.counter, run), entry.pinned) for run, entry in self._newest_first())
 
     def _receive_change(self, message: ChangeRequest) -> list[AnyDecision]:
         requests = self._changes.setdefault(message.index, {})
@@ -412,7 +412,7 @@ class Coordinator:
         self._settle(*superseded)
         return [Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded)]
 
-    def _rejected(self, wanted: Wanted) -> set[int]:
+    def _rejected(self, wanted: WantedStep) -> set[int]:
         """Return the counters of rejected checkpoints: complete, in flight, or maybe complete in stores out of sight.
 
         Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises the
@@ -435,7 +435,7 @@ class Coordinator:
                 )
         return chosen
 
-    def _changed(self, wanted: Wanted, rejected: Collection[int]) -> list[Entry]:
+    def _changed(self, wanted: WantedStep, rejected: Collection[int]) -> list[Entry]:
         entries = [entry for _, entry in self._newest_first()]
         if wanted.change in ("reject", "was rejected"):
             return [entry.as_rejected() if entry.counter in rejected else entry for entry in entries]

@@ -79,7 +79,7 @@ from pccheck_async.group.messages import (
     Roster,
     Start,
     Verify,
-    Wanted,
+    WantedStep,
     Withdraw,
 )
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, Settled
@@ -334,21 +334,21 @@ class Member:
 
     def pin(self, step: int, pinned: bool) -> list[Action]:
         """Pin the newest checkpoint of a step, or unpin all of that step."""
-        return self._change(Wanted("pin" if pinned else "unpin", step))
+        return self._change(WantedStep("pin" if pinned else "unpin", step))
 
     def remove(self, which: int | str, *, force: bool) -> list[Action]:
         """Drop all checkpoints of a step, or that of a name."""
-        return self._change(Wanted("remove even the last" if force else "remove", which))
+        return self._change(WantedStep("remove even the last" if force else "remove", which))
 
     def reject(self, step: int, until: int) -> list[Action]:
         """Reject all from a step on, up to a counter, in flight too."""
-        return self._change(Wanted("reject", step, until))
+        return self._change(WantedStep("reject", step, until))
 
     def was_rejected(self, step: int, until: int) -> list[Action]:
         """Request a change that ends once the records of all ranks have the marks: called once this rank's has."""
-        return self._change(Wanted("was rejected", step, until))
+        return self._change(WantedStep("was rejected", step, until))
 
-    def _change(self, wanted: Wanted) -> list[Action]:
+    def _change(self, wanted: WantedStep) -> list[Action]:
         """Request a change of the kept checkpoints. Calls are numbered from 0 on."""
         index = self.changes_asked
         self.changes_asked += 1

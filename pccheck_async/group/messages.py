@@ -15,12 +15,50 @@ from pccheck_async.group.parts import Key, Run, SeenStore
 from pccheck_async.group.view import View
 
 __all__ = [
-    "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Change",
-    "ChangeRequest", "Commit", "Compare", "Confirm", "Decision", "Digests", "Failed", "Found", "Goodbye", "Hello",
-    "Joined", "Kept", "Matched", "Message", "Metadata", "Next", "NotRestored", "Ok", "Opened", "Preempted", "Propose",
-    "Reason", "Refusal", "Refused", "RestoreRequest", "Restored", "Roster", "Start", "Verified", "Verify", "Wanted",
+    "VERSION",
+    "Abort",
+    "Acknowledge",
+    "Admitted",
+    "AnyDecision",
+    "AnyMessage",
+    "Broken",
+    "Candidate",
+    "Change",
+    "ChangeRequest",
+    "Commit",
+    "Compare",
+    "Confirm",
+    "Digests",
+    "Failed",
+    "Found",
+    "Goodbye",
+    "GroupDecision",
+    "Hello",
+    "Joined",
+    "KeptPart",
+    "Matched",
+    "Message",
+    "Metadata",
+    "Next",
+    "NotRestored",
+    "Ok",
+    "Opened",
+    "Preempted",
+    "Propose",
+    "Reason",
+    "Refusal",
+    "Refused",
+    "RestoreRequest",
+    "Restored",
+    "Roster",
+    "Start",
+    "Verified",
+    "Verify",
+    "WantedStep",
     "Withdraw",
-    "decode_decision", "decode_message", "encode",
+    "decode_decision",
+    "decode_message",
+    "encode",
 ]  # fmt: skip
 
 VERSION = 5
@@ -29,7 +67,7 @@ VERSION = 5
 Metadata = dict[str, str | int | float | bool | None]
 
 
-class Kept(NamedTuple):
+class KeptPart(NamedTuple):
     """One line of a keep-list."""
 
     key: Key
@@ -42,7 +80,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rank: int
 
 
-class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class GroupDecision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From rank 0 to all."""
 
 
@@ -61,7 +99,7 @@ class Hello(Message, frozen=True):
     """The settings that must be equal on all ranks, encoded."""
 
 
-class Roster(Decision, frozen=True):
+class Roster(GroupDecision, frozen=True):
     """All are here; the lowest rank of each domain reads all rank folders there."""
 
     homes: tuple[int, ...]
@@ -75,13 +113,13 @@ class Found(Message, frozen=True):
     stores: tuple[SeenStore, ...]
 
 
-class Opened(Decision, frozen=True):
+class Opened(GroupDecision, frozen=True):
     """The findings of all ranks together."""
 
     view: View
 
 
-class Refused(Decision, frozen=True):
+class Refused(GroupDecision, frozen=True):
     """The group cannot be opened."""
 
     why: str
@@ -96,11 +134,11 @@ class Joined(Message, frozen=True):
     store_id: bytes
 
 
-class Start(Decision, frozen=True):
+class Start(GroupDecision, frozen=True):
     """Decision 0 of a run: nothing is prepared before it."""
 
     run: Run
-    keep: tuple[Kept, ...]
+    keep: tuple[KeptPart, ...]
     unproven: tuple[Key, ...]
 
 
@@ -140,16 +178,16 @@ class Failed(Message, frozen=True):
     """A flush or a record failed: the rank's store takes no more."""
 
 
-class Commit(Decision, frozen=True):
+class Commit(GroupDecision, frozen=True):
     """A checkpoint is complete."""
 
     counter: int
-    keep: tuple[Kept, ...]
+    keep: tuple[KeptPart, ...]
     superseded: tuple[int, ...]
     """Older ones in flight that retention would not keep beside it."""
 
 
-class Compare(Decision, frozen=True):
+class Compare(GroupDecision, frozen=True):
     """Digests of a prepared checkpoint differ: ranks send theirs by path, and from the next one on save their own."""
 
     counter: int
@@ -164,7 +202,7 @@ class Digests(Message, frozen=True):
     by_path: Mapping[str, int]
 
 
-class Abort(Decision, frozen=True):
+class Abort(GroupDecision, frozen=True):
     """A checkpoint is not committed."""
 
     counter: int
@@ -179,7 +217,7 @@ Refusal: TypeAlias = Literal["missing", "refused", "lost"]
 """Why a change was refused: there is no such checkpoint, it may not be, or the ranks do not agree."""
 
 
-class Wanted(NamedTuple):
+class WantedStep(NamedTuple):
     """A change of the kept checkpoints."""
 
     change: Literal["pin", "unpin", "remove", "remove even the last", "reject", "was rejected"]
@@ -197,14 +235,14 @@ class ChangeRequest(Message, frozen=True):
 
     index: int
     """The number of earlier requests."""
-    wanted: Wanted
+    wanted: WantedStep
 
 
-class Change(Decision, frozen=True):
+class Change(GroupDecision, frozen=True):
     """An answer to the requests of one index."""
 
     index: int
-    keep: tuple[Kept, ...]
+    keep: tuple[KeptPart, ...]
     unproven: tuple[Key, ...]
     why: str | None
     """Why it was refused; then nothing is changed."""
@@ -224,7 +262,7 @@ class Goodbye(Message, frozen=True):
     """The error that it leaves with."""
 
 
-class Broken(Decision, frozen=True):
+class Broken(GroupDecision, frozen=True):
     """Nothing more is decided in this run; nothing is dropped."""
 
     why: str
@@ -234,7 +272,7 @@ class Broken(Decision, frozen=True):
 # -- schedule
 
 
-class Next(Decision, frozen=True):
+class Next(GroupDecision, frozen=True):
     """The next step at which all ranks act alike."""
 
     step: int
@@ -246,7 +284,7 @@ class Preempted(Message, frozen=True):
     """A rank was preempted."""
 
 
-class Propose(Decision, frozen=True):
+class Propose(GroupDecision, frozen=True):
     """A last step before all ranks exit."""
 
     number: int
@@ -263,13 +301,13 @@ class Acknowledge(Message, frozen=True):
     """Refused: its loop has ended."""
 
 
-class Confirm(Decision, frozen=True):
+class Confirm(GroupDecision, frozen=True):
     """All acknowledged the proposal."""
 
     step: int
 
 
-class Withdraw(Decision, frozen=True):
+class Withdraw(GroupDecision, frozen=True):
     """No last step is needed: the loops are ending by themselves."""
 
 
@@ -283,7 +321,7 @@ class RestoreRequest(Message, frozen=True):
     which: Which
 
 
-class Candidate(Decision, frozen=True):
+class Candidate(GroupDecision, frozen=True):
     """Match the manifest of your part with your state."""
 
     index: int
@@ -300,7 +338,7 @@ class Matched(Message, frozen=True):
     why: str
 
 
-class Verify(Decision, frozen=True):
+class Verify(GroupDecision, frozen=True):
     """All match: verify all chunks of your part."""
 
     index: int
@@ -317,7 +355,7 @@ class Verified(Message, frozen=True):
     """Hashes of ranks that this one found to have saved different replicas."""
 
 
-class Restored(Decision, frozen=True):
+class Restored(GroupDecision, frozen=True):
     """All parts are whole: change the state now."""
 
     index: int
@@ -330,7 +368,7 @@ Reason: TypeAlias = Literal["none", "incomplete", "no step", "mismatch", "damage
 """Why no state is changed. ``none``: there is no checkpoint, and that is no error."""
 
 
-class NotRestored(Decision, frozen=True):
+class NotRestored(GroupDecision, frozen=True):
     """No state is changed, on any rank."""
 
     index: int

@@ -66,7 +66,7 @@ from pccheck_async.group.steps import Steps
 from pccheck_async.medium import Piece
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
-from pccheck_async.state import Owners, Sample
+from pccheck_async.state import Owners, ReplicaSample
 from pccheck_async.store import Retention, SlotLease, Store, open_store, rank_name
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
@@ -296,7 +296,7 @@ class Ranks(Peers):
         entry: Entry,
         rest: Sequence[Piece],
         check: Callable[[], None] | None,
-        sample: Sample | None,
+        sample: ReplicaSample | None,
     ) -> bool:
         await self._store.finish_data(lease, entry, rest, check)
         one, asked = self._checkpoints[entry.counter], False

@@ -11,7 +11,7 @@ from typing import Any
 
 from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: it reports a missing Accelerate
 from pccheck_async.state import RNGState
-from pccheck_async.training.epochs import Course, Epoch, Place
+from pccheck_async.training.epochs import Course, Epoch, EpochPlace
 
 # isort: split
 
@@ -125,7 +125,7 @@ class TrackedLoader:
             epochs, steps, self.__len__, lambda epoch: self._course.iterate(self._batches, epoch=epoch)
         )
 
-    def _batches(self, place: Place, steps: int | None, counted: bool) -> Iterator[tuple[int, bool, Any]]:
+    def _batches(self, place: EpochPlace, steps: int | None, counted: bool) -> Iterator[tuple[int, bool, Any]]:
         position, saved = place.position, None
         if position and position in (self._end, steps):
             return
@@ -176,7 +176,7 @@ class TrackedLoader:
             sampler.initial_seed = seed
         number, position = state_dict["epoch"], state_dict["delivered"]
         earlier = tuple(state_dict.get("earlier", ()))
-        self._course.load(Place(state_dict.get("outer", number), number, position, earlier))
+        self._course.load(EpochPlace(state_dict.get("outer", number), number, position, earlier))
         self._start, self._end = state_dict["start"], position if state_dict["ended"] else None
 
     def _generator_state(self) -> Any:

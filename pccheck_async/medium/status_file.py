@@ -24,7 +24,7 @@ from pccheck_async.format import crc32
 from pccheck_async.medium.folder import open_regular
 
 __all__ = [
-    "STATUS_NAME", "Committed", "InFlight", "Published", "Status", "copied", "encode_status", "read_status",
+    "STATUS_NAME", "CommittedStatus", "InFlightStatus", "Published", "Status", "copied", "encode_status", "read_status",
     "starts_status",
 ]  # fmt: skip
 
@@ -39,7 +39,7 @@ _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """Within the range that converts to float; larger ones are forged."""
 
 
-class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+class InFlightStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint in progress (see ``PendingCheckpoint.progress``). Seconds since admission."""
 
     step: _Int
@@ -51,7 +51,7 @@ class InFlight(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
+class CommittedStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A durable checkpoint; see :class:`pccheck_async.CheckpointInfo`."""
 
     step: _Int
@@ -90,8 +90,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     started: float
     time: float
-    in_flight: list[InFlight]
-    committed: list[Committed]
+    in_flight: list[InFlightStatus]
+    committed: list[CommittedStatus]
     counts: dict[str, _Int]
     durable_bytes: _Int
     save_seconds: float | None

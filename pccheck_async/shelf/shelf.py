@@ -434,7 +434,7 @@ class Shelf:
         else:
             self._stage(layer, name, parts)
 
-    def _stage(self, layer: Layer, name: str, parts: values.Parts) -> None:
+    def _stage(self, layer: Layer, name: str, parts: values.ValueParts) -> None:
         """Store a new value, past the caches and once: the commit need not read it again, unless it is opened."""
         manifest = values.described(parts)
         extent = self._take(manifest.payload_nbytes, f"the new {name!r}")

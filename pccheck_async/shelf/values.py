@@ -16,7 +16,7 @@ from pccheck_async.format.skeleton import DictNode, Node
 from pccheck_async.state import Allocation, Array, Layout, PackedSource, arrange, flatten
 from pccheck_async.state.restore.tree import rebuild
 
-__all__ = ["Parts", "Put", "described", "fill", "made", "refilled", "remade", "take_apart", "with_arrays"]
+__all__ = ["Put", "ValueParts", "described", "fill", "made", "refilled", "remade", "take_apart", "with_arrays"]
 
 Put = Callable[[int, memoryview], None]
 """Stores bytes at an offset in a variable's contents."""
@@ -27,7 +27,7 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ValueParts:
     """A value, taken apart: its nodes, and its arrays (the live ones) in their order."""
 
     skeleton: Node
@@ -43,7 +43,7 @@ class Parts:
         return len(self.arrays) == len(arrays) and all(a is b for a, b in zip(self.arrays, arrays, strict=True))
 
 
-def take_apart(name: str, value: Any) -> Parts:
+def take_apart(name: str, value: Any) -> ValueParts:
     """Take a value apart. Raises UnsupportedStateError if it cannot be kept; names the path in it."""
     flat = flatten({name: value})
     if flat.objects:
@@ -52,10 +52,10 @@ def take_apart(name: str, value: Any) -> Parts:
         raise UnsupportedStateError(
             f"{name}: no tensors that are composed of others are kept on a shelf; put those there"
         )
-    return Parts(flat.skeleton, list(flat.leaves.values), arrange(flat.leaves))
+    return ValueParts(flat.skeleton, list(flat.leaves.values), arrange(flat.leaves))
 
 
-def described(parts: Parts) -> Manifest:
+def described(parts: ValueParts) -> Manifest:
     """Return the manifest of a value; its checksum and its counter come with the commit."""
     storages, end = [], 0
     for nbytes in parts.layout.storage_nbytes:
@@ -65,7 +65,7 @@ def described(parts: Parts) -> Manifest:
     return Manifest(VERSION, 0, 0, 0.0, {}, parts.skeleton, tensors, tuple(storages), (), _aligned(end, MIN_BLOCK))
 
 
-def fill(parts: Parts, manifest: Manifest, put: Put) -> None:
+def fill(parts: ValueParts, manifest: Manifest, put: Put) -> None:
     """Store the bytes of a value's arrays, from any memory and device, and zeros between them.
 
     That is all of the payload, in order.

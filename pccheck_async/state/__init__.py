@@ -18,7 +18,7 @@ from pccheck_async.state.restore.bind import Restoration, allocate, live_tree, m
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
-from pccheck_async.state.save.replicas import Sample
+from pccheck_async.state.save.replicas import ReplicaSample
 from pccheck_async.state.save.split import LazyPart, split
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
@@ -42,8 +42,8 @@ __all__ = [
     "PackedSource",
     "PlannedBoxes",
     "RNGState",
+    "ReplicaSample",
     "Restoration",
-    "Sample",
     "Sources",
     "Stateful",
     "Target",

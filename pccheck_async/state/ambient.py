@@ -35,7 +35,7 @@ _DISPATCH_MODES: Final = tuple(
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Switch off the modes that the caller is in (default devices, modes of users' own), so that torch works as usual.
 
     For the package's own calls only: users' ``state_dict()`` and ``load_state_dict()`` run in their modes.

@@ -38,7 +38,7 @@ _SAME_ELEMENTS: Final = attrgetter("first", "shape", "stride", "dtype")
 
 
 @dataclass(slots=True, eq=False)
-class View:
+class StorageView:
     """The memory that a leaf with elements views.
 
     It is unresolved if its memory does not hold its elements as they are (yet to be conjugated or negated), or its
@@ -59,7 +59,7 @@ class View:
     unresolved: bool
 
 
-def view_of(number: int, leaf: ArrayLeaf) -> View | None:
+def view_of(number: int, leaf: ArrayLeaf) -> StorageView | None:
     """Return the view of a leaf; None if it has no bytes. Raises UnsupportedStateError if its memory is gone."""
     if isinstance(leaf.value, torch.Tensor):
         return _tensor_view(number, leaf, leaf.value)
@@ -81,7 +81,7 @@ def is_dense(shape: Sequence[int], steps: Sequence[int], itemsize: int) -> bool:
     return True
 
 
-def _tensor_view(number: int, leaf: ArrayLeaf, tensor: torch.Tensor) -> View | None:
+def _tensor_view(number: int, leaf: ArrayLeaf, tensor: torch.Tensor) -> StorageView | None:
     shape = tuple(tensor.shape)
     if 0 in shape:
         return None
@@ -107,10 +107,10 @@ def _tensor_view(number: int, leaf: ArrayLeaf, tensor: torch.Tensor) -> View | N
     memory = ("cpu" if tensor.is_cpu else tensor.device, base)
     low, dtype = base + offset, dtypes.TORCH_NAMES[tensor.dtype]
     unresolved = is_unresolved(tensor)
-    return View(number, leaf, storage, memory, low, low, low + length, shape, stride, dtype, holes, unresolved)
+    return StorageView(number, leaf, storage, memory, low, low, low + length, shape, stride, dtype, holes, unresolved)
 
 
-def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> View | None:
+def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> StorageView | None:
     if array.nbytes == 0:
         return None
     shape, itemsize = array.shape, array.itemsize
@@ -121,7 +121,7 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
-    return View(
+    return StorageView(
         number=number,
         leaf=leaf,
         owner=root,
@@ -208,7 +208,7 @@ Packing: TypeAlias = Callable[[Any, Any], PackedSource]
 class Origins:
     """The leaves' views and packings that the sources of a layout were made of."""
 
-    views: list[View | None] = field(default_factory=list)  # of the leaves
+    views: list[StorageView | None] = field(default_factory=list)  # of the leaves
     leaves: list[int] = field(default_factory=list)  # of each source the leaf that views its memory,
     shifts: list[int] = field(default_factory=list)  # and how many bytes into that leaf's storage it begins
     packings: dict[int, Packing] = field(default_factory=dict)  # of packed sources, by their numbers
@@ -240,13 +240,13 @@ def lay_out(leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
     return layout, builder.origins
 
 
-def _grouped_by_storage(views: list[View]) -> Iterable[list[View]]:
+def _grouped_by_storage(views: list[StorageView]) -> Iterable[list[StorageView]]:
     """Group views by storage, in the order of the leaves, and join storages of the host whose views overlap.
 
     Two objects may wrap the same memory (from_numpy, DLPack). Storages that only touch stay apart: which ones do is the
     allocator's whim.
     """
-    groups: dict[Memory, list[View]] = {}
+    groups: dict[Memory, list[StorageView]] = {}
     for view in views:
         groups.setdefault(("unresolved", view.number) if view.unresolved else view.memory, []).append(view)
     into = {memory: memory for memory in groups}
@@ -258,7 +258,7 @@ def _grouped_by_storage(views: list[View]) -> Iterable[list[View]]:
             into = {memory: new if target == old else target for memory, target in into.items()}
         if view.high > end:
             end, holder = view.high, view.memory
-    united: dict[Memory, list[View]] = {}
+    united: dict[Memory, list[StorageView]] = {}
     for memory, group in groups.items():
         united.setdefault(into[memory], []).extend(group)
     return [sorted(group, key=attrgetter("number")) for group in united.values()]
@@ -267,11 +267,11 @@ def _grouped_by_storage(views: list[View]) -> Iterable[list[View]]:
 class _Range(NamedTuple):
     low: int
     high: int
-    views: list[View]
+    views: list[StorageView]
     packed: bool
 
 
-def _ranges(views: list[View]) -> list[_Range]:
+def _ranges(views: list[StorageView]) -> list[_Range]:
     """Merge the spans of one storage's views; those alone in theirs with holes in them are packed."""
     if len(views) == 1:
         view = views[0]

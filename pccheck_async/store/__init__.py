@@ -34,7 +34,7 @@ from pccheck_async.store.fallback import (
 from pccheck_async.store.part_reader import PartReader, Source, Staging, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
-from pccheck_async.store.slot_writer import Place, SlotWriter
+from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, open_store
@@ -44,13 +44,13 @@ __all__ = [
     "LOCK_SECONDS",
     "Best",
     "CheckpointReader",
+    "ChunkPlace",
     "DroppedMeanwhileError",
     "Fallback",
     "FolderPart",
     "KeepAll",
     "OwnSlot",
     "PartReader",
-    "Place",
     "Retention",
     "SlotLease",
     "SlotWriter",

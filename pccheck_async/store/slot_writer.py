@@ -17,10 +17,10 @@ from pccheck_async.store.store import Store
 from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Chunk, Plan
 
-__all__ = ["Place", "SlotWriter"]
+__all__ = ["ChunkPlace", "SlotWriter"]
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Memory for one chunk, of its length: a staging buffer, or its place in a slot that is mapped into memory."""
 
     offset: int
@@ -91,7 +91,7 @@ class SlotWriter:
         if self._medium.stages:
             await asyncio.sleep(0)  # the slot first, if none has to be made or waited for: it is copied right into it
 
-    async def place(self, chunk: Chunk) -> Place:
+    async def place(self, chunk: Chunk) -> ChunkPlace:
         """Return the memory to copy a chunk into. :meth:`reserve` came before.
 
         Cancellation: takes no memory.
@@ -102,12 +102,12 @@ class SlotWriter:
             if self._medium.stages and reserving.done():
                 file = reserving.result().file
                 if (view := self._medium.stage(file, chunk.offset, chunk.nbytes)) is not None:
-                    return Place(chunk.offset, view, None, file)
+                    return ChunkPlace(chunk.offset, view, None, file)
         lease = await self._pool.lease()
         self._leases.add(lease)
-        return Place(chunk.offset, lease.view[: chunk.nbytes], lease, None)
+        return ChunkPlace(chunk.offset, lease.view[: chunk.nbytes], lease, None)
 
-    async def put(self, place: Place) -> None:
+    async def put(self, place: ChunkPlace) -> None:
         """Write a chunk that was copied into its place, or keep it for the manifest if it is the only one.
 
         It is not kept in the last buffer: in a group the commit waits for other ranks, and theirs may wait for this

@@ -22,10 +22,10 @@ from pccheck_async.medium import File, Medium
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 
-__all__ = ["Decision", "SlotLease", "SlotTable", "Slots", "open_slots"]
+__all__ = ["SlotDecision", "SlotLease", "SlotTable", "Slots", "open_slots"]
 
 
-class Decision(NamedTuple):
+class SlotDecision(NamedTuple):
     """The slot for a checkpoint."""
 
     slot: int | None
@@ -91,7 +91,7 @@ class SlotTable:
         used = slot in self._committed or slot in self.leased or slot in self._read
         return slot in self.sizes and not used
 
-    def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
+    def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> SlotDecision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
 
         Readers of other processes cost at most one slot beyond ``most``; with more of them the caller waits. A restore
@@ -100,12 +100,12 @@ class SlotTable:
         free = [slot for slot in self.free() if slot not in passed_over]
         fitting = [slot for slot in free if self.sizes[slot] >= nbytes]
         if fitting:
-            return Decision(min(fitting, key=self._rank))
+            return SlotDecision(min(fitting, key=self._rank))
         if free and self.count >= self.most:
-            return Decision(self._fresh()[0], create=True, remove=min(free, key=self._rank))
+            return SlotDecision(self._fresh()[0], create=True, remove=min(free, key=self._rank))
         # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
         extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
-        return Decision(self._fresh()[0], create=True) if self.count < self.most + extra else Decision(None)
+        return SlotDecision(self._fresh()[0], create=True) if self.count < self.most + extra else SlotDecision(None)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
         """Sort key: slots to reuse first sort first; superseded checkpoints last, as they may be needed again."""

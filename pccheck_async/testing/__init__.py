@@ -4,7 +4,7 @@ Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine a
 a power failure on a training job's checkpoints, for instance::
 
     history = []
-    disk = CrashDisk(observer=history.append)          # a Snapshot at every operation boundary
+    disk = CrashDisk(observer=history.append)          # a DiskSnapshot at every operation boundary
     async with CheckpointEngine("anywhere", io=CrashWriter(disk)) as engine:
         pending = await engine.checkpoint(state, step=1)
         disk.acknowledge((await pending.durable()).counter)
@@ -25,11 +25,24 @@ from pccheck_async.testing.crash_mapped import ATOM, CrashMapping, MappedCrashWr
 from pccheck_async.testing.crash_shelf import CrashShelfFile
 from pccheck_async.testing.doubles import CHANGES, Access, FailingWriter, StuckWriter, ThrottledWriter, WrappingWriter
 from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
-from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images
+from pccheck_async.testing.power_loss import DiskSnapshot, Image, power_loss_images
 
 __all__ = [
-    "ATOM", "CHANGES", "MEDIUM_CHECKS", "Access", "CrashDisk", "CrashMapping", "CrashShelfFile", "CrashWriter",
-    "FailingWriter", "Image", "ImageWriter", "MappedCrashWriter", "Snapshot", "StuckWriter", "ThrottledWriter",
+    "ATOM",
+    "CHANGES",
+    "MEDIUM_CHECKS",
+    "Access",
+    "CrashDisk",
+    "CrashMapping",
+    "CrashShelfFile",
+    "CrashWriter",
+    "DiskSnapshot",
+    "FailingWriter",
+    "Image",
+    "ImageWriter",
+    "MappedCrashWriter",
+    "StuckWriter",
+    "ThrottledWriter",
     "WrappingWriter",
     "power_loss_images",
 ]  # fmt: skip

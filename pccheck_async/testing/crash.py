@@ -17,11 +17,11 @@ from pccheck_async.medium import MOST_SMALL_BYTES, File, MediumFacts, MediumStat
 from pccheck_async.telemetry import StageClock
 from pccheck_async.testing.power_loss import (
     Change,
+    DiskSnapshot,
     FileState,
     FolderChange,
     Image,
     Resized,
-    Snapshot,
     Written,
     closed,
     replay,
@@ -48,7 +48,7 @@ class CrashDisk:
     """The state of one folder as all its processes see it, and as a power failure may leave it.
 
     :class:`~pccheck_async.testing.CrashWriter` performs its operations here, in two halves: submitted and completed.
-    After each half the observer is called with a :class:`Snapshot`. From a snapshot,
+    After each half the observer is called with a :class:`DiskSnapshot`. From a snapshot,
     :func:`~pccheck_async.testing.power_loss_images` yields the images that a power failure may leave and
     :meth:`after_process_death` returns the disk of the next process.
 
@@ -68,7 +68,7 @@ class CrashDisk:
         *,
         block_bytes: int = 4096,
         capacity: int | None = None,
-        observer: Callable[[Snapshot], None] | None = None,
+        observer: Callable[[DiskSnapshot], None] | None = None,
     ) -> None:
         self.block_bytes = block_bytes
         self.capacity = capacity
@@ -93,7 +93,7 @@ class CrashDisk:
 
     @classmethod
     def after_process_death(
-        cls, snapshot: Snapshot, *, rng: random.Random | None = None, sector: int = 512, lingering: int = 0
+        cls, snapshot: DiskSnapshot, *, rng: random.Random | None = None, sector: int = 512, lingering: int = 0
     ) -> CrashDisk:
         """Return the disk of the next process: nothing written is lost, nothing more is durable, no locks.
 
@@ -130,10 +130,10 @@ class CrashDisk:
         with self._guard:
             self.acknowledged = max(counter, self.acknowledged or counter)
 
-    def snapshot(self, boundary: str = "") -> Snapshot:
+    def snapshot(self, boundary: str = "") -> DiskSnapshot:
         """Return the disk as it is now; cheap, since contents are shared."""
         with self._guard:
-            return Snapshot(
+            return DiskSnapshot(
                 boundary,
                 self.acknowledged,
                 self.block_bytes,

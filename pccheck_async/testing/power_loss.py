@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Image", "Snapshot", "power_loss_images"]
+__all__ = ["DiskSnapshot", "Image", "power_loss_images"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class FileState:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DiskSnapshot:
     """The disk at one operation boundary. Immutable and cheap: it shares all bytes with the disk it was taken from."""
 
     boundary: str
@@ -157,7 +157,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def power_loss_images(
-    snapshot: Snapshot, *, sector: int = 4096, limit: int = 64, rng: random.Random | None = None
+    snapshot: DiskSnapshot, *, sector: int = 4096, limit: int = 64, rng: random.Random | None = None
 ) -> Iterator[Image]:
     """Yield distinct images, at most ``limit``, that a power failure at ``snapshot`` may leave.
 
@@ -233,7 +233,7 @@ _ATTEMPTS = 3
 """Draws for each requested image; if few images exist, most draws repeat one."""
 
 
-def _image(snapshot: Snapshot, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
+def _image(snapshot: DiskSnapshot, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
     """Return the image after these fates of the changes of a snapshot, files' before the folder's."""
     changes = [(inode, change) for inode in snapshot.reachable() for change in snapshot.files[inode].unflushed]
     survived: dict[int, list[Change]] = {}

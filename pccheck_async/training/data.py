@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
-from pccheck_async.training.epochs import Course, Epoch, Place
+from pccheck_async.training.epochs import Course, Epoch, EpochPlace
 
 __all__ = ["Epoch", "KeyedPermutation", "Order", "ResumableLoader", "ResumableSampler", "mix"]
 
@@ -249,7 +249,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.check_state_dict(state_dict)
         number = state_dict["epoch"]
         epoch, number, position = map(operator.index, (state_dict.get("outer", number), number, state_dict["position"]))
-        self.course.load(Place(epoch, number, position, tuple(map(bool, state_dict.get("earlier", ())))))
+        self.course.load(EpochPlace(epoch, number, position, tuple(map(bool, state_dict.get("earlier", ())))))
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
@@ -286,7 +286,7 @@ class ResumableSampler(Sampler[list[int]]):
                 f"resume on {world_size} ranks, or from another checkpoint"
             )
 
-    def rest(self, place: Place, end: int) -> Iterator[list[int]]:
+    def rest(self, place: EpochPlace, end: int) -> Iterator[list[int]]:
         """Yield this rank's batches of a pass from a place up to position ``end``, without moving on."""
         shares, position = self._shares(), place.position
         while position < end:
@@ -297,14 +297,14 @@ class ResumableSampler(Sampler[list[int]]):
             position = stop
 
     def deliver(
-        self, batches: Callable[[Place, int], Iterable[T]], *, epoch: int | None = None, on: bool = False
+        self, batches: Callable[[EpochPlace, int], Iterable[T]], *, epoch: int | None = None, on: bool = False
     ) -> Iterator[T]:
         """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler).
 
         See :meth:`Course.iterate` for ``epoch`` and ``on``.
         """
 
-        def passing(place: Place, steps: int | None, _: bool) -> Iterator[tuple[int, bool, T]]:
+        def passing(place: EpochPlace, steps: int | None, _: bool) -> Iterator[tuple[int, bool, T]]:
             shares, position = self._shares(), place.position
             end = shares.total if steps is None else min(shares.total, steps * shares.step)
             if shares.total - end < shares.world_size:  # too few samples for a step of their own
@@ -510,7 +510,7 @@ class ResumableLoader:
         """Raise ValueError for a position that is not to go to (see :meth:`ResumableSampler.check_state_dict`)."""
         self.sampler.check_state_dict(state_dict)
 
-    def _batches(self, place: Place, end: int) -> Iterator[Any]:
+    def _batches(self, place: EpochPlace, end: int) -> Iterator[Any]:
         self._feed.place, self._feed.end = place, end
         self._generator.manual_seed(mix("workers", self.sampler.seed, place.number))
         return iter(self._loader)
@@ -519,7 +519,7 @@ class ResumableLoader:
 class _Feed:
     """The DataLoader's batch sampler. It may run ahead: the position moves when a batch is delivered."""
 
-    place: Place
+    place: EpochPlace
     end: int
 
     def __init__(self, sampler: ResumableSampler, with_pass: bool) -> None:

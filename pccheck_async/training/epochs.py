@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Course", "Epoch", "Place"]
+__all__ = ["Course", "Epoch", "EpochPlace"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Place(NamedTuple):
+class EpochPlace(NamedTuple):
     """A place in the data, in the form in which it is saved.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 class Batches(Protocol[T_co]):
     """Loads one pass: yields, with each batch, the position after it and whether the pass has no more."""
 
-    def __call__(self, place: Place, steps: int | None, counted: bool, /) -> Iterable[tuple[int, bool, T_co]]:
+    def __call__(self, place: EpochPlace, steps: int | None, counted: bool, /) -> Iterable[tuple[int, bool, T_co]]:
         """Begin at ``place.position`` and end ``steps`` batches after the start of the pass (None: at its end).
 
         ``counted``: the place of this pass is saved.
@@ -110,14 +110,14 @@ class Course:
         self._taken = False  # a batch, by a loop over the loader itself
         self._warned: set[str] = set()
         self._iterator = 0
-        self._move(Place(0, 0))
+        self._move(EpochPlace(0, 0))
         self._origin = self.place  # the start of epochs(), even after loops over the loader itself
-        self._restored: Place | None = None  # until another pass has begun
+        self._restored: EpochPlace | None = None  # until another pass has begun
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: EpochPlace) -> None:
         """Set the place for the next iterator; one that is underway ends with RuntimeError."""
         self.place = place
-        self._pending: Place | None = place
+        self._pending: EpochPlace | None = place
         self._untouched = True  # no iterator has begun to load from here
         self._used = False
         self._earlier = [*place.earlier]  # those that this process has not come to
@@ -137,7 +137,7 @@ class Course:
         return any(self.place.earlier) or self._ended or self._delivered > 1
 
     @property
-    def state(self) -> Place:
+    def state(self) -> EpochPlace:
         """The place with which a resumed process has to begin."""
         return self._next_epoch() if self._loop and self._is_over else self.place
 
@@ -161,7 +161,7 @@ class Course:
         self._asked = self._asked or not self._started
         return self.state.epoch
 
-    def save(self) -> Place:
+    def save(self) -> EpochPlace:
         """Return :attr:`state`; warns inside a pass that it does not count."""
         if self._asides:
             self._warn(
@@ -171,7 +171,7 @@ class Course:
             )
         return self.state
 
-    def load(self, place: Place) -> None:
+    def load(self, place: EpochPlace) -> None:
         """Go to a saved place."""
         self._move(place)
         self._origin = self._restored = place
@@ -193,10 +193,10 @@ class Course:
             return
         self._counter, self._asked = "set_epoch", False
         if epoch != self.place.epoch:
-            self._move(Place(epoch, epoch))
+            self._move(EpochPlace(epoch, epoch))
             self._origin = self.place
         else:
-            self._pending = self.place if self._untouched else Place(epoch, epoch)
+            self._pending = self.place if self._untouched else EpochPlace(epoch, epoch)
 
     def epochs(
         self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[T]]
@@ -252,8 +252,8 @@ class Course:
             self._origin = self.place
             self._loop, self._steps, self._taken, self._moved = 0, None, False, False
 
-    def _next_epoch(self) -> Place:
-        return Place(self.place.epoch + 1, self.place.number + 1)
+    def _next_epoch(self) -> EpochPlace:
+        return EpochPlace(self.place.epoch + 1, self.place.number + 1)
 
     def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[T]:
         """Return the iterator of one ``for``; its place is decided now, not at its first ``next``.
@@ -302,7 +302,7 @@ class Course:
         self._iterator += 1
         self._fresh_pass()
 
-    def _given_back(self, restored: Place) -> Place | None:
+    def _given_back(self, restored: EpochPlace) -> EpochPlace | None:
         """Return the restored place again if the iterator that took it was given up after one batch."""
         bare = self._counter != "epochs"
         if self._ended or self._delivered > 1 or not (bare or restored.position):
@@ -321,12 +321,12 @@ class Course:
             )
         return restored if self._delivered == 1 or not bare else None
 
-    def _next_pass(self) -> Place:
+    def _next_pass(self) -> EpochPlace:
         epoch, number, _, earlier = self.place
         if self._counter == "epochs":
-            return Place(epoch, number + 1, earlier=(*earlier, self._ended or self._delivered > 1))
+            return EpochPlace(epoch, number + 1, earlier=(*earlier, self._ended or self._delivered > 1))
         if self._counter == "set_epoch":
-            return Place(epoch, number + 1)
+            return EpochPlace(epoch, number + 1)
         if self._delivered > 1 and not self.complete:
             self._warn(
                 "cut",
@@ -335,7 +335,7 @@ class Course:
                 "so many steps use `for epoch in loader.epochs(n, steps=...)`; a loop that counts steps and breaks off "
                 "keeps one iterator, forever()",
             )
-        return Place(epoch + 1, number + 1)
+        return EpochPlace(epoch + 1, number + 1)
 
     def _deliver(self, batches: Batches[T], epoch: int | None, mine: int) -> Iterator[T]:
         self._check(epoch)
@@ -364,7 +364,7 @@ class Course:
             if self._loop or self._beside != _together.delivered:  # else it ran within a step of others: a validation
                 _together.ended_last = self
             if self._counter == "passes":
-                self._move(Place(self.place.epoch + 1, self.place.number + 1))
+                self._move(EpochPlace(self.place.epoch + 1, self.place.number + 1))
         finally:
             if mine == self._iterator:
                 self._left_alone, self._live = self._alone, False
@@ -373,7 +373,7 @@ class Course:
         """Yield a whole pass that leaves the place alone: batch statistics, accuracy on the training data."""
         self._asides += 1
         try:
-            for _, _, batch in batches(Place(self.place.epoch, number), None, False):
+            for _, _, batch in batches(EpochPlace(self.place.epoch, number), None, False):
                 yield batch
         finally:
             self._asides -= 1

@@ -10,14 +10,14 @@ from typing import Protocol
 __all__ = ["ForkLock", "abandoned_in_child"]
 
 
-class Abandoned(Protocol):
+class Abandonable(Protocol):
     """An owner of resources that a forked child must not keep."""
 
     def abandon(self) -> None:
         """Release them, in a forked child: no waiting, no unlocking, no flushing."""
 
 
-abandoned_in_child: weakref.WeakSet[Abandoned] = weakref.WeakSet()
+abandoned_in_child: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 """A child abandons all of these. It shares the open files of its parent, and with them their locks, which an orphaned
 DataLoader worker must not keep."""
 

@@ -23,7 +23,7 @@ from pccheck_async.medium.open_medium import IO, open_medium
 from pccheck_async.transfer import PAGE_BYTES, Tasks, aligned_buffer
 from pccheck_async.tuning.choice import Point, staging_bytes
 
-__all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "scratch_folder", "try_disk"]
+__all__ = ["Disk", "Trial", "TrialSample", "run_trial", "saves_of_trial", "scratch_folder", "try_disk"]
 
 _PREFIX = ".tune-"
 
@@ -51,7 +51,7 @@ class Trial(NamedTuple):
     captured: float
 
 
-class Sample:
+class TrialSample:
     """A state of ``nbytes`` random bytes, so that no layer below compresses them, which changes from save to save."""
 
     def __init__(self, nbytes: int) -> None:
@@ -108,7 +108,7 @@ async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seco
     return written
 
 
-async def run_trial(folder: Path, io: IO, point: Point, sample: Sample, host_memory: int) -> Trial:
+async def run_trial(folder: Path, io: IO, point: Point, sample: TrialSample, host_memory: int) -> Trial:
     """Save the sample back to back with an engine at ``point``, with at most ``host_memory`` bytes of staging memory.
 
     The store in ``folder`` is created the first time; its slots are written once before it is timed.
@@ -155,7 +155,7 @@ async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[E
     await run(core, core.close)
 
 
-async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
+async def _save(core: EngineCore, sample: TrialSample, count: int) -> Trial:
     """Save ``count`` times, as fast as the engine takes them.
 
     Where N are in flight a capture waits for one to end, so N are in flight but for the first and the last moments.

@@ -29,7 +29,7 @@ from pccheck_async.training.policy import interval_floor, sustained_interval
 from pccheck_async.transfer import PAGE_BYTES, available_cores, available_memory
 from pccheck_async.transfer.plan import Planner
 from pccheck_async.tuning.choice import LEAST_BUFFERS, Choice, FittedTimes, Limits, Point, choose, fit_rounds, shortages
-from pccheck_async.tuning.trials import Sample, Trial, run_trial, saves_of_trial, scratch_folder, try_disk
+from pccheck_async.tuning.trials import Trial, TrialSample, run_trial, saves_of_trial, scratch_folder, try_disk
 from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning
 
 __all__ = ["Progress", "checkpoint_bytes", "tune"]
@@ -244,7 +244,7 @@ class _Search:
         """Measure the points in turns; more often while they are noisy and the line's share of the budget is left."""
         line = _LINES.index(name)
         end = self.began + self.seconds * (line + 1) / len(_LINES)
-        sample = Sample(self._sample_bytes(points))
+        sample = TrialSample(self._sample_bytes(points))
         self.sample_nbytes = max(self.sample_nbytes, sample.nbytes)
         factor = max(1.0, self.nbytes / sample.nbytes)  # were it all proportional to the size
         for turn in range(_MOST_ROUNDS):

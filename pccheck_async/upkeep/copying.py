@@ -38,8 +38,7 @@ from pccheck_async.state.restore.tree import refuse_boxes
 from pccheck_async.store import PartReader, SlotLease, Store, check_descriptors
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing
-from pccheck_async.upkeep.reading import Progress, check_chunks, counting
-from pccheck_async.upkeep.reading import Run as ChunkRun
+from pccheck_async.upkeep.reading import ChunkRun, Progress, check_chunks, counting
 
 __all__ = ["copy_checkpoint"]
 

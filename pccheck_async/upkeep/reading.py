@@ -20,7 +20,16 @@ from pccheck_async.store import CheckpointReader, Staging
 from pccheck_async.transfer import Tasks
 from pccheck_async.upkeep.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 
-__all__ = ["LOCK_SECONDS", "Description", "Progress", "Run", "check_chunks", "counting", "describe_checkpoint", "runs"]
+__all__ = [
+    "LOCK_SECONDS",
+    "ChunkRun",
+    "Description",
+    "Progress",
+    "check_chunks",
+    "counting",
+    "describe_checkpoint",
+    "runs",
+]
 
 LOCK_SECONDS = 1.0
 """The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
@@ -153,7 +162,7 @@ def counting(progress: Progress, total: int) -> Callable[[int], None]:
     return add
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """Chunks that are read in one piece (small ones one by one would keep no disk busy), and where in the payload."""
 
     first: int
@@ -162,13 +171,13 @@ class Run(NamedTuple):
     nbytes: int
 
 
-def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[Run]:
+def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[ChunkRun]:
     """Group chunks that lie back to back into runs of at most ``most`` bytes; a larger chunk is a run of its own."""
     first = 0
     for index, chunk in enumerate(chunks, 1):
         start, end = chunks[first].offset, chunk.offset + chunk.nbytes
         if index == len(chunks) or chunks[index].offset + chunks[index].nbytes - start > most:
-            yield Run(first, chunks[first:index], start, end - start)
+            yield ChunkRun(first, chunks[first:index], start, end - start)
             first = index
 
 
@@ -178,7 +187,7 @@ async def check_chunks(
     manifest: Manifest,
     *,
     damaged: Callable[[int, str], None],
-    checked: Callable[[Run, memoryview], Awaitable[None]] | None = None,
+    checked: Callable[[ChunkRun, memoryview], Awaitable[None]] | None = None,
     read: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Read chunks at the storage's speed and compare each with its checksum.
@@ -194,14 +203,14 @@ async def check_chunks(
     Cancellation: ends once every read ended.
     """
 
-    async def check(run: Run, buffer: memoryview) -> None:
+    async def check(run: ChunkRun, buffer: memoryview) -> None:
         view, whole = buffer[: run.nbytes], True
         try:
             got = await opened.medium.read(file, run.offset, view)
         except ReadError as error:
             if len(run.chunks) > 1:
                 for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
-                    await check(Run(index, [chunk], chunk.offset, chunk.nbytes), buffer)
+                    await check(ChunkRun(index, [chunk], chunk.offset, chunk.nbytes), buffer)
                 return
             damaged(run.first, f"it cannot be read: {error.strerror or error}")
         else:
@@ -230,7 +239,7 @@ async def check_chunks(
         pool.close()
 
 
-def _checksums(run: Run, view: memoryview) -> list[bytes]:
+def _checksums(run: ChunkRun, view: memoryview) -> list[bytes]:
     """Called on a helper thread; each table of checksums is computed without the GIL."""
     starts = [chunk.offset - run.offset for chunk in run.chunks]
     return [piece_sums(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]

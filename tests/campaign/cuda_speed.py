@@ -18,7 +18,7 @@ import torch
 
 from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.engine.capture import Captures
+from pccheck_async.engine.capture import StateReader
 from pccheck_async.format import crc32
 from pccheck_async.state import Target, Targets
 from pccheck_async.transfer import BufferPool, available_cores
@@ -59,7 +59,7 @@ class Copies:
         self.planner = Planner(chunk_bytes, 4096)
 
     async def to_host(self, state: dict[str, Any]) -> tuple[float, Plan]:
-        capture = Captures().start(state, self.backend)
+        capture = StateReader().start(state, self.backend)
         start = time.perf_counter()
         plan = await capture.begin(self.planner)
 

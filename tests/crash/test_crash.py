@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pccheck_async import CheckpointEngine, SyncCheckpointEngine, load_sync
-from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, Snapshot, power_loss_images
+from pccheck_async.testing import CrashDisk, CrashWriter, DiskSnapshot, ImageWriter, power_loss_images
 from tests.engine.test_inline_capture_engine import FOLDER
 from tests.support.crash_harness import Findings, Scenario, explore, explore_damage, explore_falling_back
 
@@ -98,7 +98,7 @@ def test_campaign(max_in_flight: int, keep_last: int, seed: int, judged: Callabl
 
 def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> None:
     """What it had queued for store.json, with another id, lands when that of the next process has its name."""
-    history: list[Snapshot] = []
+    history: list[DiskSnapshot] = []
 
     async def save(disk: CrashDisk, step: int) -> None:
         async with CheckpointEngine("memory", io=CrashWriter(disk, turns=0)) as engine:
@@ -115,7 +115,7 @@ def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> Non
 
 def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() -> None:
     """It died before the folder was synced: the next one finds the slot, and only that sync makes its name durable."""
-    history: list[Snapshot] = []
+    history: list[DiskSnapshot] = []
 
     def save_steps(disk: CrashDisk, *steps: int) -> None:
         with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk, turns=0), max_in_flight=1) as engine:

@@ -20,7 +20,7 @@ from pccheck_async.medium import File, Medium, Part
 from pccheck_async.store import Retention, Store, store, store_reader
 from pccheck_async.store.commit_file import read_record
 from pccheck_async.store.retention import Committed, Kept
-from pccheck_async.testing import Snapshot, WrappingWriter
+from pccheck_async.testing import DiskSnapshot, WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from tests.support.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage, explore_falling_back
 
@@ -274,7 +274,7 @@ def test_new_slot_not_synced() -> None:
     found(dataclasses.replace(SCENARIO, wrap=SyncIdentityOnly))
 
 
-def dying_with_the_record_in_flight(snapshot: Snapshot) -> bool:
+def dying_with_the_record_in_flight(snapshot: DiskSnapshot) -> bool:
     """Choose process deaths after a record was written and before it was flushed."""
     return snapshot.boundary == "flush commit submitted"
 

@@ -26,7 +26,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.engine import EngineConfig, run
-from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import until_done
 from pccheck_async.medium import Medium
@@ -541,7 +541,7 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's side is done, and the caller is cancelled before it gets to know."""
-    really_open = Assembly.open
+    really_open = EngineParts.open
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -556,7 +556,7 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
             loop.call_soon_threadsafe(cancel)
             cancelled.wait(10)
 
-        monkeypatch.setattr(Assembly, "open", open_and_cancel)
+        monkeypatch.setattr(EngineParts, "open", open_and_cancel)
         opening = asyncio.create_task(CheckpointEngine(tmp_path).open())
         with pytest.raises(asyncio.CancelledError):
             await opening

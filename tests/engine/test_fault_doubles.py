@@ -18,10 +18,10 @@ from pccheck_async.testing import (
     Access,
     CrashDisk,
     CrashWriter,
+    DiskSnapshot,
     FailingWriter,
     Image,
     ImageWriter,
-    Snapshot,
     StuckWriter,
     ThrottledWriter,
     power_loss_images,
@@ -35,7 +35,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(coroutine)
 
 
-def small_disk(observer: Callable[[Snapshot], None] | None = None) -> CrashDisk:
+def small_disk(observer: Callable[[DiskSnapshot], None] | None = None) -> CrashDisk:
     return CrashDisk(block_bytes=BLOCK, observer=observer)
 
 
@@ -43,7 +43,7 @@ def block(fill: int, blocks: int = 1) -> memoryview:
     return memoryview(bytearray([fill]) * BLOCK * blocks)
 
 
-def images(snapshot: Snapshot, *, sector: int = BLOCK, limit: int = 256) -> list[dict[str, bytes]]:
+def images(snapshot: DiskSnapshot, *, sector: int = BLOCK, limit: int = 256) -> list[dict[str, bytes]]:
     return [dict(image.files) for image in power_loss_images(snapshot, sector=sector, limit=limit)]
 
 
@@ -99,7 +99,7 @@ def test_sync_names_does_not_make_bytes_or_size_durable() -> None:
 
 
 def test_flush_covers_only_what_was_complete_when_it_was_submitted() -> None:
-    snapshots: list[Snapshot] = []
+    snapshots: list[DiskSnapshot] = []
     disk = small_disk(snapshots.append)
 
     async def use() -> None:
@@ -116,7 +116,7 @@ def test_flush_covers_only_what_was_complete_when_it_was_submitted() -> None:
 
 
 def test_a_replaced_file_is_the_old_one_or_the_new_one() -> None:
-    snapshots: list[Snapshot] = []
+    snapshots: list[DiskSnapshot] = []
     disk = small_disk(snapshots.append)
 
     async def use() -> None:
@@ -133,7 +133,7 @@ def test_a_replaced_file_is_the_old_one_or_the_new_one() -> None:
 
 
 def test_an_old_file_that_is_kept_is_never_lost() -> None:
-    snapshots: list[Snapshot] = []
+    snapshots: list[DiskSnapshot] = []
     disk = small_disk(snapshots.append)
 
     async def use() -> None:
@@ -249,7 +249,7 @@ def test_images_are_reproducible_and_counted_by_their_bytes() -> None:
 
 
 def test_observer_sees_submission_and_completion_of_every_operation() -> None:
-    seen: list[Snapshot] = []
+    seen: list[DiskSnapshot] = []
     disk = small_disk(seen.append)
 
     async def use() -> None:
@@ -269,7 +269,7 @@ def test_observer_sees_submission_and_completion_of_every_operation() -> None:
 
 def test_concurrent_operations_overtake_each_other_reproducibly() -> None:
     def order(seed: int) -> list[str]:
-        seen: list[Snapshot] = []
+        seen: list[DiskSnapshot] = []
         disk = small_disk(seen.append)
 
         async def use() -> None:
@@ -287,7 +287,7 @@ def test_concurrent_operations_overtake_each_other_reproducibly() -> None:
 def test_a_buffer_that_is_reused_too_early_shows() -> None:
     data = block(1)
 
-    def reuse(snapshot: Snapshot) -> None:
+    def reuse(snapshot: DiskSnapshot) -> None:
         if snapshot.boundary == "write a [0, 512) submitted":
             data[:] = block(2)
 
@@ -378,7 +378,7 @@ def test_process_death_keeps_what_was_written_and_frees_locks_but_makes_nothing_
 
 
 def test_process_death_tears_writes_in_flight() -> None:
-    seen: list[Snapshot] = []
+    seen: list[DiskSnapshot] = []
     disk = small_disk(seen.append)
 
     async def use() -> None:
@@ -398,7 +398,7 @@ def test_process_death_tears_writes_in_flight() -> None:
 
 
 def test_writes_of_a_dead_process_that_linger_in_the_kernel_keep_the_lock_and_land_later() -> None:
-    seen: list[Snapshot] = []
+    seen: list[DiskSnapshot] = []
     disk = small_disk(seen.append)
 
     async def use() -> None:

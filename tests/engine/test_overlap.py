@@ -30,7 +30,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.engine import EngineLoop, Guard, PendingCheckpoint
-from pccheck_async.engine.capture import Captures
+from pccheck_async.engine.capture import StateReader
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
@@ -377,7 +377,7 @@ def test_without_the_guard_a_step_is_found_out(tmp_path: Path, kind: str, monkey
         it.engine.attach(optimizer)
         model(torch.randn(2, 512)).sum().backward()
         optimizer.step()
-        monkeypatch.setattr(Guard, "hold_up", lambda guard: None)
+        monkeypatch.setattr(Guard, "order_after_copies", lambda guard: None)
         it.io.medium.hold("write")
         pending = it.engine.checkpoint({"net": model, "adam": optimizer}, step=2, overlap=True)
         it.io.medium.wait_stuck()
@@ -579,7 +579,7 @@ def test_a_step_goes_on_while_an_engine_that_it_is_attached_to_closes(tmp_path: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inside, closed, errors = threading.Event(), threading.Event(), list[BaseException]()
 
-    def hold_up(*_: Any) -> None:
+    def order_after_copies(*_: Any) -> None:
         inside.set()
         closed.wait()
 
@@ -590,7 +590,7 @@ def test_a_step_goes_on_while_an_engine_that_it_is_attached_to_closes(tmp_path: 
             errors.append(error)
 
     register: Any = register_optimizer_step_pre_hook if of_all else optimizer.register_step_pre_hook
-    hook = register(hold_up)
+    hook = register(order_after_copies)
     thread = threading.Thread(target=step)
     try:
         with SyncCheckpointEngine(tmp_path) as engine:
@@ -801,7 +801,7 @@ def test_a_capture_that_is_stopped_while_it_begins_reads_nothing_more() -> None:
                 await begun.wait()
                 return sources
 
-        capture = Captures().start({"x": torch.ones(10)}, Slow(None))  # type: ignore[arg-type]  # copies nothing
+        capture = StateReader().start({"x": torch.ones(10)}, Slow(None))  # type: ignore[arg-type]  # copies nothing
         beginning = asyncio.create_task(capture.begin(Planner(4096, 4096)))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(capture.stop())

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pccheck_async.engine.capture import Capture, Captures
+from pccheck_async.engine.capture import Capture, StateReader
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, encode_again
@@ -50,7 +50,7 @@ class Saver:
     """All parts of an engine that remember how a state was made."""
 
     def __init__(self) -> None:
-        self._captures, self._planner = Captures(), Planner(512, 512)
+        self._captures, self._planner = StateReader(), Planner(512, 512)
 
     def take(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer] | None) -> Taken | str:
         """Take a state; the error's text where it is refused."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pccheck_async.group import Applied, Complete, Coordinator, Key, Member, Part, Run, SeenStore, member, view
 from pccheck_async.group.actions import Action, Free, Post, Resolve, ResolveChange, TakeOver, WriteRecord
-from pccheck_async.group.messages import AnyDecision, Change, Ok, Start, Wanted
+from pccheck_async.group.messages import AnyDecision, Change, Ok, Start, WantedStep
 from pccheck_async.store import Retention
 from tests.support.group_explorer import Scenario
 
@@ -123,7 +123,7 @@ def write_at_opening(self: Member, **about: str) -> list[Action]:
 
 
 def rejected_on_this_rank(self: Member, step: int, until: int) -> list[Action]:
-    *actions, post = _change(self, Wanted("was rejected", step, until))
+    *actions, post = _change(self, WantedStep("was rejected", step, until))
     return [*actions, post, ResolveChange(self.changes_asked - 1, None)]
 
 

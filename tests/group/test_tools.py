@@ -43,7 +43,7 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.cli import app
-from pccheck_async.cli.watch import GroupView, View
+from pccheck_async.cli.watch import GroupView, WatchView
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format import Identity, Record
 from pccheck_async.format.record import region_offsets
@@ -770,7 +770,7 @@ def test_show_ranks_says_that_stage_times_are_lacking_only_where_they_are(folder
 
 
 def test_the_state_of_a_group_is_the_worst_of_its_ranks(tmp_path: Path) -> None:
-    none = View(tmp_path, None, [], None)
+    none = WatchView(tmp_path, None, [], None)
     closed, died = replace_fields(none, before=EXAMPLE), replace_fields(none, published=Published(EXAMPLE, alive=False))
     now = msgspec.structs.replace(EXAMPLE, time=time.time())
     running, silent = (replace_fields(none, published=Published(status, alive=True)) for status in (now, EXAMPLE))

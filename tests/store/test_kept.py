@@ -45,8 +45,8 @@ from pccheck_async.testing import (
     Access,
     CrashDisk,
     CrashWriter,
+    DiskSnapshot,
     ImageWriter,
-    Snapshot,
     WrappingWriter,
     power_loss_images,
 )
@@ -164,7 +164,7 @@ class Trainer:
         self.durable = False
         """Whether the engine pinned: also that flushes what a dead predecessor left."""
         self.seed = 0
-        self.history: list[Snapshot] = []
+        self.history: list[DiskSnapshot] = []
         self.engine: CheckpointEngine
         self.medium: Broken
 
@@ -523,7 +523,7 @@ def test_a_pin_makes_durable_first_what_a_dead_writer_left_in_the_cache() -> Non
         for step in range(kept):
             await (await trainer.save(step, None)).durable()
         before = [info.step for info in trainer.engine.checkpoints()]
-        history: list[Snapshot] = []
+        history: list[DiskSnapshot] = []
         trainer.disk.observer = history.append
         await (await trainer.save(kept, None)).durable()
         after = [info.step for info in trainer.engine.checkpoints()]
@@ -553,7 +553,7 @@ def in_flight(change: Change) -> TypeGuard[Written]:
     return isinstance(change, Written) and not change.completed
 
 
-def torn(snapshot: Snapshot, landed: slice) -> CrashDisk:
+def torn(snapshot: DiskSnapshot, landed: slice) -> CrashDisk:
     """The disk as the next process finds it; of writes in flight only these sectors are there."""
     files = {
         number: replace(
@@ -579,7 +579,7 @@ def test_a_record_of_which_two_writers_tore_one_part_each_is_none() -> None:
         await trainer.open()
         for step in range(kept):
             await (await trainer.save(step, None)).durable()
-        history: list[Snapshot] = []
+        history: list[DiskSnapshot] = []
         trainer.disk.observer = history.append
         await (await trainer.save(kept, None)).durable()
         await trainer.engine.close()
@@ -602,7 +602,7 @@ def test_a_record_of_which_two_writers_tore_one_part_each_is_none() -> None:
     asyncio.run(run())
 
 
-def records_in_flight(history: list[Snapshot]) -> list[Snapshot]:
+def records_in_flight(history: list[DiskSnapshot]) -> list[DiskSnapshot]:
     return [s for s in history if s.boundary.startswith("write commit") and s.boundary.endswith("submitted")]
 
 
@@ -639,7 +639,7 @@ def test_a_record_that_only_the_page_cache_has_is_written_again_before_slots_are
     """Else a crash finds the older one, whose slots were written over (I4)."""
 
     async def run() -> None:
-        history: list[Snapshot] = []
+        history: list[DiskSnapshot] = []
         disk, state = CrashDisk(), {"x": torch.arange(3000), "step": 0}
         writer = Forgetful(disk)
         async with CheckpointEngine(FOLDER, io=writer) as engine:

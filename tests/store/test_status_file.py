@@ -23,8 +23,8 @@ from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format import crc32
 from pccheck_async.medium.status_file import (
     STATUS_NAME,
-    Committed,
-    InFlight,
+    CommittedStatus,
+    InFlightStatus,
     Published,
     Status,
     encode_status,
@@ -40,9 +40,9 @@ EXAMPLE = Status(
     started=1.0e9,
     time=1.0e9 + 100,
     in_flight=[
-        InFlight(step=9, counter=4, phase="writing", nbytes=1000, captured=1000, written=400, seconds=0.5),
+        InFlightStatus(step=9, counter=4, phase="writing", nbytes=1000, captured=1000, written=400, seconds=0.5),
     ],
-    committed=[Committed(step=8, counter=3, nbytes=1000, time=1.0e9 + 90, pinned=True)],
+    committed=[CommittedStatus(step=8, counter=3, nbytes=1000, time=1.0e9 + 90, pinned=True)],
     counts={"admitted": 5, "durable": 4},
     durable_bytes=4000,
     save_seconds=0.7,

@@ -36,9 +36,9 @@ from pccheck_async.testing import (
     Access,
     CrashDisk,
     CrashWriter,
+    DiskSnapshot,
     Image,
     ImageWriter,
-    Snapshot,
     WrappingWriter,
     power_loss_images,
 )
@@ -119,7 +119,7 @@ class Scenario:
     medium: Callable[..., CrashWriter] = CrashWriter
     sectors: tuple[int, ...] = SECTORS
     wrap: Callable[[Medium], Medium] = lambda writer: writer
-    dying: Callable[[Snapshot], bool] = lambda snapshot: True
+    dying: Callable[[DiskSnapshot], bool] = lambda snapshot: True
     enough: int = 10
     rules: Mapping[str, Any] = field(default_factory=dict)
     pins: float = 0.0
@@ -169,7 +169,7 @@ class Promises:
 class Moment:
     """A boundary: the disk, and what was promised by then."""
 
-    snapshot: Snapshot
+    snapshot: DiskSnapshot
     promises: Promises
 
 
@@ -388,7 +388,7 @@ class Exploration:
         asyncio.run(self._train(disk, bursts))
         return [*history, Moment(disk.snapshot("process ended"), self._promises)]
 
-    def _die(self, snapshot: Snapshot) -> CrashDisk:
+    def _die(self, snapshot: DiskSnapshot) -> CrashDisk:
         lingering = self._rng.choice((0, 0, 12))
         return CrashDisk.after_process_death(
             snapshot, rng=self._rng, sector=self._rng.choice(self._scenario.sectors), lingering=lingering
@@ -578,7 +578,7 @@ def explore_falling_back(seed: int, at: str = "", images: int = 6) -> Findings:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for _ in range(3):
-            history: list[Snapshot] = []
+            history: list[DiskSnapshot] = []
             disk.observer = history.append
             with engine() as training:
                 live = {

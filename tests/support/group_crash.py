@@ -44,8 +44,8 @@ from pccheck_async.testing import (
     Access,
     CrashDisk,
     CrashWriter,
+    DiskSnapshot,
     Image,
-    Snapshot,
     WrappingWriter,
     power_loss_images,
 )
@@ -134,7 +134,7 @@ class Moment:
     """
 
     what: str
-    disks: Mapping[int, tuple[Snapshot | None, ...]]
+    disks: Mapping[int, tuple[DiskSnapshot | None, ...]]
     heard: Cut
     promised: Promises
 
@@ -164,7 +164,7 @@ class Recording:
         what: str,
         *,
         heard: tuple[int, int] | None = None,
-        disks: Mapping[int, tuple[Snapshot | None, ...]] | None = None,
+        disks: Mapping[int, tuple[DiskSnapshot | None, ...]] | None = None,
         promised: Promises | None = None,
     ) -> int:
         """Add a moment to a node, and return its number; ``heard``: what another node said in that moment."""
@@ -190,7 +190,7 @@ class Recording:
         return self.disks[node][rank]
 
     def _watch(self, node: int, rank: int, disk: CrashDisk) -> None:
-        def observe(snapshot: Snapshot) -> None:
+        def observe(snapshot: DiskSnapshot) -> None:
             self.note(node, snapshot.boundary, disks={rank: (snapshot,)})
 
         disk.observer = observe
@@ -560,7 +560,7 @@ class Exploration:
         if trouble is not None:
             self.violations.append(f"{trouble}; the power fails after {[moment.what for moment in moments]}")
 
-    def _pool(self, rank: int, state: Snapshot | None, pools: dict[int, list[Seen]]) -> list[Seen]:
+    def _pool(self, rank: int, state: DiskSnapshot | None, pools: dict[int, list[Seen]]) -> list[Seen]:
         """Return what an opening sees of a disk after a power loss; an image that was read is not read again."""
         if state is None:
             return [Seen(b"")]

@@ -56,7 +56,7 @@ class PretendDevice:
     def current(self) -> PretendEvent:
         return PretendEvent(self.training)
 
-    def hold_up(self, events: Sequence[PretendEvent]) -> bool:
+    def order_after_copies(self, events: Sequence[PretendEvent]) -> bool:
         for event in () if self.refuse_to_wait else events:
             self.training.wait(event)
         return not self.refuse_to_wait

@@ -13,7 +13,7 @@ import numpy as np
 
 from pccheck_async import CheckpointError, Shelf, StoreFullError
 from pccheck_async.shelf.shelf import empty_shelf
-from pccheck_async.testing import ATOM, CrashDisk, CrashShelfFile, Image, Snapshot, power_loss_images
+from pccheck_async.testing import ATOM, CrashDisk, CrashShelfFile, DiskSnapshot, Image, power_loss_images
 from tests.support.state_strategies import difference
 
 State = dict[str, Any]
@@ -76,7 +76,7 @@ class Explorer:
         self.state: State = {}
         self.allowed: list[State] = [self.state]
         self.countdown = 0  # boundaries until the process dies; 0: it does not
-        self.last: Snapshot | None = None
+        self.last: DiskSnapshot | None = None
         self.value = 0
 
     def run(self) -> Findings:
@@ -98,7 +98,7 @@ class Explorer:
 
     # -- what is seen
 
-    def look(self, snapshot: Snapshot) -> None:
+    def look(self, snapshot: DiskSnapshot) -> None:
         """Draw power losses at a boundary; die, where it is time."""
         if self.countdown < 0:
             return  # dead: what Python still does on its way out happens to nobody

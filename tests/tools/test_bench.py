@@ -23,7 +23,7 @@ from pccheck_async.bench.machine import busy_seconds, survey
 from pccheck_async.bench.methods import PCcheck, Tensors, TorchSave
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, Way, slot_file, ways
 from pccheck_async.bench.report import quartiles, ratio
-from pccheck_async.bench.rounds import Comparison, Outcome, Sample
+from pccheck_async.bench.rounds import Outcome, RoundComparison, RoundSample
 from pccheck_async.cli import app
 from tests.support.warm import start_warm
 
@@ -194,7 +194,7 @@ def test_an_interrupted_run_removes_what_it_wrote(tmp_path: Path, number: signal
 
 
 def outcome(name: str, durable: list[float]) -> Outcome:
-    return Outcome(name, [Sample(0.001, seconds, 0.0, 0.1) for seconds in durable])
+    return Outcome(name, [RoundSample(0.001, seconds, 0.0, 0.1) for seconds in durable])
 
 
 def test_ratios_are_taken_round_by_round(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_ratios_are_taken_round_by_round(tmp_path: Path) -> None:
     assert ratio(other, ours, "durable") == 2
     assert ratio(other, ours, "processor") is None  # of nothing there is no multiple
     assert ratio(outcome("dcp", [1.0]), ours, "durable") is None
-    found = Comparison(survey(tmp_path), MIB, 3, [ours, other])
+    found = RoundComparison(survey(tmp_path), MIB, 3, [ours, other])
     assert json.loads(as_json(found))["methods"][1]["ratio_to_pccheck"]["processor"] is None
     assert [list(column.cells)[:2] for column in table(found).columns][:1] == [["pccheck", "torch"]]
 

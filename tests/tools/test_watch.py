@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.cli import app
-from pccheck_async.cli.watch import View, Watch, panel
+from pccheck_async.cli.watch import Watch, WatchView, panel
 from pccheck_async.medium.status_file import Published, encode_status
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.warm import start_warm
@@ -86,7 +86,7 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
 def test_narrow_terminals(tmp_path: Path, columns: int) -> None:
     """Of what is in flight, nothing is cut off; what has no room is left out."""
     screen = Console(width=columns, record=True, file=StringIO())
-    screen.print(panel(View(tmp_path, Published(EXAMPLE, alive=True), [], None), columns))
+    screen.print(panel(WatchView(tmp_path, Published(EXAMPLE, alive=True), [], None), columns))
     shown = screen.export_text()
     assert "\u2026" not in shown
     (line,) = (line for line in shown.splitlines() if line.lstrip().startswith("step 9 "))
@@ -114,22 +114,22 @@ def test_lines_say_rates_and_what_is_due(monkeypatch: pytest.MonkeyPatch) -> Non
     before = msgspec.structs.replace(EXAMPLE, time=EXAMPLE.time - 4, stall_seconds=1.8, stage_bytes={"write": 1000})
     now = EXAMPLE
     monkeypatch.setattr(time, "time", lambda: now.time)
-    line = View(Path("store"), Published(now, alive=True), now.committed, before).line()
+    line = WatchView(Path("store"), Published(now, alive=True), now.committed, before).line()
     assert line[8:] == (
         " step 12; durable: step 8; in flight: 9 writing 40%; writes 1.0 kB/s; stall 5.0%; "
         "next after step 19, in about 1.8 s"
     )
     stopped = msgspec.structs.replace(now, time=now.time - 60, failure="WriteError: gone")
-    line = View(Path("store"), Published(stopped, alive=True), now.committed, None).line()
+    line = WatchView(Path("store"), Published(stopped, alive=True), now.committed, None).line()
     assert "takes no more commits (WriteError: gone); silent for 60 s; step 12;" in line
-    line = View(Path("store"), Published(now, alive=False), now.committed, None).line()
+    line = WatchView(Path("store"), Published(now, alive=False), now.committed, None).line()
     assert line[8:] == " the engine of process 123 died; in flight was step 9 writing 40%; durable: step 8"
 
 
 def test_rates_are_those_of_the_last_seconds_of_one_engine(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
 
-    def at(seconds: float, **changes: Any) -> View:
+    def at(seconds: float, **changes: Any) -> WatchView:
         status = msgspec.structs.replace(EXAMPLE, time=EXAMPLE.time + seconds, **changes)
         (tmp_path / "status").write_bytes(encode_status(status))
         return watch.look()

@@ -43,7 +43,7 @@ from pccheck_async.transfer import available_cores
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.tuning import tune
 from pccheck_async.tuning.choice import FittedTimes, Point, fit_rounds
-from pccheck_async.tuning.trials import Sample, Trial, run_trial
+from pccheck_async.tuning.trials import Trial, TrialSample, run_trial
 from tests.support.warm import run_warm
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -172,7 +172,7 @@ def test_only_a_sample_of_a_large_checkpoint_is_written(tmp_path: Path, monkeypa
                 ends.append(offset + len(data))
             await super().write(file, offset, data)
 
-    async def recorded_trial(folder: Path, io: IO, point: Point, sample: Sample, host_memory: int) -> Trial:
+    async def recorded_trial(folder: Path, io: IO, point: Point, sample: TrialSample, host_memory: int) -> Trial:
         trial = await run_trial(folder, io, point, sample, host_memory)
         factor = nbytes / sample.nbytes
         scaled.append((point, Trial(trial.durable * factor, trial.captured * factor)))

@@ -1006,7 +1006,7 @@ def test_streams_are_kept_for_the_next_engine(
                 del it, saving, backend, pool
             assert len(cuda.streams) == 3  # two lanes, and snapshots
             assert (cuda.gathered > 0) is (library == "cupy")
-            assert CudaDevice(0).hold_up([CudaDevice(0).current()])
+            assert CudaDevice(0).order_after_copies([CudaDevice(0).current()])
             cuda.refuse_to_register = True
             with pytest.raises(RuntimeError, match="played"):
                 CudaDevice(0).register(0, 1)

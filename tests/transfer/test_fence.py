@@ -327,7 +327,7 @@ def test_fences_are_joined_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         lanes[name].later(partial(done.append, name))
         fence = fence.before(Fence({name: (other if name == "c" else device, lanes[name].record())}))
     lanes["a"].later(partial(done.append, "later"))
-    assert fence.hold_up()
+    assert fence.order_after_copies()
     assert [len(each.training.queue) for each in (device, other)] == [2, 1]
     device.training.synchronize()
     other.training.synchronize()

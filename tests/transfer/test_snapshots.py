@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.engine.capture import Captures
+from pccheck_async.engine.capture import StateReader
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import arrange, flatten
 from pccheck_async.state.cache import fingerprints
@@ -63,7 +63,7 @@ def test_every_save_of_a_changing_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_refused_state_spoils_nothing() -> None:
-    captures = Captures()
+    captures = StateReader()
     state = trained()
     first = captures.start(state, BACKEND)
     with pytest.raises(UnsupportedStateError, match="object"):
@@ -76,7 +76,7 @@ def test_a_refused_state_spoils_nothing() -> None:
 
 @pytest.mark.slow
 def test_snapshots_of_several_threads() -> None:
-    captures = Captures()
+    captures = StateReader()
     states = [{"t": [torch.full((n + 1,), float(n)) for _ in range(40)], "n": n} for n in range(3)]
     wrong: list[str] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pccheck_async.engine.capture import Captures
+from pccheck_async.engine.capture import StateReader
 from pccheck_async.state import Memos
 from pccheck_async.state.storages import Known
 from pccheck_async.transfer.copying import CopyBackend
@@ -100,7 +100,7 @@ def test_what_follows_from_others_is_known_while_they_are_the_same() -> None:
 def test_two_states_in_turn_are_planned_once_each() -> None:
     """Structure and memory stay: nothing is found out again, but for what the first save of a place remembers."""
     networks = [torch.nn.Linear(3, width) for width in (2, 4)]
-    captures, planner = Captures(), Planner(4096, 512)
+    captures, planner = StateReader(), Planner(4096, 512)
     found: list[list[Any]] = [[], []]
     for step in range(3):
         for number, network in enumerate(networks):

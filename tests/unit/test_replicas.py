@@ -10,14 +10,14 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state.boxes import alike, hash_of
 from pccheck_async.state.save import replicas
-from pccheck_async.state.save.replicas import Replica, Sample
+from pccheck_async.state.save.replicas import Replica, ReplicaSample
 
 EVERYONE = alike([0, 1, 2])
 
 
 def sampled(number: int, *, trained: tuple[str, ...] = (), **tensors: torch.Tensor) -> dict[str, int]:
     noted = [Replica(path, each, EVERYONE, path in trained) for path, each in tensors.items()]
-    folded, named = Sample(noted, number).digest()
+    folded, named = ReplicaSample(noted, number).digest()
     assert folded.keys() == ({hash_of([0, 1, 2])} if tensors else set())
     return named
 
@@ -46,8 +46,8 @@ def test_a_part_is_64_mib_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     other["a"][999] = 1.0
     assert [number for number in range(80) if differing(number, one, other)] == [39, 79]
     noted = [Replica("a", one["a"], EVERYONE, False)]
-    assert Sample(noted, 41).digest()[0] == {
-        hash_of([0, 1, 2]): (1, Sample(noted, 1).digest()[0][hash_of([0, 1, 2])][1])
+    assert ReplicaSample(noted, 41).digest()[0] == {
+        hash_of([0, 1, 2]): (1, ReplicaSample(noted, 1).digest()[0][hash_of([0, 1, 2])][1])
     }
 
 

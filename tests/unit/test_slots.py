@@ -12,19 +12,19 @@ from pccheck_async.errors import DamagedError
 from pccheck_async.format import Entry, Record
 from pccheck_async.format.record import MOST_SLOT, slot_name
 from pccheck_async.medium import File
-from pccheck_async.store.slots import Decision, Slots, SlotTable, open_slots
+from pccheck_async.store.slots import SlotDecision, Slots, SlotTable, open_slots
 from pccheck_async.testing import CrashDisk, CrashWriter, WrappingWriter
 
 
 def test_first_slots_are_created() -> None:
     table = SlotTable({}, (), in_flight=2, kept=1)
     assert table.missing() == [0, 1, 2]
-    assert table.decide(100) == Decision(0, create=True)
+    assert table.decide(100) == SlotDecision(0, create=True)
 
 
 def test_the_smallest_fitting_slot_is_reused() -> None:
     table = SlotTable({0: 500, 1: 100, 2: 200}, (), in_flight=2, kept=1)
-    assert table.decide(150) == Decision(2)
+    assert table.decide(150) == SlotDecision(2)
 
 
 def test_what_was_superseded_last_is_written_over_last() -> None:
@@ -32,11 +32,11 @@ def test_what_was_superseded_last_is_written_over_last() -> None:
     table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
     table.note_committed([1])
     table.note_committed([0])
-    assert table.decide(100) == Decision(2)
-    assert table.decide(100, passed_over=[2]) == Decision(1)
-    assert table.decide(300) == Decision(3, create=True, remove=2)
+    assert table.decide(100) == SlotDecision(2)
+    assert table.decide(100, passed_over=[2]) == SlotDecision(1)
+    assert table.decide(300) == SlotDecision(3, create=True, remove=2)
     table.note_committed([2])
-    assert table.decide(100) == Decision(1)
+    assert table.decide(100) == SlotDecision(1)
 
 
 def test_what_was_superseded_last_is_removed_last() -> None:
@@ -52,14 +52,14 @@ def test_what_was_superseded_last_is_removed_last() -> None:
 
 def test_a_small_slot_is_replaced_under_a_new_number() -> None:
     table = SlotTable({0: 100, 1: 100}, (1,), in_flight=1, kept=1)
-    assert table.decide(150) == Decision(2, create=True, remove=0)
+    assert table.decide(150) == SlotDecision(2, create=True, remove=0)
 
 
 def test_committed_leased_and_read_slots_are_never_chosen() -> None:
     table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.start_reading(0)
     table.lease(1)
-    assert table.decide(100) == Decision(2)
+    assert table.decide(100) == SlotDecision(2)
     table.lease(2)
     table.note_committed([2])
     assert table.free() == []  # 0 is read, 1 leased, 2 committed
@@ -70,11 +70,11 @@ def test_committed_leased_and_read_slots_are_never_chosen() -> None:
 def test_readers_cost_one_slot_and_then_waiting() -> None:
     table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.lease(1)
-    assert table.decide(100, passed_over=[2]) == Decision(3, create=True)
+    assert table.decide(100, passed_over=[2]) == SlotDecision(3, create=True)
     table.created(3, 100)
     table.lease(3)
     table.release(1)
-    assert table.decide(100, passed_over=[2, 1]) == Decision(None)
+    assert table.decide(100, passed_over=[2, 1]) == SlotDecision(None)
 
 
 def test_the_extra_slot_goes_when_the_reader_left() -> None:
@@ -84,7 +84,7 @@ def test_the_extra_slot_goes_when_the_reader_left() -> None:
 
 def test_fewer_kept_than_found() -> None:
     table = SlotTable(dict.fromkeys(range(5), 100), (0, 1, 2, 3, 4), in_flight=1, kept=1)
-    assert table.decide(100) == Decision(5, create=True)
+    assert table.decide(100) == SlotDecision(5, create=True)
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2, 9])
@@ -171,7 +171,7 @@ def test_a_slot_that_is_read_and_committed_costs_no_further_one() -> None:
     table = SlotTable({0: 8, 1: 8}, [0], in_flight=1, kept=1)
     table.lease(1)
     table.start_reading(0)
-    assert table.decide(8) == Decision(None)
+    assert table.decide(8) == SlotDecision(None)
 
 
 @pytest.mark.parametrize(("sizes", "lost"), [({0: 8}, 1), ({MOST_SLOT: 8}, 0)])

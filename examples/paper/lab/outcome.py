@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from examples.paper.lab.table import TableError
-from pccheck_async.bench.machine import Place
+from pccheck_async.bench.machine import BenchPlace
 
 __all__ = ["MethodInfo", "Outcome", "TimelineFiles", "file_name", "read_outcome", "read_outcomes", "replace_file"]
 
@@ -81,7 +81,7 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     quick: bool
     repetitions: int | None = None
     methods: list[str] | None = None
-    place: Place
+    place: BenchPlace
     versions: dict[str, str] = {}
     notes: list[str] = []
     table: str = ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from examples.paper.lab.medians import median_interval
-from pccheck_async.bench.machine import Place
+from pccheck_async.bench.machine import BenchPlace
 
 __all__ = ["Measured", "Result", "Row", "Sample", "series", "sum_up"]
 
@@ -100,7 +100,7 @@ class Result:
     state_bytes: int
     rounds: int
     baseline: str
-    place: Place
+    place: BenchPlace
     limits: dict[str, list[float]] = field(default_factory=dict)
     limit_ways: dict[str, str] = field(default_factory=dict)
 

@@ -20,11 +20,11 @@ from pccheck_async.group import Address, Group, Meeting, Ranks, is_group_folder,
 from pccheck_async.integrations.dcp.ids import ID_KEY, step_of
 from pccheck_async.state import Owners
 
-__all__ = ["Place", "Saves", "place_for", "saves_of"]
+__all__ = ["SavePlace", "Saves", "place_for", "saves_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SavePlace:
     """Where the ranks of a save find one another, None: there is one rank, and a store of its own; and how many."""
 
     address: Address | None
@@ -100,7 +100,7 @@ class Saves:
         self._core = None
         if core is not None:
             _close(core)
-        if not isinstance(place, Place):
+        if not isinstance(place, SavePlace):
             raise GroupError(
                 "the plan of this save was made for another StorageWriter, and enable_plan_caching reuses it: "
                 "use planners of different classes for different writers, or none that cache"
@@ -196,16 +196,16 @@ def forget(root: str) -> Saves | None:
         return _saves.pop((os.getpid(), root), None)
 
 
-def place_for(root: str, world: int) -> Place:
+def place_for(root: str, world: int) -> SavePlace:
     """Return where the ranks of a save find one another: at a store that this process, the coordinator, serves."""
     alone = world == 1 and not is_group_folder(root) and not (dist.is_initialized() and dist.get_world_size() == 1)
     if alone:
-        return Place(None, 1)
+        return SavePlace(None, 1)
     with _lock:
         meeting = _meetings.get(os.getpid())
         if meeting is None:
             meeting = _meetings[os.getpid()] = Meeting(world)
-    return Place(meeting.address, world)
+    return SavePlace(meeting.address, world)
 
 
 @atexit.register

@@ -21,7 +21,7 @@ import torch
 from pccheck_async.format import dtypes
 from pccheck_async.state.cache.fingerprints import look_at
 from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.storages import Layout, Origins, View, lay_out, view_of
+from pccheck_async.state.storages import Layout, Origins, StorageView, lay_out, view_of
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -94,13 +94,13 @@ class LayoutCache:
         sources = last.sources.with_memory(place.addresses, owners)
         return replace(last, sources=sources, look=None if views else look)
 
-    def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
+    def _split(self, leaves: Leaves) -> tuple[list[Any], list[StorageView | None]]:
         values = leaves.values
         if not self._arrays:
             return values, []
         return [values[number] for number in self._tensors], [view_of(n, leaves[n]) for n in self._arrays]
 
-    def _forms_of_arrays(self, leaves: Leaves, views: list[View | None]) -> Iterator[Any]:
+    def _forms_of_arrays(self, leaves: Leaves, views: list[StorageView | None]) -> Iterator[Any]:
         for number, view in zip(self._arrays, views, strict=True):
             array: Any = leaves.values[number]
             yield array.dtype.str, array.shape, dtypes.numpy_name(array.dtype)
@@ -132,11 +132,11 @@ class _Place(NamedTuple):
     addresses: npt.NDArray[np.uint64]
 
 
-def _base(view: View | None) -> int:
+def _base(view: StorageView | None) -> int:
     return 0 if view is None else view.memory[1]
 
 
-def _span(view: View | None) -> tuple[int, int]:
+def _span(view: StorageView | None) -> tuple[int, int]:
     """Return the offsets in its storage at which a view begins and ends, in bytes; (0, 0) for None."""
     return (view.low - view.memory[1], view.high - view.memory[1]) if view is not None else (0, 0)
 
@@ -144,7 +144,7 @@ def _span(view: View | None) -> tuple[int, int]:
 class _Relations:
     """Which leaves lie in one storage, and that different storages do not overlap."""
 
-    def __init__(self, views: Sequence[View | None]) -> None:
+    def __init__(self, views: Sequence[StorageView | None]) -> None:
         bases = np.array([*map(_base, views)], np.int64)
         lows, highs = np.array([*map(_span, views)], np.int64).reshape(-1, 2).T
         self._with_bytes = np.flatnonzero(lows < highs)

@@ -20,7 +20,7 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Action, dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry, span
 from pccheck_async.format.skeleton import ComposedNode, Node, PickledNode, ShardedNode, StatefulNode, arrays, walk
-from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.ambient import refuse_tracing, without_modes
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, is_as_stored, place_of, steps_of
@@ -62,7 +62,7 @@ class Restoration:
 
     def clear_gradients(self) -> int:
         """Set the gradients of restored tensors to None, as in a process that was just started; return their number."""
-        with apart():
+        with without_modes():
             leaves = {id(each): each for each in self.trained if each.is_leaf and each.grad is not None}
             for tensor in leaves.values():
                 tensor.grad = None
@@ -101,7 +101,7 @@ def allocate(
     def finish() -> Any:
         _warn_of_unpickling(pickled.values())
         values = partial(rebuild, skeleton, lambda index: allocation.array(index, place), composed=compose)
-        with apart():  # this may be the caller's thread
+        with without_modes():  # this may be the caller's thread
             return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
 
     return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
@@ -237,7 +237,7 @@ class _Binding:
         self._arrays: dict[int, Array] = {}  # that have the stored bytes at the end
         self._values: list[Any] = []
         tensors = found.manifest.tensors
-        with apart():
+        with without_modes():
             self._live = {fill.number: _Live(fill, tensors[fill.number], by_address) for fill in found.fills}
         self._allocation = Allocation(found.manifest, ())
         self._boxes: tuple[Wanted, ...] = ()
@@ -287,7 +287,7 @@ class _Binding:
             index: device for index, device in found.preferred.items() if device.type == "cuda" and self._by_address
         }
         gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
-        with apart():
+        with without_modes():
             self._boxes = tuple([one.placed(self._by_address) for one in found.resharded])
             self._allocation = Allocation(self._manifest, sorted((wanted | self._live.keys()) - direct), preferred)
             targets = Targets([*self._allocation.targets(), *self._in_place()])
@@ -305,7 +305,7 @@ class _Binding:
         found = self._found
         _warn_of_unpickling([path for path, _ in found.unpickled.values()])
         increment = torch.autograd.graph.increment_version
-        with apart():
+        with without_modes():
             for live in self._live.values():
                 if not live.in_place:
                     _copy(live, self._allocation.array(live.index))

@@ -19,7 +19,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import ComposedNode, DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
-from pccheck_async.state.ambient import apart
+from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import patterns
 from pccheck_async.state.cache import tree_cache as cached
@@ -610,7 +610,7 @@ class _Flattener:
         if len(found) != len(then):
             return None
         if isinstance(value, torch.nn.Module):
-            with apart():
+            with without_modes():
                 if len(state) != len(found) or not all(map(_is_detached, then, found)):
                     return None
             del self._plain[plain:], self._places[plain:]  # versions in the metadata: those of the classes

@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     """else the checksum."""
 
 
-class Sample:
+class ReplicaSample:
     """A rank's bytes in the compared ranges, as they were when this was made.
 
     Bytes in host memory are read then. Those on devices are copied on the current streams, and read by :meth:`digest`.

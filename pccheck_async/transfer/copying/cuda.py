@@ -18,7 +18,7 @@ from pccheck_async.errors import CheckpointError
 from pccheck_async.state import HOST, Sources
 from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.base import CopyBackend, CopyStatistics
-from pccheck_async.transfer.copying.devices import Device, Event, Fence, Fenced
+from pccheck_async.transfer.copying.devices import Device, DeviceEvent, Fence, Fenced
 from pccheck_async.transfer.copying.lanes import Copier, Lane, Ranges, Snapshot, compacted, gaps, merged
 from pccheck_async.transfer.copying.snapshot import DeviceMode, Pace, decide, spare
 from pccheck_async.transfer.memory import address_of
@@ -127,7 +127,7 @@ class CudaCopy(CopyBackend):
         await super().scatter(source, checksum, segments, keepalive)
         base, nbytes = address_of(source), source.nbytes
 
-        def start(ends: list[Event]) -> None:
+        def start(ends: list[DeviceEvent]) -> None:
             for index, table in segments.devices.items():
                 ends.append(self._copiers[index].lane().scatter(table, base, nbytes))
 
@@ -152,9 +152,9 @@ class CudaCopy(CopyBackend):
     async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, on_fence: Fenced | None) -> Ranges:
         """Copy the devices' segments into a buffer, on the devices. Returns the ranges written, in order."""
         filled: list[Ranges] = []
-        last: dict[Lane, tuple[Device, Event]] = {}
+        last: dict[Lane, tuple[Device, DeviceEvent]] = {}
 
-        def start(ends: list[Event]) -> None:
+        def start(ends: list[DeviceEvent]) -> None:
             for index, table in devices.items():
                 others = [other for key, other in devices.items() if key != index]
                 foreign = np.concatenate(others) if others else None
@@ -171,7 +171,7 @@ class CudaCopy(CopyBackend):
         return ordered
 
     async def _perform(
-        self, start: Callable[[list[Event]], None], base: int, queued: Callable[[], None] | None = None
+        self, start: Callable[[list[DeviceEvent]], None], base: int, queued: Callable[[], None] | None = None
     ) -> None:
         """Start copies to or from the buffer at ``base``, and wait until they ended, cancelled or not.
 
@@ -179,7 +179,7 @@ class CudaCopy(CopyBackend):
         """
 
         def start_and_wait() -> None:
-            ends: list[Event] = []
+            ends: list[DeviceEvent] = []
             try:
                 start(ends)
             finally:
@@ -189,7 +189,7 @@ class CudaCopy(CopyBackend):
             if not self.pinning.holds(base):
                 await self._waiting.call(start_and_wait)  # copies of unregistered memory block
                 return
-            ends: list[Event] = []
+            ends: list[DeviceEvent] = []
             try:
                 await self._launching.call(start, ends)  # does not wait for other chunks: the device always has work
                 if queued is not None:
@@ -347,7 +347,7 @@ def _end(future: asyncio.Future[Any], result: object, error: BaseException | Non
         future.set_exception(error)
 
 
-def _synchronize(events: Sequence[Event]) -> None:
+def _synchronize(events: Sequence[DeviceEvent]) -> None:
     """Wait for all events even if one fails; raise the first failure at the end."""
     failure: Exception | None = None
     for event in events:

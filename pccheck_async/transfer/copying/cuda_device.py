@@ -26,9 +26,9 @@ _SMALLEST_TABLE: Final = 64 << 10
 class CudaDevice:
     """One CUDA device. Creating it touches no device.
 
-    All methods but :meth:`current` and :meth:`hold_up` are called on threads of the engine only. They set the current
-    device there and leave it set: setting it back would create a context on device 0, which takes memory there for
-    every process of the machine.
+    All methods but :meth:`current` and :meth:`order_after_copies` are called on threads of the engine only. They set
+    the current device there and leave it set: setting it back would create a context on device 0, which takes memory
+    there for every process of the machine.
     """
 
     def __init__(self, index: int) -> None:
@@ -40,7 +40,7 @@ class CudaDevice:
                 raise RuntimeError("the current stream is being recorded as a CUDA graph; save and restore outside it")
         return CudaEvent(self.index, torch.cuda.current_stream(self.index))
 
-    def hold_up(self, events: Sequence[CudaEvent]) -> bool:
+    def order_after_copies(self, events: Sequence[CudaEvent]) -> bool:
         with torch.cuda.device(self.index):
             if torch.cuda.is_current_stream_capturing():
                 return False  # a graph must not wait for work outside it

@@ -8,16 +8,16 @@ from typing import Any, Protocol, TypeAlias
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
 from pccheck_async.transfer.plan import Table
 
-__all__ = ["Block", "Device", "Event", "Fence", "Fenced", "Stream"]
+__all__ = ["Block", "Device", "DeviceEvent", "Fence", "Fenced", "Stream"]
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
         """Block until all work before it ended. Called on the engine's threads. Raises the error of that work."""
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Return the time between two events that were recorded with ``timed`` and have passed."""
 
 
@@ -58,7 +58,7 @@ class Stream(Protocol):
     def keep(self, memory: Any) -> None:
         """Keep a reference to memory until the work so far has ended."""
 
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         """Return an event behind all work so far, which holds the references of :meth:`keep`."""
 
     def synchronize(self) -> None:
@@ -76,7 +76,7 @@ class Device(Protocol):
         Raises RuntimeError if that stream is being recorded as a graph.
         """
 
-    def hold_up(self, events: Sequence[Any]) -> bool:
+    def order_after_copies(self, events: Sequence[Any]) -> bool:
         """Order later work of the calling thread's current stream after events of streams of this device.
 
         False if that cannot be done (the stream is being recorded as a graph).
@@ -102,22 +102,22 @@ class Fence:
     device and an event behind the last copy.
     """
 
-    def __init__(self, ends: Mapping[Any, tuple[Device, Event]]) -> None:
+    def __init__(self, ends: Mapping[Any, tuple[Device, DeviceEvent]]) -> None:
         self._ends = dict(ends)
 
     def before(self, later: Fence) -> Fence:
         """Return a fence behind both; on streams that both contain, the copies of ``later`` were queued later."""
         return Fence(self._ends | later._ends)
 
-    def hold_up(self) -> bool:
+    def order_after_copies(self) -> bool:
         """Order later work on the calling thread's current stream of each device after the copies.
 
         False if a stream cannot wait: then reads are known to have ended only when the capture has ended.
         """
-        events: dict[int, tuple[Device, list[Event]]] = {}
+        events: dict[int, tuple[Device, list[DeviceEvent]]] = {}
         for device, event in self._ends.values():
             events.setdefault(device.index, (device, []))[1].append(event)
-        return all(device.hold_up(ends) for device, ends in events.values())
+        return all(device.order_after_copies(ends) for device, ends in events.values())
 
 
 Fenced: TypeAlias = Callable[[Fence], None]

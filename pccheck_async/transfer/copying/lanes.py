@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pccheck_async.telemetry import write
-from pccheck_async.transfer.copying.devices import Block, Device, Event, Stream
+from pccheck_async.transfer.copying.devices import Block, Device, DeviceEvent, Stream
 from pccheck_async.transfer.copying.snapshot import Account, Pace
 from pccheck_async.transfer.plan import Table
 
@@ -60,8 +60,8 @@ class Snapshot(NamedTuple):
 
     addresses: Table
     memory: Block
-    copied: Event
-    started: Event
+    copied: DeviceEvent
+    started: DeviceEvent
 
 
 class Copier:
@@ -130,7 +130,7 @@ class Lane:
         with self._guard:
             self._stream.wait(event)
 
-    def gather(self, table: Table, foreign: Table | None, base: int, nbytes: int) -> tuple[Event, Ranges]:
+    def gather(self, table: Table, foreign: Table | None, base: int, nbytes: int) -> tuple[DeviceEvent, Ranges]:
         """Start to fill the buffer of ``nbytes`` at ``base``; ``foreign`` are segments of other devices in the chunk.
 
         Returns:
@@ -150,7 +150,7 @@ class Lane:
                 stream.to_host(base + offset, address, length)
             return stream.record(), found.filled
 
-    def scatter(self, table: Table, base: int, nbytes: int) -> Event:
+    def scatter(self, table: Table, base: int, nbytes: int) -> DeviceEvent:
         """Start to copy a buffer's segments to the device (see :meth:`gather`). Returns the event behind the copies."""
         with self._guard, _whole(self._stream) as stream:
             found, scratch = self._split(table, None, nbytes)
@@ -164,7 +164,7 @@ class Lane:
                 stream.to_device(address, base + offset, length)
             return stream.record()
 
-    def _split(self, table: Table, foreign: Table | None, nbytes: int) -> tuple[Split, int]:
+    def _split(self, table: Table, foreign: Table | None, nbytes: int) -> tuple[LaneSplit, int]:
         """Split the segments; all count as large if the device has no memory for a scratch image."""
         found = split(table, foreign, _LARGE)
         if not len(found.small):
@@ -229,7 +229,7 @@ def _whole(stream: Stream) -> Iterator[Stream]:
         raise
 
 
-class Split(NamedTuple):
+class LaneSplit(NamedTuple):
     """The segments of one device in one chunk, by how they are copied.
 
     Large ones are copied one by one, small ones through the scratch image: ``runs`` are the ranges copied between image
@@ -248,7 +248,7 @@ class Split(NamedTuple):
         return ranges[np.argsort(ranges[:, 0], kind="stable")]
 
 
-def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> Split:
+def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> LaneSplit:
     """Split the segments of one device, in any order; those of ``large`` bytes or more are copied by themselves.
 
     No run covers ``foreign`` segments, those of other devices in the same chunk: devices copy concurrently.
@@ -256,7 +256,7 @@ def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> Sp
     is_large = table[:, 2] >= large
     alone, small = table[is_large], table[~is_large]
     if not len(small):
-        return Split(alone, small, np.empty((0, 2), np.int64))
+        return LaneSplit(alone, small, np.empty((0, 2), np.int64))
     small = small[np.argsort(small[:, 1], kind="stable")]
     lows = small[:, 1]
     reach = np.maximum.accumulate(lows + small[:, 2])
@@ -265,7 +265,7 @@ def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> Sp
     far = lows[1:] > reach[:-1] + np.uint64(_APART)
     starts = np.flatnonzero(np.concatenate(([True], far | (before[1:] != before[:-1]))))
     ends = np.append(starts[1:], len(small)) - 1
-    return Split(alone, small, np.stack((lows[starts], reach[ends]), axis=1).astype(np.int64))
+    return LaneSplit(alone, small, np.stack((lows[starts], reach[ends]), axis=1).astype(np.int64))
 
 
 def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:

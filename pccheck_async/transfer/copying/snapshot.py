@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Account", "Decision", "DeviceMemory", "DeviceMode", "Pace", "decide", "spare"]
+__all__ = ["Account", "DeviceMemory", "DeviceMode", "Pace", "SnapshotDecision", "decide", "spare"]
 
 DeviceMode = Literal["auto", "snapshot", "stream"]
 
@@ -24,7 +24,7 @@ class DeviceMemory:
     peak: int
 
 
-class Decision(NamedTuple):
+class SnapshotDecision(NamedTuple):
     """Whether to take a snapshot on the device, and why, in one sentence."""
 
     snapshot: bool
@@ -91,7 +91,7 @@ def decide(
     total_bytes: int,
     device_seconds: float | None,
     host_seconds: float | None,
-) -> Decision:
+) -> SnapshotDecision:
     """Decide by CheckFreq's rule: a snapshot if Mmax - M > m and Tog <= Toc.
 
     Args:
@@ -105,23 +105,23 @@ def decide(
     """
     needed = f"a snapshot takes {_mib(state_bytes)}, and training leaves {_mib(spare_bytes)} of the device's memory"
     if mode == "stream":
-        return Decision(False, "streamed to the host: asked for")
+        return SnapshotDecision(False, "streamed to the host: asked for")
     if mode == "snapshot":
         if spare_bytes < state_bytes:
-            return Decision(False, f"streamed to the host: {needed}")
-        return Decision(True, "snapshot on the device: asked for")
+            return SnapshotDecision(False, f"streamed to the host: {needed}")
+        return SnapshotDecision(True, "snapshot on the device: asked for")
     if host_seconds is None:
         unknown = "the first capture shows how long that takes, and training after it how much memory it needs"
-        return Decision(False, f"streamed to the host: {unknown}")
+        return SnapshotDecision(False, f"streamed to the host: {unknown}")
     reserve = total_bytes // _RESERVED_SHARE
     if spare_bytes <= state_bytes + reserve:
-        return Decision(False, f"streamed to the host: {needed}, of which {_mib(reserve)} stay in reserve")
+        return SnapshotDecision(False, f"streamed to the host: {needed}, of which {_mib(reserve)} stay in reserve")
     if device_seconds is None:
-        return Decision(True, f"snapshot on the device: {needed}")
+        return SnapshotDecision(True, f"snapshot on the device: {needed}")
     times = f"{device_seconds:.4f} s on the device, {host_seconds:.4f} s of waiting for the host"
     if device_seconds > host_seconds:
-        return Decision(False, f"streamed to the host: a copy takes {times}")
-    return Decision(True, f"snapshot on the device: a copy takes {times}; {needed}")
+        return SnapshotDecision(False, f"streamed to the host: a copy takes {times}")
+    return SnapshotDecision(True, f"snapshot on the device: a copy takes {times}; {needed}")
 
 
 def _mib(nbytes: int) -> str:

@@ -16,7 +16,7 @@ from examples.paper.lab.outcome import MethodInfo, Outcome, read_outcomes, repla
 from examples.paper.lab.report.summary import Comparison, compare, count
 from examples.paper.lab.report.tables import REFERENCES, Summed, amount, number, sum_up
 from examples.paper.lab.table import Row, TableError, read_rows
-from pccheck_async.bench.machine import Place
+from pccheck_async.bench.machine import BenchPlace
 
 __all__ = ["write_report"]
 
@@ -73,7 +73,7 @@ class _Section:
 class _Machine:
     """A place, the packages there, and the experiments that ran with both."""
 
-    place: Place
+    place: BenchPlace
     versions: dict[str, str]
     experiments: list[str]
 
