@@ -182,7 +182,7 @@ class StateReader:
         """
         refuse_tracing("checkpoint")
         memo = self._memos.of(state)
-        tally = None if self.owners is None else self.owners.begin(state)
+        tally = None if self.owners is None else self.owners.begin(state, memo)
         flat = flatten_unchecked(state, memo.outline, tally=tally, allow_pickle=self.allow_pickle)
         if flat.pickled and not self._told_pickled:
             self._told_pickled = True

@@ -28,6 +28,7 @@ from pccheck_async.format.skeleton import (
     Node,
     OrderedDictNode,
     ShardedNode,
+    StatefulNode,
     SurrogateStrNode,
     children,
 )
@@ -151,12 +152,19 @@ def encode_again(manifest: Manifest, known: _Known) -> bytes:
     A manifest is encoded twice, first for its length; its tables are the same while the state's structure is. ``known``
     remembers the bytes. Raises UnsupportedStateError (see :func:`encode`).
     """
-    large = {name: getattr(manifest, name) for name in ("skeleton", "tensors", "storages")}
-    encoded = {
-        name: known.get(name, (part,)) or known.set(name, (part,), msgspec.Raw(_ENCODER.encode(part)))
-        for name, part in large.items()
-    }
-    return encode(structs.replace(manifest, **encoded))
+
+    def encoded(name: str, part: Any) -> Any:
+        return known.get(name, (part,)) or known.set(name, (part,), msgspec.Raw(_ENCODER.encode(part)))
+
+    skeleton = manifest.skeleton
+    if isinstance(skeleton, (DictNode, OrderedDictNode)):  # of a training state, all but a few numbers are in objects
+        values = [
+            encoded(f"value {number}", value) if type(value) is StatefulNode else value
+            for number, value in enumerate(skeleton.values)
+        ]
+        skeleton = structs.replace(skeleton, values=values)
+    tables = {name: encoded(name, getattr(manifest, name)) for name in ("tensors", "storages")}
+    return encode(structs.replace(manifest, skeleton=skeleton, **tables))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:

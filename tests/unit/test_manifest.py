@@ -21,7 +21,15 @@ from pccheck_async.format.manifest import (
     encode_again,
     span,
 )
-from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node, OrderedDictNode, ShardedNode
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    DictNode,
+    ListNode,
+    Node,
+    OrderedDictNode,
+    ShardedNode,
+    StatefulNode,
+)
 from pccheck_async.state import allocate
 from pccheck_async.state.storages import Known
 from tests.support.round_trip import save
@@ -138,6 +146,14 @@ def test_parts_that_are_not_encoded_again_are_the_same() -> None:
         msgspec.structs.replace(first, tensors=(tensor(requires_grad=True), *first.tensors[1:])),
         msgspec.structs.replace(first, skeleton=DictNode(["x", "y"], [ArrayNode(1), ArrayNode(0)])),
         msgspec.structs.replace(first, storages=(StorageEntry(0, 24), StorageEntry(128, 24))),
+        *(
+            msgspec.structs.replace(first, skeleton=DictNode(["x", "y", "n"], [one, other, step]))
+            for one, other, step in (
+                (StatefulNode(ArrayNode(1)), StatefulNode(ListNode([ArrayNode(0)])), 1),
+                (StatefulNode(ArrayNode(1)), StatefulNode(ListNode([ArrayNode(0), 5])), 2),
+                (ListNode([ArrayNode(0)]), StatefulNode(ArrayNode(1)), StatefulNode(3)),
+            )
+        ),
         first,
     ):
         for _ in range(2):

@@ -28,6 +28,8 @@ class Memo:
         self.outline: Outline | None = None
         self.layout: LayoutCache | None = None
         self.constants = Constants()
+        self.replicas: Any = None
+        """The replicas in the state, by the objects that have them (see :class:`.owners.Owners`)."""
         self.torn = TornLeaves() if torn is None else torn
 
 

@@ -326,7 +326,10 @@ class _Flattener:
             new.plain_at.append(len(self._plain) + place - first)
             new.nodes.append(remade(last.patterns[item], last.nodes[item], place, numbers, fresh))
         leaves.detached += [each for each in last.detached if last.leaves_at[at] <= each.start < end]
-        self._plain += map(_kept, found[: last_plain - first])
+        kept = last.plain[first:last_plain]
+        for number in numbers:
+            kept[number - first] = _kept(found[number - first])
+        self._plain += kept
         self._places += last.places[first:last_plain]
         return stop
 

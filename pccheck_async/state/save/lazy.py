@@ -60,7 +60,7 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def lazy_sources(
-    layout: Layout, leaves: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer], objects: Iterable[Any] = ()
+    layout: Layout, leaves: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer], objects: Sequence[Any] = ()
 ) -> tuple[_Which, bool]:
     """Return which sources lie in memory that only steps of ``optimizers`` change, and whether all do.
 
@@ -68,7 +68,7 @@ def lazy_sources(
     It is remembered if all tensors of the optimizers are leaves, while these are the same objects and lie as they did:
     whether they require gradients is part of the layout.
     """
-    optimizers, changing = [*optimizers], changed_by_forward(objects)
+    optimizers, changing = [*optimizers], changed_by_forward(objects) if objects else []
     looked = layout.look is not None and layout.look.same and not changing and same_tensors is not None
     of = (layout.sources.addresses,)
     kept: list[Any] = []

@@ -22,6 +22,7 @@ from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import ArrayNode
 from pccheck_async.state import paths
 from pccheck_async.state.boxes import Holders, alike, hash_of, holders_in
+from pccheck_async.state.cache.memo import Memo
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.state.save.replicas import Replica
 from pccheck_async.state.stateful import containers_and_objects
@@ -68,16 +69,20 @@ class Owners:
             for globs in (replicated, trusted)
         )
         self._differing = differing
-        self._replicas: tuple[list[Any], _Replicas, frozenset[str]] = ([], lambda _: None, frozenset())
 
-    def begin(self, state: Mapping[str, Any]) -> Tally:
-        """Return the tally of one state, whose methods are called in the order in which the state is walked."""
+    def begin(self, state: Mapping[str, Any], memo: Memo | None = None) -> Tally:
+        """Return the tally of one state, whose methods are called in the order in which the state is walked.
+
+        ``memo`` is that of the state.
+        """
         objects = [(path, part) for path, part in containers_and_objects(state) if isinstance(part, _REPLICATED)]
         key = [(path, weakref.ref(part), _ids(part)) for path, part in objects]
-        known, replicas, trained = self._replicas
-        if key != known:
-            replicas, trained = _replicas_in(objects)
-            self._replicas = key, replicas, trained
+        found = None if memo is None else memo.replicas
+        if found is None or found[0] != key:
+            found = key, *_replicas_in(objects)
+            if memo is not None:
+                memo.replicas = found
+        _, replicas, trained = found
         return Tally(self, replicas, trained, self._differing())
 
     def saved_apart(self, state: Mapping[str, Any], manifest: Manifest) -> dict[str, int]:

@@ -183,4 +183,6 @@ class TornLeaves:
 
     def _eager(self) -> set[str]:
         """Return the paths of the leaves that are captured eagerly now."""
+        if not self._eager_since:
+            return set()
         return {path for path, since in self._eager_since.items() if self._ended < since + _EAGER}
