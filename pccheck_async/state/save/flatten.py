@@ -319,12 +319,13 @@ class _Flattener:
             self._again += self._answers  # those that are walked now are not asked twice
         end, last_plain = last.leaves_at[stop], last.plain_at[stop]
         del leaves.values[end:], leaves.paths[end:]
-        numbers = [*fresh]
-        for item in range(at, stop):
-            place = last.plain_at[item]
-            new.leaves_at.append(last.leaves_at[item])
-            new.plain_at.append(len(self._plain) + place - first)
-            new.nodes.append(remade(last.patterns[item], last.nodes[item], place, numbers, fresh))
+        numbers, shift = [*fresh], len(self._plain) - first
+        nodes, plain_at = last.nodes[at:stop], last.plain_at[at:stop]
+        for item in {bisect_right(last.plain_at, number) - 1 for number in numbers}:
+            nodes[item - at] = remade(last.patterns[item], last.nodes[item], last.plain_at[item], numbers, fresh)
+        new.leaves_at += last.leaves_at[at:stop]
+        new.plain_at += [place + shift for place in plain_at] if shift else plain_at
+        new.nodes += nodes
         leaves.detached += [each for each in last.detached if last.leaves_at[at] <= each.start < end]
         kept = last.plain[first:last_plain]
         for number in numbers:
