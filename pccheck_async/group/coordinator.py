@@ -194,6 +194,8 @@ class Coordinator:
     def _receive_found(self, message: Found) -> list[AnyDecision]:
         self._found[message.rank] = message
         homes, hosts = self._roster.homes, self._roster.hosts
+        if not homes:
+            raise ValueError("records were found before all ranks said hello")
         if len(self._found) < len({*homes}):
             return []
         stores = [store for rank in sorted(self._found) for store in self._found[rank].stores]
