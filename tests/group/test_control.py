@@ -129,7 +129,7 @@ def test_a_server_that_gets_too_few_threads_leaves_none(left: int, monkeypatch: 
     limit_threads(monkeypatch, left)
     with pytest.raises(ReadError, match=r"pids\.max"):
         Server(Coordinator(2, Retention(), 7), 2, SECONDS)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize("left", range(2))
@@ -140,7 +140,7 @@ def test_a_client_that_gets_too_few_threads_leaves_none(left: int, monkeypatch: 
             limit_threads(patch, left)
             with pytest.raises(ReadError, match=r"pids\.max"):
                 Client(it.server.address, 1, it.learned.put, it.lost.put)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
 
 
 def opened(folder: Path) -> str:
@@ -156,7 +156,7 @@ def test_a_store_that_rank_0_cannot_open_leaves_no_thread(tmp_path: Path) -> Non
     (tmp_path / "rank-00000").write_text("a file")
     before = threading.active_count()
     assert "rank-00000" in opened(tmp_path)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.mark.slow
