@@ -158,7 +158,7 @@ class Known:
         last = self._values.get(name)
         if last is None or len(last[0]) != len(of):
             return None
-        for then, now in zip(last[0], of, strict=True):
+        for then, now in zip(last[0], of):  # noqa: B905 - faster
             if then is not now and (type(now) not in _COMPARED or then != now):
                 return None
         return last[1]

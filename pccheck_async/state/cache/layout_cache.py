@@ -92,7 +92,10 @@ class LayoutCache:
         if self._packings or not self._in_order:
             owners = self._owners(leaves, owners)
         sources = last.sources.with_memory(place.addresses, owners)
-        return replace(last, sources=sources, look=None if views else look)
+        looked = None if views else look
+        return Layout(  # replace() takes longer
+            last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks, last.known, looked
+        )
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[StorageView | None]]:
         values = leaves.values

@@ -57,7 +57,12 @@ class Outline:
 
     def holds(self, make: Any, attributes: int, keys: list[str]) -> bool:
         """Return whether a mapping has these keys, and classes are as they were."""
-        return make is self.make and attributes == self.attributes and keys == self.keys and same_classes(self.classes)
+        return (
+            make is self.make
+            and attributes == self.attributes
+            and keys == self.keys
+            and (not self.classes or same_classes(self.classes))
+        )
 
 
 def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:

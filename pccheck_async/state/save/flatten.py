@@ -85,8 +85,10 @@ def _flatten(state: Mapping[str, Any], last: Outline | None, flattener: _Flatten
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
-    with refusing_depth():
+    try:
         root, outline = flattener.root(state, last)
+    except RecursionError:
+        raise _too_deep() from None
     has = flattener.has_sharded, flattener.has_composed
     return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, *has)
 
@@ -134,8 +136,10 @@ def flatten_live(state: Mapping[str, Any]) -> LiveTree:
     Nothing is refused: what saving would refuse may be replaced by the stored value, or take a part of it.
     """
     flattener = _Flattener(None, lives={})
-    with refusing_depth():
+    try:
         root, _ = flattener.mapping(state, "", 1, DictNode)
+    except RecursionError:
+        raise _too_deep() from None
     assert flattener.lives is not None
     flattener.lives[id(root)] = Live("", state, True, True)
     return LiveTree(state, root, flattener.leaves, flattener.lives)
@@ -193,13 +197,8 @@ def check_outermost(state: object) -> None:
         raise UnsupportedStateError(f"the state has the key {key!r}; the keys of the outermost mapping are strings")
 
 
-@contextmanager
-def refusing_depth() -> Iterator[None]:
-    """Make an UnsupportedStateError of the end of Python's stack."""
-    try:
-        yield
-    except RecursionError:
-        raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
+def _too_deep() -> UnsupportedStateError:
+    return UnsupportedStateError("the state is nested too deeply for Python's stack")
 
 
 @contextmanager
@@ -258,6 +257,9 @@ class _Flattener:
             key_nodes, names = _keys(keys, "", 1)
         else:
             key_nodes, names = last.key_nodes, last.names
+            root = self._same(values, last)
+            if root is not None:
+                return root, last
         new = Outline(make, len(attributes), keys, key_nodes, names)
         below: list[Pattern] = []
         at = 0
@@ -296,6 +298,33 @@ class _Flattener:
         )
         new.classes = self._classes if last is None else last.classes | self._classes
         return root, new
+
+    def _same(self, items: list[Any], last: Outline) -> Node:
+        """Return the node of a state of which at most outermost plain values changed; None for any other."""
+        assert compare is not None
+        leaves, found = self.leaves, list[Any]()
+        nodes, root = last.nodes, last.root
+        if compare(items, last.patterns, 0, leaves.values, found, self._ask) < len(items):
+            root = None
+        elif not same_objects(found, last.plain):
+            nodes = nodes.copy()
+            for number, (value, then) in enumerate(zip(found, last.plain, strict=True)):
+                if value is then:
+                    continue
+                item, convert = bisect_right(last.plain_at, number) - 1, values.ATOMS.get(type(value))
+                if convert is None or last.patterns[item] is not None:
+                    root = None
+                    break
+                nodes[item] = convert(value)
+            if root is not None:
+                metadata = [nodes[: last.attributes]] if last.make is skeleton.OrderedDictNode else ()
+                root = last.make(last.key_nodes, nodes[last.attributes :], *metadata)
+        if root is None:
+            leaves.values.clear()
+            self._again, self._answers = self._answers, []  # objects that are compared again are not asked twice
+        else:
+            leaves.paths, leaves.detached = last.paths, last.detached
+        return root  # type: ignore[no-any-return]
 
     def _match(self, values: list[Any], last: Outline, at: int, new: Outline) -> int:
         """Take the items from ``at`` on that match ``last``; return the number of the first that does not."""
@@ -586,7 +615,7 @@ class _Flattener:
     def _ask(self, value: Any, path: str) -> Any:
         for number, (asked, state) in enumerate(self._again):
             if asked is value:
-                del self._again[number]
+                self._answers.append(self._again.pop(number))
                 return state
         self.objects.append(value)
         with naming_owner("state_dict", path, value):
