@@ -14,9 +14,8 @@ extern PyType_Spec queue_object_spec;
 /* pccheck_async._ext.match */
 PyObject *outline_match(PyObject *module, PyObject *args);
 
-/* pccheck_async._ext.look and .same_tensors */
+/* pccheck_async._ext.look */
 PyObject *tensors_look(PyObject *module, PyObject *args);
-PyObject *tensors_same(PyObject *module, PyObject *args);
 
 /* An operation with the Python objects that keep its memory where it is, from submit() until it is reaped. */
 struct request {

@@ -193,7 +193,6 @@ static PyMethodDef ext_methods[] = {
     {"write_back", ext_write_back, METH_O, NULL},
     {"fence", ext_fence, METH_NOARGS, NULL},
     {"look", tensors_look, METH_VARARGS, NULL},
-    {"same_tensors", tensors_same, METH_VARARGS, NULL},
     {"match", outline_match, METH_VARARGS, NULL},
     {"dio_alignment", ext_dio_alignment, METH_O, NULL},
     {NULL, NULL, 0, NULL},

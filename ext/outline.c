@@ -90,7 +90,8 @@ static int match_keyed(struct walk *walk, PyObject *value, PyObject *pattern)
         const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
         if (place == -1 && PyErr_Occurred())
             return -1;
-        if (!walk->parameters || place >= PyList_GET_SIZE(walk->parameters) || !PyDict_Next(value, &at, &key, &item))
+        if (!walk->parameters || place < 0 || place >= PyList_GET_SIZE(walk->parameters) ||
+            !PyDict_Next(value, &at, &key, &item))
             return 0;
         same = key == PyList_GET_ITEM(walk->parameters, place)
                    ? match_held(walk, item, PyTuple_GET_ITEM(children, i))

@@ -29,18 +29,6 @@ struct calls {
     PyObject *storage, *address, *size, *is_neg, *is_conj, *dtype, *requires_grad, *version;
 };
 
-static PyObject *referent(PyObject *reference) /* borrowed: the caller holds the object that it is compared with */
-{
-#if PY_VERSION_HEX >= 0x030d0000
-    PyObject *object = NULL;
-    if (PyWeakref_GetRef(reference, &object) == 1)
-        Py_DECREF(object);
-    return object;
-#else
-    return PyWeakref_GetObject(reference);
-#endif
-}
-
 static int is_true(PyObject *result, uint8_t *into)
 {
     if (!result)
@@ -73,24 +61,14 @@ static int version_of(PyObject *tensor, const struct calls *calls, int64_t *into
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* `then` is what an earlier look found of the same object, or NULL. If its first
- * element lies where it did, its storage begins where it did, and its bits and its dtype are the same. */
 static int look_at(PyObject *tensor, const struct calls *calls, const struct dlpack_tensor *described,
-                   const struct found *then, PyObject *storage, struct found *now)
+                   PyObject *storage, struct found *now)
 {
     const uint64_t first = described->data ? (uint64_t)(uintptr_t)described->data + described->offset : 0;
     struct trait *trait = &now->trait;
-    if (number(PyObject_CallOneArg(calls->size, storage), &now->memory.size) < 0 ||
+    if (number(PyObject_CallOneArg(calls->address, storage), &now->memory.address) < 0 ||
+        number(PyObject_CallOneArg(calls->size, storage), &now->memory.size) < 0 ||
         is_true(PyObject_GetAttr(tensor, calls->requires_grad), &trait->requires_grad) < 0)
-        return -1;
-    if (then && first && first == then->memory.address + (uint64_t)then->trait.offset) {
-        const uint8_t requires_grad = trait->requires_grad;
-        *trait = then->trait;
-        trait->requires_grad = requires_grad;
-        now->memory.address = then->memory.address;
-        return 0;
-    }
-    if (number(PyObject_CallOneArg(calls->address, storage), &now->memory.address) < 0)
         return -1;
     if (first) /* there are elements */
         trait->offset = (int64_t)(first - now->memory.address);
@@ -120,15 +98,13 @@ static void set_dlpack_error(int error)
 
 PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *tensors, *references, *result = NULL;
+    PyObject *capsule, *tensors, *result = NULL;
     struct calls calls;
     struct dlpack_forms forms = {0};
-    const char *traits_then, *memory_then;
-    Py_ssize_t traits_size, memory_size;
 
-    if (!PyArg_ParseTuple(args, "OO!O!y#y#(OOOOOOOO):look", &capsule, &PyList_Type, &tensors, &PyTuple_Type, &references,
-                          &traits_then, &traits_size, &memory_then, &memory_size, &calls.storage, &calls.address, &calls.size, &calls.is_neg,
-                          &calls.is_conj, &calls.dtype, &calls.requires_grad, &calls.version))
+    if (!PyArg_ParseTuple(args, "OO!(OOOOOOOO):look", &capsule, &PyList_Type, &tensors, &calls.storage, &calls.address,
+                          &calls.size, &calls.is_neg, &calls.is_conj, &calls.dtype, &calls.requires_grad,
+                          &calls.version))
         return NULL;
     const struct dlpack_exchange *exchange = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
     if (!exchange)
@@ -139,14 +115,10 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     const Py_ssize_t count = PyList_GET_SIZE(tensors);
-    const int compares = PyTuple_GET_SIZE(references) == count &&
-                         traits_size == count * (Py_ssize_t)sizeof(struct trait) &&
-                         memory_size == count * (Py_ssize_t)sizeof(struct memory);
     PyObject *traits = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(struct trait));
     PyObject *memory = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(struct memory));
     PyObject *versions = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
     PyObject *storages = PyList_New(count);
-    int same = compares;
     if (!traits || !memory || !versions || !storages)
         goto end;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -156,20 +128,14 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
         }
         PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i));
         struct dlpack_tensor described;
-        struct found now = {0}, then;
+        struct found now = {0};
         int64_t version = 0;
         const int error = dlpack_forms_add(&forms, exchange, tensor, &described);
         PyObject *storage = error ? NULL : PyObject_CallOneArg(calls.storage, tensor);
-        const int known_object = compares && referent(PyTuple_GET_ITEM(references, i)) == tensor;
-        same &= known_object;
-        if (known_object) {
-            memcpy(&then.trait, traits_then + i * (Py_ssize_t)sizeof then.trait, sizeof then.trait);
-            memcpy(&then.memory, memory_then + i * (Py_ssize_t)sizeof then.memory, sizeof then.memory);
-        }
         int failed = !storage;
         if (storage) {
             PyList_SET_ITEM(storages, i, storage);
-            failed = look_at(tensor, &calls, &described, known_object ? &then : NULL, storage, &now) < 0 ||
+            failed = look_at(tensor, &calls, &described, storage, &now) < 0 ||
                      version_of(tensor, &calls, &version) < 0;
         }
         Py_DECREF(tensor);
@@ -181,8 +147,8 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
         memcpy(PyBytes_AS_STRING(memory) + i * (Py_ssize_t)sizeof now.memory, &now.memory, sizeof now.memory);
         memcpy(PyBytes_AS_STRING(versions) + i * (Py_ssize_t)sizeof version, &version, sizeof version);
     }
-    result = Py_BuildValue("NOOOOO", PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used), traits, memory,
-                           storages, versions, same ? Py_True : Py_False);
+    result = Py_BuildValue("NOOOO", PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used), traits, memory,
+                           storages, versions);
 end:
     dlpack_forms_free(&forms);
     Py_XDECREF(traits);
@@ -190,22 +156,4 @@ end:
     Py_XDECREF(versions);
     Py_XDECREF(storages);
     return result;
-}
-
-PyObject *tensors_same(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *objects, *references, *kind;
-    Py_ssize_t at = 0;
-
-    if (!PyArg_ParseTuple(args, "O!O!O!:same_tensors", &PyList_Type, &objects, &PyTuple_Type, &references, &PyType_Type,
-                          &kind))
-        return NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); i++) {
-        PyObject *object = PyList_GET_ITEM(objects, i);
-        if (!PyObject_TypeCheck(object, (PyTypeObject *)kind))
-            continue;
-        if (at >= PyTuple_GET_SIZE(references) || referent(PyTuple_GET_ITEM(references, at++)) != object)
-            Py_RETURN_FALSE;
-    }
-    return PyBool_FromLong(at == PyTuple_GET_SIZE(references));
 }

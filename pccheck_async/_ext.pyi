@@ -145,32 +145,23 @@ def match(
 def look(
     api: object,
     tensors: list[Any],
-    references: tuple[Any, ...],
-    traits: bytes,
-    memory: bytes,
     calls: tuple[Any, ...],
     /,
-) -> tuple[bytes, bytes, bytes, list[Any], bytes, bool]:
+) -> tuple[bytes, bytes, bytes, list[Any], bytes]:
     """Return all that the layout of tensors depends on, in tables to be compared with those of another look.
 
     Args:
         api: The ``__dlpack_c_exchange_api__`` of their type.
         tensors: Objects of that type.
-        references: Weak references to the tensors of an earlier look; and its
-        traits: bits that an object keeps are not looked at again; and its
-        memory: a storage begins where it did if the first element of the same object does.
         calls: ``untyped_storage``, and of storages ``data_ptr`` and ``nbytes``, ``is_neg``, ``is_conj``, and the names
             of ``dtype``, ``requires_grad`` and ``_version``.
 
     Returns:
         Forms (of each tensor its device, number of dimensions, dtype, shape and strides, back to back), traits (24
         bytes for each: offset, dtype if DLPack has one word for several, bits), memory (address and size of each
-        storage), the storages, the version counters, and whether all tensors are those of ``references``.
+        storage), the storages, and the version counters.
 
     Raises:
         NotImplementedError: This API is too new or too old.
         RuntimeError: A tensor has no shape, strides or storage, or DLPack has no name for its dtype or device.
     """
-
-def same_tensors(objects: list[Any], references: tuple[Any, ...], kind: type, /) -> bool:
-    """Return whether the objects of this type, in their order, are those of weak references."""

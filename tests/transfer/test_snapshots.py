@@ -104,7 +104,7 @@ def test_snapshots_of_several_threads() -> None:
 
 
 def forms_of(tensors: Any, api: object = DLPACK_API) -> bytes:
-    forms, *_ = _ext.look(api, tensors, (), b"", b"", fingerprints.CALLS)
+    forms, *_ = _ext.look(api, tensors, fingerprints.CALLS)
     return forms
 
 

@@ -300,39 +300,6 @@ def test_dtypes_are_distinguished(by_dlpack: bool) -> None:
             assert [one == other for other in prints] == [n == number for n in range(len(prints))]
 
 
-@by_print
-def test_the_very_tensors_of_an_earlier_look_are_known() -> None:
-    one, other = torch.zeros(4), torch.nn.Parameter(torch.zeros(4))
-    references = (weakref.ref(one), weakref.ref(other))
-    first = fingerprints.look_at([one, other])
-    assert first is not None
-
-    def again(*tensors: torch.Tensor) -> fingerprints.Look:
-        found = fingerprints.look_at([*tensors], references, first.traits, first.memory)
-        fresh = fingerprints.look_at([*tensors])
-        assert found is not None
-        assert fresh is not None
-        assert found[:3] == fresh[:3]
-        assert found.versions == fresh.versions
-        return found
-
-    assert again(one, other).same
-    assert again(one, other)[:3] == first[:3]
-    assert not again(one, other.detach()).same
-    assert not again(one).same
-    assert not again(other, one).same
-    one.data = torch._neg_view(torch.zeros(4))
-    assert again(one, other).traits != first.traits
-    one.data = torch.zeros(8)[3:7]
-    assert again(one, other).traits != first.traits
-    other.requires_grad_(False)
-    assert again(one, other).same
-    other.untyped_storage().resize_(0)
-    again(one, other)
-    with torch.inference_mode():
-        assert memoryview(again(torch.zeros(4), other).versions).cast("q")[0] == 0
-
-
 def test_numpy_arrays_that_differ() -> None:
     last = remembered(np.arange(6, dtype="<i4"))
     assert last.reuse(leaves_of(np.arange(9, dtype="<i4")[3:])) is None  # in the middle of its memory

@@ -11,7 +11,6 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.state import LayoutCache, PackedSource, Sources, Versions, cached_layout, flatten
-from pccheck_async.state.cache.fingerprints import same_tensors
 from pccheck_async.state.save.lazy import changed_by_forward, covered, lazy_sources, optimized, sharing_nothing
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer import PAGE_BYTES
@@ -132,10 +131,9 @@ class Run:
     def lazy(self, *optimizers: torch.optim.Optimizer) -> list[bool]:
         """Return which tensors are lazy in the next save."""
         layout, self._last = cached_layout(flatten({"x": self.values}).leaves, self._last)
-        found, all_lazy = lazy_sources(layout, self.values, optimizers)
+        found, all_lazy = lazy_sources(layout, optimizers)
         assert found.tolist() == covered(layout.sources, optimized(optimizers)).tolist()
         assert all_lazy == found.all()
-        self.known = layout.known.get("lazy", (layout.sources.addresses,))
         return [bool(found[layout.source_of[number]]) for number in range(len(self.values))]
 
 
@@ -156,7 +154,6 @@ def test_lazy_sources_are_remembered_until_the_tensors_are_others(known: bool, m
     run = Run(weight, optimizer.state[weight]["momentum_buffer"], buffer, other)
     for _ in range(3):
         assert run.lazy(optimizer) == [True, True, False, False]
-    assert (run.known is not None) == (known and same_tensors is not None)
     second = with_momentum(other)
     for _ in range(3):
         assert run.lazy(optimizer, second) == [True, True, False, True]

@@ -13,9 +13,9 @@ from pccheck_async.state.tensor_access import untyped_storage
 try:
     from pccheck_async import _ext
 except ImportError:
-    look = same_tensors = None
+    look = None
 else:
-    look, same_tensors = _ext.look, _ext.same_tensors
+    look = _ext.look
 
 DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """Since torch 2.10."""
@@ -42,21 +42,16 @@ class Look(NamedTuple):
     storages: list[Any]
     versions: bytes
     """Version counters, as int64; 0 for tensors without one."""
-    same: bool
-    """Whether the tensors are known to be the very objects of the earlier look."""
 
 
-def look_at(
-    tensors: list[torch.Tensor], references: tuple[Any, ...] = (), traits: Any = b"", memory: bytes = b""
-) -> Look | None:
+def look_at(tensors: list[torch.Tensor]) -> Look | None:
     """Return a look at tensors; None if one of them has no strides or no storage.
 
-    References to the tensors of an earlier look, its traits and its memory make this one faster.
+    None of them is remembered: torch does not swap tensors that have weak references.
     """
     try:
         if look is not None and DLPACK_API is not None:
-            known = traits if isinstance(traits, bytes) else b""
-            return Look(*look(DLPACK_API, tensors, references, known, memory, CALLS))
+            return Look(*look(DLPACK_API, tensors, CALLS))
     except RuntimeError:  # one that DLPack cannot describe
         pass
     try:
@@ -74,4 +69,4 @@ def _look_at_each(tensors: Sequence[torch.Tensor]) -> Look:
     ]
     memory = np.array([(_address(each), _nbytes(each)) for each in storages], np.int64).reshape(-1, 2)
     versions = np.array([0 if each.is_inference() else each._version for each in tensors], np.int64)
-    return Look(forms, traits, memory.tobytes(), storages, versions.tobytes(), False)
+    return Look(forms, traits, memory.tobytes(), storages, versions.tobytes())

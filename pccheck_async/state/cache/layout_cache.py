@@ -9,7 +9,6 @@ only the sources are made again; a difference, or a state that cannot be compare
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -62,20 +61,20 @@ class LayoutCache:
         look = look_at(tensors)
         self._forms: Any = None if look is None else look.forms
         self._traits: Any = None if look is None else look.traits
-        self._references = (*map(weakref.ref, tensors),)
+        self._detached = [*leaves.detached]
         self._array_forms = [*self._forms_of_arrays(leaves, views)]
         self._relations = _Relations([origins.views[number] for number in self._order])
         self._place: _Place | None = None
 
     def reuse(self, leaves: Leaves) -> Layout | None:
         """Return the layout of ``leaves``, None if they do not lie as they did."""
-        if [*map(type, leaves.values)] != self._types:
+        if [*map(type, leaves.values)] != self._types or leaves.detached != self._detached:
             return None
         tensors, views = self._split(leaves)
         if self._arrays and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
         place = self._place
-        look = look_at(tensors, self._references, self._traits, b"" if place is None else place.memory)
+        look = look_at(tensors)
         if look is None or look.forms != self._forms or look.traits != self._traits:
             return None
         owners = look.storages

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from operator import is_
 from typing import Any, Final
 
 from pccheck_async.state.cache.constants import Constants
@@ -48,14 +49,19 @@ class Memos:
         """
         keys, objects = {*state}, _references(state)
         known = self._known
-        if known and known[0][0] == keys and known[0][1] == objects:
+        if known and known[0][0] == keys and _same(known[0][1], objects):
             return known[0][2]
-        memo = next((memo for _, others, memo in known if objects and others == objects), None) or next(
+        memo = next((memo for _, others, memo in known if objects and _same(others, objects)), None) or next(
             (memo for names, others, memo in known if names == keys and all(other() is None for other in others)), None
         )
         memo = memo or Memo(self._torn)
         self._known = ((keys, objects, memo), *[each for each in known if each[2] is not memo])[:_MOST]
         return memo
+
+
+def _same(others: list[weakref.ref[Any]], objects: list[weakref.ref[Any]]) -> bool:
+    """Whether these are references to the same objects: ``==`` would call code of theirs."""
+    return len(others) == len(objects) and all(map(is_, others, objects))
 
 
 def _references(state: Mapping[str, Any]) -> list[weakref.ref[Any]]:

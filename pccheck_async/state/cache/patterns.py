@@ -167,12 +167,23 @@ _PARTS_OF_OPTIMIZERS: Final = ("param_groups", "state")
 _ABSENT_IN_MODULES: Final = ("state_dict", "_save_to_state_dict", "_version")
 _ABSENT_IN_OPTIMIZERS: Final = ("state_dict",)
 _DICTS: Final = (dict, OrderedDict)
-_READ: Final[Mapping[type, tuple[Callable[[type], tuple[Any, ...]], tuple[str, ...]]]] = {
-    torch.nn.Module: (attrgetter(*_OF_MODULES, "_version"), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
-    Optimizer: (attrgetter(*_OF_OPTIMIZERS), (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
+
+
+def _depends(names: tuple[str, ...], attributes: tuple[str, ...]) -> Callable[[type], tuple[Any, ...]]:
+    """Return the function that gets what states depend on in a class: these names of it, and whether it has attributes.
+
+    A property may be in place of an attribute of its objects.
+    """
+    get = attrgetter(*names)
+    return lambda kind: (any(hasattr(kind, name) for name in attributes), *get(kind))
+
+
+_READ: Final[Mapping[type, Callable[[type], tuple[Any, ...]]]] = {
+    torch.nn.Module: _depends((*_OF_MODULES, "_version"), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
+    Optimizer: _depends(_OF_OPTIMIZERS, (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
-"""By base class: attributes of classes on which states depend, and those of objects that ``state_dict()`` reads."""
-_OF_TORCH: Final = {base: of(base) for base, (of, _) in _READ.items()}
+"""By base class: what states depend on in a class; its objects have the attributes that ``state_dict()`` reads."""
+_OF_TORCH: Final = {base: of(base) for base, of in _READ.items()}
 _LEAVES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -181,12 +192,9 @@ def readable(kind: type) -> Depends | None:
     base = next((base for base in _READ if issubclass(kind, base)), None)
     if base is None:
         return None
-    of, attributes = _READ[base]
-    found, torchs = of(kind), _OF_TORCH[base]
-    methods = len(torchs) - (base is torch.nn.Module)
-    if found[:methods] != torchs[:methods] or any(hasattr(kind, name) for name in attributes):
-        return None  # a property may be in place of the attribute of the object
-    return of, found
+    of, torchs = _READ[base], _OF_TORCH[base]
+    found, methods = of(kind), len(torchs) - (base is torch.nn.Module)
+    return None if found[:methods] != torchs[:methods] else (of, found)
 
 
 def same_classes(classes: Mapping[type, Depends]) -> bool:
@@ -245,7 +253,7 @@ class Reader:
         parameters = [parameter for group in groups for parameter in group["params"]]
         place = {id(parameter): number for number, parameter in enumerate(parameters)}
         places = tuple(place.get(id(parameter), -1) for parameter in state)
-        if places != values.keys or isinstance(state, OrderedDict):
+        if places != values.keys or -1 in places or isinstance(state, OrderedDict):
             return None
         live, fixed, numbers, at = list[Items](), list[Items](), list[int](), values.plain
         for group, each in zip(groups, described.children, strict=True):

@@ -50,7 +50,7 @@ class Outline:
     plain_at: list[int] = field(default_factory=list)  # and of the first plain value
     paths: list[str] = field(default_factory=list)  # of the leaves
     plain: list[Any] = field(default_factory=list)  # the plain values
-    places: list[tuple[str, int]] = field(default_factory=list)  # their paths, and how deep they lie
+    places: list[tuple[str, int, int]] = field(default_factory=list)  # their paths, depths, and the Statefuls around
     detached: list[range] = field(default_factory=list)  # see Leaves
     classes: dict[type, Depends] = field(default_factory=dict)  # of the objects that are read
     root: Any = None

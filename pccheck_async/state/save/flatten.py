@@ -241,7 +241,7 @@ class _Flattener:
         self._answers: list[tuple[Any, Any]] = []  # objects that were asked lately, and their states
         self._again: list[tuple[Any, Any]] = []  # those of them that will come again
         self._plain: list[Any] = []
-        self._places: list[tuple[str, int]] = []  # paths and depths of the plain values
+        self._places: list[tuple[str, int, int]] = []  # of the plain values: paths, depths, and Statefuls around them
         self._classes: dict[type, Depends] = {}
 
     def root(self, state: Mapping[str, Any], last: Outline | None) -> tuple[Node, Outline | None]:
@@ -363,13 +363,15 @@ class _Flattener:
         self._places += last.places[first:last_plain]
         return stop
 
-    def _plain_node(self, value: Any, path: str, depth: int) -> tuple[Node, bool]:
+    def _plain_node(self, value: Any, path: str, depth: int, asked: int) -> tuple[Node, bool]:
         """Return the node of a value in place of a plain one, and whether it is plain, too."""
         convert = values.ATOMS.get(type(value))
         if convert is not None:
             return convert(value), True
         leaves, plain = len(self.leaves), len(self._plain)
+        around, self._asked = self._asked, asked
         node, pattern = self.node(value, path, depth)
+        self._asked = around
         self._forget(leaves, plain)
         return node, pattern is None
 
@@ -385,7 +387,7 @@ class _Flattener:
         if not self._remembers:
             return
         self._plain.append(_kept(value))
-        self._places.append((path, depth))
+        self._places.append((path, depth, self._asked))
 
     def node(self, value: Any, path: str, depth: int) -> Visited:
         kind = type(value)

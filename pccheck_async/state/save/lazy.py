@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -14,7 +13,6 @@ import torch
 
 from pccheck_async.format.manifest import span
 from pccheck_async.state.boxes import local_tensors
-from pccheck_async.state.cache.fingerprints import same_tensors
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import Layout, is_dense
 from pccheck_async.state.tensor_access import storage_address
@@ -60,42 +58,15 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def lazy_sources(
-    layout: Layout, leaves: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer], objects: Sequence[Any] = ()
+    layout: Layout, optimizers: Iterable[torch.optim.Optimizer], objects: Sequence[Any] = ()
 ) -> tuple[_Which, bool]:
     """Return which sources lie in memory that only steps of ``optimizers`` change, and whether all do.
 
     The array is not to be changed. Parameters that the forward of modules among ``objects`` changes are none of them.
-    It is remembered if all tensors of the optimizers are leaves, while these are the same objects and lie as they did:
-    whether they require gradients is part of the layout.
     """
-    optimizers, changing = [*optimizers], changed_by_forward(objects) if objects else []
-    looked = layout.look is not None and layout.look.same and not changing and same_tensors is not None
-    of = (layout.sources.addresses,)
-    kept: list[Any] = []
-    if looked:
-        assert same_tensors is not None
-        kept = _kept(optimizers)
-        last: tuple[tuple[Any, ...], tuple[_Which, bool]] | None = layout.known.get("lazy", of)
-        if last is not None and same_tensors(kept, last[0], torch.Tensor):
-            return last[1]
-    tensors = optimized(optimizers)
+    tensors, changing = optimized(optimizers), changed_by_forward(objects) if objects else []
     which = covered(layout.sources, sharing_nothing(tensors, changing) if changing else tensors)
-    found = which, bool(which.all())
-    kept = [each for each in kept if isinstance(each, torch.Tensor)]
-    if looked and {*map(id, kept)} <= {*map(id, leaves)}:
-        layout.known.set("lazy", of, ((*map(weakref.ref, kept),), found))
-    return found
-
-
-def _kept(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """Return all parameters of optimizers, and all values that they keep for them."""
-    found: list[Any] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found += group["params"]
-        kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
-        found += chain.from_iterable(map(dict.values, kept))
-    return found
+    return which, bool(which.all())
 
 
 def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:

@@ -93,7 +93,7 @@ def split(
     """
     values, paths = flat.leaves.values, flat.leaves.paths
     sources = layout.sources
-    lazy, all_lazy = lazy_sources(layout, values, optimizers, flat.objects)
+    lazy, all_lazy = lazy_sources(layout, optimizers, flat.objects)
     if torn := memo.torn.sources(paths, layout.source_of):
         lazy, all_lazy = lazy.copy(), False
         lazy[torn] = False
