@@ -110,3 +110,12 @@ def test_two_states_in_turn_are_planned_once_each() -> None:
         assert all(map(lambda then, now: then is now, one[0], each) for each in one)
         assert len({id(known) for _, _, known in one}) == 1
     assert (planner.hits, planner.misses) == (4, 2)
+
+
+def test_which_leaves_were_torn_is_known_to_all_memos() -> None:
+    """It says something about the code around the states, which may change their structure."""
+    memos = Memos()
+    first, other = memos.of({"a": 1}), memos.of({"b": 2})
+    assert first is not other
+    first.torn.note(["x"], ["x"])
+    assert other.torn.sources(["x", "y"], [0, 1]) == [0]

@@ -25,13 +25,13 @@ _MOST: Final = 4
 class Memo:
     """Of one state. Holds no tensor. May be used from several threads: each part is replaced at once."""
 
-    def __init__(self, torn: TornLeaves | None = None) -> None:
+    def __init__(self, torn: TornLeaves) -> None:
         self.outline: Outline | None = None
         self.layout: LayoutCache | None = None
         self.constants = Constants()
         self.replicas: Any = None
         """The replicas in the state, by the objects that have them (see :class:`.owners.Owners`)."""
-        self.torn = TornLeaves() if torn is None else torn
+        self.torn = torn
 
 
 class Memos:
