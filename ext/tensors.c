@@ -26,7 +26,7 @@ struct found {
 
 /* The functions of torch, in the order of the tuple in fingerprints.py. */
 struct calls {
-    PyObject *storage, *address, *size, *is_neg, *is_conj, *dtype, *requires_grad, *version;
+    PyObject *storage, *address, *size, *is_neg, *is_conj, *dtype, *requires_grad;
 };
 
 static int is_true(PyObject *result, uint8_t *into)
@@ -44,20 +44,6 @@ static int number(PyObject *result, uint64_t *into)
         return -1;
     *into = PyLong_AsUnsignedLongLong(result);
     Py_DECREF(result);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* A tensor made in inference mode has no counter. */
-static int version_of(PyObject *tensor, const struct calls *calls, int64_t *into)
-{
-    PyObject *version = PyObject_GetAttr(tensor, calls->version);
-    *into = 0;
-    if (version) {
-        *into = PyLong_AsLongLong(version);
-        Py_DECREF(version);
-    } else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-        PyErr_Clear();
-    }
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -102,9 +88,8 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
     struct calls calls;
     struct dlpack_forms forms = {0};
 
-    if (!PyArg_ParseTuple(args, "OO!(OOOOOOOO):look", &capsule, &PyList_Type, &tensors, &calls.storage, &calls.address,
-                          &calls.size, &calls.is_neg, &calls.is_conj, &calls.dtype, &calls.requires_grad,
-                          &calls.version))
+    if (!PyArg_ParseTuple(args, "OO!(OOOOOOO):look", &capsule, &PyList_Type, &tensors, &calls.storage, &calls.address,
+                          &calls.size, &calls.is_neg, &calls.is_conj, &calls.dtype, &calls.requires_grad))
         return NULL;
     const struct dlpack_exchange *exchange = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
     if (!exchange)
@@ -117,9 +102,8 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
     const Py_ssize_t count = PyList_GET_SIZE(tensors);
     PyObject *traits = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(struct trait));
     PyObject *memory = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(struct memory));
-    PyObject *versions = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
     PyObject *storages = PyList_New(count);
-    if (!traits || !memory || !versions || !storages)
+    if (!traits || !memory || !storages)
         goto end;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i >= PyList_GET_SIZE(tensors)) { /* the calls may run code that empties the list */
@@ -129,14 +113,12 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
         PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i));
         struct dlpack_tensor described;
         struct found now = {0};
-        int64_t version = 0;
         const int error = dlpack_forms_add(&forms, exchange, tensor, &described);
         PyObject *storage = error ? NULL : PyObject_CallOneArg(calls.storage, tensor);
         int failed = !storage;
         if (storage) {
             PyList_SET_ITEM(storages, i, storage);
-            failed = look_at(tensor, &calls, &described, storage, &now) < 0 ||
-                     version_of(tensor, &calls, &version) < 0;
+            failed = look_at(tensor, &calls, &described, storage, &now) < 0;
         }
         Py_DECREF(tensor);
         if (error)
@@ -145,15 +127,13 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
             goto end;
         memcpy(PyBytes_AS_STRING(traits) + i * (Py_ssize_t)sizeof now.trait, &now.trait, sizeof now.trait);
         memcpy(PyBytes_AS_STRING(memory) + i * (Py_ssize_t)sizeof now.memory, &now.memory, sizeof now.memory);
-        memcpy(PyBytes_AS_STRING(versions) + i * (Py_ssize_t)sizeof version, &version, sizeof version);
     }
-    result = Py_BuildValue("NOOOO", PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used), traits, memory,
-                           storages, versions);
+    result = Py_BuildValue("NOOO", PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used), traits, memory,
+                           storages);
 end:
     dlpack_forms_free(&forms);
     Py_XDECREF(traits);
     Py_XDECREF(memory);
-    Py_XDECREF(versions);
     Py_XDECREF(storages);
     return result;
 }

@@ -147,19 +147,19 @@ def look(
     tensors: list[Any],
     calls: tuple[Any, ...],
     /,
-) -> tuple[bytes, bytes, bytes, list[Any], bytes]:
+) -> tuple[bytes, bytes, bytes, list[Any]]:
     """Return all that the layout of tensors depends on, in tables to be compared with those of another look.
 
     Args:
         api: The ``__dlpack_c_exchange_api__`` of their type.
         tensors: Objects of that type.
         calls: ``untyped_storage``, and of storages ``data_ptr`` and ``nbytes``, ``is_neg``, ``is_conj``, and the names
-            of ``dtype``, ``requires_grad`` and ``_version``.
+            of ``dtype`` and ``requires_grad``.
 
     Returns:
         Forms (of each tensor its device, number of dimensions, dtype, shape and strides, back to back), traits (24
         bytes for each: offset, dtype if DLPack has one word for several, bits), memory (address and size of each
-        storage), the storages, and the version counters.
+        storage), and the storages.
 
     Raises:
         NotImplementedError: This API is too new or too old.

@@ -201,7 +201,6 @@ class StateReader:
                 lazy = split(flat, layout, optimizers, memo, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
-            layout.look = None
             marks = backend.mark_queued_work(sources.devices)
             capture = Capture(flat.skeleton, layout, backend, marks, lazy, captured)
             capture.has_composed = flat.has_composed

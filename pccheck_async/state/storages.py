@@ -186,8 +186,6 @@ class Layout:
         source_of: For each leaf the number of its extent and source, -1 if it has no bytes.
         breaks: Numbers of storages that begin a new chunk, even if the one before is not full.
         known: What follows from it: the same for all layouts that only differ in the addresses of their sources.
-        look: The look that compared the leaves with those of an earlier layout; None if there was none, or if not all
-            are tensors. It holds their memory.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -197,7 +195,6 @@ class Layout:
     source_of: tuple[int, ...]
     breaks: tuple[int, ...] = ()
     known: Known = field(default_factory=Known)
-    look: Any = None
 
 
 Packing: TypeAlias = Callable[[Any, Any], PackedSource]

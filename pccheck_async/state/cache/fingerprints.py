@@ -23,7 +23,7 @@ DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", N
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 CALLS: Final = (
-    untyped_storage, _address, _nbytes, torch.Tensor.is_neg, torch.Tensor.is_conj, "dtype", "requires_grad", "_version"
+    untyped_storage, _address, _nbytes, torch.Tensor.is_neg, torch.Tensor.is_conj, "dtype", "requires_grad"
 )  # fmt: skip
 
 
@@ -40,8 +40,6 @@ class Look(NamedTuple):
     memory: bytes
     """Address and size of each storage, as int64."""
     storages: list[Any]
-    versions: bytes
-    """Version counters, as int64; 0 for tensors without one."""
 
 
 def look_at(tensors: list[torch.Tensor]) -> Look | None:
@@ -68,5 +66,4 @@ def _look_at_each(tensors: Sequence[torch.Tensor]) -> Look:
         for each in tensors
     ]
     memory = np.array([(_address(each), _nbytes(each)) for each in storages], np.int64).reshape(-1, 2)
-    versions = np.array([0 if each.is_inference() else each._version for each in tensors], np.int64)
-    return Look(forms, traits, memory.tobytes(), storages, versions.tobytes())
+    return Look(forms, traits, memory.tobytes(), storages)

@@ -91,9 +91,8 @@ class LayoutCache:
         if self._packings or not self._in_order:
             owners = self._owners(leaves, owners)
         sources = last.sources.with_memory(place.addresses, owners)
-        looked = None if views else look
         return Layout(  # replace() takes longer
-            last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks, last.known, looked
+            last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks, last.known
         )
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[StorageView | None]]:

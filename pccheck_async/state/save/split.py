@@ -120,13 +120,11 @@ def split(
     )
     tensors: list[Any] = values
     wrappers = flat.leaves.wrappers
-    look, layout.look = layout.look, None
     if members.numbers is not None:
-        look = None
         tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
         if wrappers:
             wrappers = {at: wrappers[n] for at, n in enumerate(members.numbers) if n in wrappers}
-    versions = Versions(paths, tensors, members.memory, wrappers, look)
+    versions = Versions(paths, tensors, members.memory, wrappers)
     members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
     layout.sources = sources
     return LazyPart(eager, versions, byte_check, constants, memo)

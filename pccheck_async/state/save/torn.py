@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state.cache.fingerprints import Look
 from pccheck_async.state.sources import HOST, PackedSource, Sources, device_bytes
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
@@ -44,7 +43,7 @@ class Versions:
 
     A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
     through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
-    has the addresses and sizes of the storages, if they are known already, and ``look`` is one at these tensors.
+    has the addresses and sizes of the storages, if they are known already.
     Changes of a DTensor are counted there, and not by its local tensor, those of a composed tensor not by its parts:
     ``wrappers`` has those, by their numbers.
     """
@@ -55,15 +54,12 @@ class Versions:
         tensors: Sequence[torch.Tensor],
         memory: StorageMemory | None = None,
         wrappers: Mapping[int, torch.Tensor] = MappingProxyType({}),
-        look: Look | None = None,
     ) -> None:
         self._paths = paths
         self._tensors = tensors
-        self._storages: list[Any] = [*map(untyped_storage, tensors)] if look is None else look.storages
+        self._storages: list[Any] = [*map(untyped_storage, tensors)]
         self._wrappers = wrappers
-        self._counts_then = (
-            self._counts() if look is None else self._wrapped(memoryview(look.versions).cast("q").tolist())
-        )
+        self._counts_then = self._counts()
         self.memory: Final = self._memory() if memory is None else memory
 
     def changed(self) -> list[str]:
@@ -88,9 +84,6 @@ class Versions:
             counts = [*map(_version, self._tensors)]
         except RuntimeError:  # tensors made in inference mode have no counter
             counts = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
-        return self._wrapped(counts)
-
-    def _wrapped(self, counts: list[int]) -> list[int]:
         for number, wrapper in self._wrappers.items():
             counts[number] += 0 if wrapper.is_inference() else wrapper._version
         return counts
