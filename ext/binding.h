@@ -4,6 +4,10 @@
 #define PCCHECK_BINDING_H
 
 #define PY_SSIZE_T_CLEAN
+#include <pyconfig.h>
+#ifndef Py_GIL_DISABLED /* such builds have no stable ABI yet */
+#define Py_LIMITED_API 0x030b0000
+#endif
 #include <Python.h>
 
 #include "operation.h"

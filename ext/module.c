@@ -228,11 +228,14 @@ fail:
     return -1;
 }
 
+/* Python 3.12 and newer load the module into subinterpreters only if it says that it can do that. Python 3.11 refuses a
+ * module with this slot, and its headers, for which this is built, have no names for the two. */
+#define MULTIPLE_INTERPRETERS 3
+#define PER_INTERPRETER_GIL_SUPPORTED ((void *)2)
+
 static PyModuleDef_Slot ext_slots[] = {
     {Py_mod_exec, ext_exec},
-#if PY_VERSION_HEX >= 0x030c0000
-    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
-#endif
+    {0, NULL}, /* since 3.12: MULTIPLE_INTERPRETERS */
     {0, NULL},
 };
 
@@ -247,5 +250,7 @@ static struct PyModuleDef ext_module = {
 
 PyMODINIT_FUNC PyInit__ext(void)
 {
+    if (Py_Version >= 0x030c0000)
+        ext_slots[1] = (PyModuleDef_Slot){MULTIPLE_INTERPRETERS, PER_INTERPRETER_GIL_SUPPORTED};
     return PyModuleDef_Init(&ext_module);
 }

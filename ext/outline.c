@@ -39,16 +39,16 @@ static int match_ordered_items(struct walk *walk, PyObject *value, PyObject *key
 {
     PyObject *each = PyObject_GetIter(value);
     int same = each ? 1 : -1;
-    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_GET_SIZE(keys); i++) {
+    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_Size(keys); i++) {
         PyObject *key = PyIter_Next(each);
         if (!key) {
             same = PyErr_Occurred() ? -1 : 0;
             break;
         }
-        same = same_key(key, PyTuple_GET_ITEM(keys, i));
+        same = same_key(key, PyTuple_GetItem(keys, i));
         if (same == 1) {
             PyObject *item = PyDict_GetItemWithError(value, key);
-            same = item ? match_held(walk, item, PyTuple_GET_ITEM(children, i)) : PyErr_Occurred() ? -1 : 0;
+            same = item ? match_held(walk, item, PyTuple_GetItem(children, i)) : PyErr_Occurred() ? -1 : 0;
         }
         Py_DECREF(key);
     }
@@ -59,20 +59,20 @@ static int match_ordered_items(struct walk *walk, PyObject *value, PyObject *key
 /* (ITEMS, kind, keys, children): a dict of this kind with these keys, in their order. */
 static int match_items(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    PyObject *keys = PyTuple_GET_ITEM(pattern, 2), *children = PyTuple_GET_ITEM(pattern, 3);
-    if ((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(pattern, 1) || PyDict_Size(value) != PyTuple_GET_SIZE(keys))
+    PyObject *keys = PyTuple_GetItem(pattern, 2), *children = PyTuple_GetItem(pattern, 3);
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(pattern, 1) || PyDict_Size(value) != PyTuple_Size(keys))
         return PyErr_Occurred() ? -1 : 0;
-    if (PyODict_Check(value)) /* its order is not that of the dict that it is */
+    if (!PyDict_CheckExact(value)) /* the order of an OrderedDict is not that of the dict that it is */
         return match_ordered_items(walk, value, keys, children);
     PyObject *key, *item;
     Py_ssize_t at = 0;
     int same = 1;
-    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_GET_SIZE(keys); i++) {
+    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_Size(keys); i++) {
         if (!PyDict_Next(value, &at, &key, &item))
             return 0;
-        same = same_key(key, PyTuple_GET_ITEM(keys, i));
+        same = same_key(key, PyTuple_GetItem(keys, i));
         if (same == 1)
-            same = match_held(walk, item, PyTuple_GET_ITEM(children, i));
+            same = match_held(walk, item, PyTuple_GetItem(children, i));
     }
     return same;
 }
@@ -80,21 +80,21 @@ static int match_items(struct walk *walk, PyObject *value, PyObject *pattern)
 /* (KEYED, kind, places, children): a dict whose keys are the optimizer's parameters with these numbers. */
 static int match_keyed(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    PyObject *places = PyTuple_GET_ITEM(pattern, 2), *children = PyTuple_GET_ITEM(pattern, 3);
-    if ((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(pattern, 1) || PyDict_Size(value) != PyTuple_GET_SIZE(places))
+    PyObject *places = PyTuple_GetItem(pattern, 2), *children = PyTuple_GetItem(pattern, 3);
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(pattern, 1) || PyDict_Size(value) != PyTuple_Size(places))
         return PyErr_Occurred() ? -1 : 0;
     PyObject *key, *item;
     Py_ssize_t at = 0;
     int same = 1;
-    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_GET_SIZE(places); i++) {
-        const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
+    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_Size(places); i++) {
+        const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GetItem(places, i));
         if (place == -1 && PyErr_Occurred())
             return -1;
-        if (!walk->parameters || place < 0 || place >= PyList_GET_SIZE(walk->parameters) ||
+        if (!walk->parameters || place < 0 || place >= PyList_Size(walk->parameters) ||
             !PyDict_Next(value, &at, &key, &item))
             return 0;
-        same = key == PyList_GET_ITEM(walk->parameters, place)
-                   ? match_held(walk, item, PyTuple_GET_ITEM(children, i))
+        same = key == PyList_GetItem(walk->parameters, place)
+                   ? match_held(walk, item, PyTuple_GetItem(children, i))
                    : 0;
     }
     return same;
@@ -109,14 +109,14 @@ static int by_address(const void *one, const void *other)
 /* Whether a list holds no object twice. */
 static int all_different(PyObject *list)
 {
-    const size_t count = (size_t)PyList_GET_SIZE(list);
+    const size_t count = (size_t)PyList_Size(list);
     uintptr_t *addresses = PyMem_Malloc(count * sizeof *addresses + 1);
     if (!addresses) {
         PyErr_NoMemory();
         return -1;
     }
     for (size_t i = 0; i < count; i++)
-        addresses[i] = (uintptr_t)PyList_GET_ITEM(list, (Py_ssize_t)i);
+        addresses[i] = (uintptr_t)PyList_GetItem(list, (Py_ssize_t)i);
     qsort(addresses, count, sizeof *addresses, by_address);
     int different = 1;
     for (size_t i = 1; i < count && different; i++)
@@ -128,20 +128,22 @@ static int all_different(PyObject *list)
 /* (PARAMETERS, key, counts): a list of dicts, each of which has under this key a list of so many parameters. */
 static int match_parameters(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    PyObject *key = PyTuple_GET_ITEM(pattern, 1), *counts = PyTuple_GET_ITEM(pattern, 2);
-    if (!PyList_CheckExact(value) || PyList_GET_SIZE(value) != PyTuple_GET_SIZE(counts))
+    PyObject *key = PyTuple_GetItem(pattern, 1), *counts = PyTuple_GetItem(pattern, 2);
+    if (!PyList_CheckExact(value) || PyList_Size(value) != PyTuple_Size(counts))
         return 0;
     PyObject *all = PyList_New(0);
     if (!all)
         return -1;
-    Py_XSETREF(walk->parameters, all);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(counts); i++) {
-        PyObject *group = PyList_GET_ITEM(value, i);
+    PyObject *before = walk->parameters;
+    walk->parameters = all;
+    Py_XDECREF(before);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(counts); i++) {
+        PyObject *group = PyList_GetItem(value, i);
         PyObject *parameters = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, key) : NULL;
-        const Py_ssize_t count = PyLong_AsSsize_t(PyTuple_GET_ITEM(counts, i)), end = PyList_GET_SIZE(all);
+        const Py_ssize_t count = PyLong_AsSsize_t(PyTuple_GetItem(counts, i)), end = PyList_Size(all);
         if (PyErr_Occurred())
             return -1;
-        if (!parameters || !PyList_CheckExact(parameters) || PyList_GET_SIZE(parameters) != count)
+        if (!parameters || !PyList_CheckExact(parameters) || PyList_Size(parameters) != count)
             return 0;
         if (PyList_SetSlice(all, end, end, parameters) < 0)
             return -1;
@@ -149,30 +151,39 @@ static int match_parameters(struct walk *walk, PyObject *value, PyObject *patter
     return all_different(all);
 }
 
+/* The item of a list or a tuple, also of a subclass that overrides `__getitem__`; NULL if it has none there. */
+static PyObject *sequence_item(PyObject *value, Py_ssize_t i)
+{
+    if (PyList_Check(value))
+        return i < PyList_Size(value) ? PyList_GetItem(value, i) : NULL;
+    return i < PyTuple_Size(value) ? PyTuple_GetItem(value, i) : NULL;
+}
+
 /* (SEQUENCE, kind, children): a list or a tuple. */
 static int match_sequence(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    PyObject *children = PyTuple_GET_ITEM(pattern, 2);
-    const Py_ssize_t count = PyTuple_GET_SIZE(children);
-    if ((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(pattern, 1) || PySequence_Fast_GET_SIZE(value) != count)
+    PyObject *children = PyTuple_GetItem(pattern, 2);
+    const Py_ssize_t count = PyTuple_Size(children);
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(pattern, 1) || 
+        (PyList_Check(value) ? PyList_Size(value) : PyTuple_Size(value)) != count)
         return 0;
     int same = 1;
-    for (Py_ssize_t i = 0; same == 1 && i < count; i++)
-        same = i < PySequence_Fast_GET_SIZE(value)
-                   ? match_held(walk, PySequence_Fast_GET_ITEM(value, i), PyTuple_GET_ITEM(children, i))
-                   : 0;
+    for (Py_ssize_t i = 0; same == 1 && i < count; i++) {
+        PyObject *item = sequence_item(value, i);
+        same = item ? match_held(walk, item, PyTuple_GetItem(children, i)) : 0;
+    }
     return same;
 }
 
 /* (STATEFUL, kind, path, child): an object whose state_dict() is called. */
 static int match_stateful(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    if ((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(pattern, 1))
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(pattern, 1))
         return 0;
-    PyObject *state = PyObject_CallFunctionObjArgs(walk->ask, value, PyTuple_GET_ITEM(pattern, 2), NULL);
+    PyObject *state = PyObject_CallFunctionObjArgs(walk->ask, value, PyTuple_GetItem(pattern, 2), NULL);
     if (!state)
         return -1;
-    const int same = match(walk, state, PyTuple_GET_ITEM(pattern, 3));
+    const int same = match(walk, state, PyTuple_GetItem(pattern, 3));
     Py_DECREF(state);
     return same;
 }
@@ -180,20 +191,20 @@ static int match_stateful(struct walk *walk, PyObject *value, PyObject *pattern)
 /* (OBJECT, kind, absent, names, children): an object without the `absent` attributes of its own, with the `names`. */
 static int match_object(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    PyObject *absent = PyTuple_GET_ITEM(pattern, 2), *names = PyTuple_GET_ITEM(pattern, 3);
-    PyObject *children = PyTuple_GET_ITEM(pattern, 4);
-    if ((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(pattern, 1))
+    PyObject *absent = PyTuple_GetItem(pattern, 2), *names = PyTuple_GetItem(pattern, 3);
+    PyObject *children = PyTuple_GetItem(pattern, 4);
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(pattern, 1))
         return 0;
     PyObject *own = PyObject_GenericGetDict(value, NULL);
     int same = own ? 1 : -1;
-    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_GET_SIZE(absent); i++) {
-        const int there = PyDict_Contains(own, PyTuple_GET_ITEM(absent, i));
+    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_Size(absent); i++) {
+        const int there = PyDict_Contains(own, PyTuple_GetItem(absent, i));
         same = there < 0 ? -1 : !there;
     }
-    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_GET_SIZE(names); i++) {
-        PyObject *attribute = PyDict_GetItemWithError(own, PyTuple_GET_ITEM(names, i));
+    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_Size(names); i++) {
+        PyObject *attribute = PyDict_GetItemWithError(own, PyTuple_GetItem(names, i));
         if (attribute)
-            same = match_held(walk, attribute, PyTuple_GET_ITEM(children, i));
+            same = match_held(walk, attribute, PyTuple_GetItem(children, i));
         else
             same = PyErr_Occurred() ? -1 : 0;
     }
@@ -204,21 +215,21 @@ static int match_object(struct walk *walk, PyObject *value, PyObject *pattern)
 /* (ORDERED, attributes, items): an OrderedDict, its attributes first. */
 static int match_ordered(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    if (!PyODict_CheckExact(value))
-        return 0;
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(PyTuple_GetItem(pattern, 2), 1))
+        return PyErr_Occurred() ? -1 : 0;
     PyObject *own = PyObject_GenericGetDict(value, NULL);
     if (!own)
         return -1;
-    int same = match(walk, own, PyTuple_GET_ITEM(pattern, 1));
+    int same = match(walk, own, PyTuple_GetItem(pattern, 1));
     Py_DECREF(own);
     if (same == 1)
-        same = match(walk, value, PyTuple_GET_ITEM(pattern, 2));
+        same = match(walk, value, PyTuple_GetItem(pattern, 2));
     return same;
 }
 
 static int match_tagged(struct walk *walk, PyObject *value, PyObject *pattern)
 {
-    switch (PyLong_AsLong(PyTuple_GET_ITEM(pattern, 0))) {
+    switch (PyLong_AsLong(PyTuple_GetItem(pattern, 0))) {
     case ITEMS:
         return match_items(walk, value, pattern);
     case ORDERED:
@@ -234,7 +245,7 @@ static int match_tagged(struct walk *walk, PyObject *value, PyObject *pattern)
     case PARAMETERS:
         return match_parameters(walk, value, pattern);
     case EQUAL:
-        return PyObject_RichCompareBool(value, PyTuple_GET_ITEM(pattern, 1), Py_EQ);
+        return PyObject_RichCompareBool(value, PyTuple_GetItem(pattern, 1), Py_EQ);
     default:
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "no such pattern");
@@ -270,13 +281,13 @@ PyObject *outline_match(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O!nO!O!O:match", &PyList_Type, &values, &PyTuple_Type, &patterns, &at, &PyList_Type,
                           &walk.leaves, &PyList_Type, &walk.plain, &walk.ask))
         return NULL;
-    for (; at >= 0 && at < PyTuple_GET_SIZE(patterns) && at < PyList_GET_SIZE(values); at++) {
-        const Py_ssize_t leaves = PyList_GET_SIZE(walk.leaves), plain = PyList_GET_SIZE(walk.plain);
-        same = match_held(&walk, PyList_GET_ITEM(values, at), PyTuple_GET_ITEM(patterns, at));
+    for (; at >= 0 && at < PyTuple_Size(patterns) && at < PyList_Size(values); at++) {
+        const Py_ssize_t leaves = PyList_Size(walk.leaves), plain = PyList_Size(walk.plain);
+        same = match_held(&walk, PyList_GetItem(values, at), PyTuple_GetItem(patterns, at));
         if (same == 1)
             continue;
-        if (same == 0 && (PyList_SetSlice(walk.leaves, leaves, PyList_GET_SIZE(walk.leaves), NULL) < 0 ||
-                          PyList_SetSlice(walk.plain, plain, PyList_GET_SIZE(walk.plain), NULL) < 0))
+        if (same == 0 && (PyList_SetSlice(walk.leaves, leaves, PyList_Size(walk.leaves), NULL) < 0 ||
+                          PyList_SetSlice(walk.plain, plain, PyList_Size(walk.plain), NULL) < 0))
             same = -1;
         break;
     }

@@ -68,7 +68,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                      io_threads, copy_threads);
         goto fail;
     }
-    self = (QueueObject *)type->tp_alloc(type, 0);
+    self = (QueueObject *)PyType_GenericAlloc(type, 0);
     if (!self)
         goto fail;
     self->pid = getpid();
@@ -81,7 +81,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 
 fail:
-    Py_XDECREF(self);
+    Py_XDECREF((PyObject *)self);
     return NULL;
 }
 
@@ -96,14 +96,14 @@ static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
     PyObject *items = PySequence_Tuple(batch); /* a copy: parsing an operation may run code that changes the list */
     if (!items)
         goto fail;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(items); i++) {
         struct request *request = PyMem_Calloc(1, sizeof *request);
         if (!request) {
             PyErr_NoMemory();
             goto fail;
         }
         op_list_push(&requests, &request->op);
-        if (request_parse(request, PyTuple_GET_ITEM(items, i)) < 0)
+        if (request_parse(request, PyTuple_GetItem(items, i)) < 0)
             goto fail;
     }
     if (check_open(self) < 0) /* only now: parsing may have run code that closed the queue */
@@ -138,7 +138,7 @@ static PyObject *queue_py_reap(QueueObject *self, PyObject *Py_UNUSED(ignored))
         PyObject *entry = request_completion(op);
         if (!entry)
             goto fail;
-        PyList_SET_ITEM(list, i, entry);
+        PyList_SetItem(list, i, entry);
     }
     /* Only now: releasing objects may run arbitrary code, this function included. */
     for (struct op *op; (op = op_list_pop(&ended)) != NULL;) {
@@ -186,7 +186,7 @@ static PyObject *queue_get_running(QueueObject *self, void *Py_UNUSED(closure))
 
 static int queue_traverse(QueueObject *self, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(Py_TYPE((PyObject *)self));
     if (is_forked(self))
         return 0; /* a child never releases what the queue holds */
     for (const struct request *request = self->live; request; request = request->after) {
@@ -212,7 +212,7 @@ static int queue_clear(QueueObject *self)
 
 /* Threads may use buffers until the queue is closed: so a forgotten queue is closed here, before the garbage collector
  * breaks cycles. All requests are released here, too: before Python 3.12.6, breaking the cycle of a memoryview while a
- * buffer of it is held crashes (gh-77894). */
+ * buffer of it is held crashes (gh-77894). May run twice, and for an object without references: makes none to it. */
 static void queue_finalize(QueueObject *self)
 {
     if (!self->queue || is_forked(self))
@@ -220,8 +220,8 @@ static void queue_finalize(QueueObject *self)
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     if (!self->closing) {
-        if (PyErr_ResourceWarning((PyObject *)self, 1, "unclosed %R", self) < 0)
-            PyErr_WriteUnraisable((PyObject *)self);
+        if (PyErr_WarnFormat(PyExc_ResourceWarning, 1, "unclosed <pccheck_async._ext.Queue object at %p>", self) < 0)
+            PyErr_WriteUnraisable((PyObject *)Py_TYPE((PyObject *)self));
         close_queue(self);
     }
     queue_clear(self);
@@ -230,15 +230,12 @@ static void queue_finalize(QueueObject *self)
 
 static void queue_dealloc(QueueObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    if (PyObject_CallFinalizerFromDealloc((PyObject *)self) < 0)
-        return;
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
-    if (self->queue && !is_forked(self)) { /* a child leaks it: threads that do not exist there may hold its locks */
-        queue_clear(self);
+    queue_finalize(self);
+    if (self->queue && !is_forked(self)) /* a child leaks it: threads that do not exist there may hold its locks */
         queue_free(self->queue);
-    }
-    type->tp_free(self);
+    PyObject_GC_Del(self);
     Py_DECREF(type);
 }
 

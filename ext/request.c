@@ -63,12 +63,12 @@ static int as_checksum(PyObject *object, void *into)
 int request_set_segments(struct request *request, PyObject *segments, PyObject *keepalive)
 {
     struct op *op = &request->op;
-    const size_t bytes = (size_t)PyBytes_GET_SIZE(segments);
+    const size_t bytes = (size_t)PyBytes_Size(segments);
     size_t bad;
 
     request->segments = Py_NewRef(segments);
     request->keepalive = Py_NewRef(keepalive);
-    op->segments = PyBytes_AS_STRING(segments);
+    op->segments = PyBytes_AsString(segments);
     op->segment_count = bytes / sizeof(struct copy_segment);
     if (bytes % sizeof(struct copy_segment) != 0) {
         PyErr_Format(PyExc_ValueError, "a table of segments has %zu bytes, no multiple of %zu", bytes,
@@ -88,7 +88,7 @@ int request_set_sums(struct request *request)
     request->sums = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * crc32_piece_count(request->op.size)));
     if (!request->sums)
         return -1;
-    request->op.sums = (uint8_t *)PyBytes_AS_STRING(request->sums);
+    request->op.sums = (uint8_t *)PyBytes_AsString(request->sums);
     return 0;
 }
 
@@ -98,7 +98,7 @@ static int parse_step(struct request *step, PyObject *item);
 static int request_set_steps(struct request *request, PyObject *items)
 {
     struct op **last = &request->op.steps;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(items); i++) {
         struct request *step = PyMem_Calloc(1, sizeof *step);
         if (!step) {
             PyErr_NoMemory();
@@ -106,7 +106,7 @@ static int request_set_steps(struct request *request, PyObject *items)
         }
         *last = &step->op;
         last = &step->op.next;
-        if (parse_step(step, PyTuple_GET_ITEM(items, i)) < 0)
+        if (parse_step(step, PyTuple_GetItem(items, i)) < 0)
             return -1;
     }
     if (!request->op.steps) {
@@ -119,12 +119,12 @@ static int request_set_steps(struct request *request, PyObject *items)
 /* Read the number of a kind at that place of a tuple: 0, or -1 and a Python error. */
 static int kind_at(PyObject *item, Py_ssize_t place, long *number)
 {
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) <= place) {
+    if (!PyTuple_Check(item) || PyTuple_Size(item) <= place) {
         PyErr_SetString(PyExc_TypeError, place == 0 ? "a step of a chain is a tuple (kind, ...)"
                                                     : "an operation is a tuple (token, kind, ...)");
         return -1;
     }
-    *number = PyLong_AsLong(PyTuple_GET_ITEM(item, place));
+    *number = PyLong_AsLong(PyTuple_GetItem(item, place));
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -231,12 +231,12 @@ static PyObject *steps_of(const struct op *chain)
 {
     PyObject *list = PyList_New((Py_ssize_t)chain->steps_ended);
     const struct op *step = chain->steps;
-    for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(list); i++, step = step->next) {
+    for (Py_ssize_t i = 0; list && i < PyList_Size(list); i++, step = step->next) {
         PyObject *entry = Py_BuildValue("Ld", (long long)step->result, (double)step->ended_at * 1e-9);
         if (!entry)
             Py_CLEAR(list);
         else
-            PyList_SET_ITEM(list, i, entry);
+            PyList_SetItem(list, i, entry);
     }
     return list;
 }

@@ -52,15 +52,15 @@ static int look_at(PyObject *tensor, const struct calls *calls, const struct dlp
 {
     const uint64_t first = described->data ? (uint64_t)(uintptr_t)described->data + described->offset : 0;
     struct trait *trait = &now->trait;
-    if (number(PyObject_CallOneArg(calls->address, storage), &now->memory.address) < 0 ||
-        number(PyObject_CallOneArg(calls->size, storage), &now->memory.size) < 0 ||
+    if (number(PyObject_CallFunctionObjArgs(calls->address, storage, NULL), &now->memory.address) < 0 ||
+        number(PyObject_CallFunctionObjArgs(calls->size, storage, NULL), &now->memory.size) < 0 ||
         is_true(PyObject_GetAttr(tensor, calls->requires_grad), &trait->requires_grad) < 0)
         return -1;
     if (first) /* there are elements */
         trait->offset = (int64_t)(first - now->memory.address);
-    if (is_true(PyObject_CallOneArg(calls->is_neg, tensor), &trait->negative) < 0)
+    if (is_true(PyObject_CallFunctionObjArgs(calls->is_neg, tensor, NULL), &trait->negative) < 0)
         return -1;
-    if (described->dtype.code == COMPLEX && is_true(PyObject_CallOneArg(calls->is_conj, tensor), &trait->conjugate) < 0)
+    if (described->dtype.code == COMPLEX && is_true(PyObject_CallFunctionObjArgs(calls->is_conj, tensor, NULL), &trait->conjugate) < 0)
         return -1;
     if (described->dtype.bits == 8) {
         PyObject *dtype = PyObject_GetAttr(tensor, calls->dtype);
@@ -99,25 +99,25 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_NotImplementedError, "this DLPack API cannot describe a tensor");
         return NULL;
     }
-    const Py_ssize_t count = PyList_GET_SIZE(tensors);
+    const Py_ssize_t count = PyList_Size(tensors);
     PyObject *traits = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(struct trait));
     PyObject *memory = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(struct memory));
     PyObject *storages = PyList_New(count);
     if (!traits || !memory || !storages)
         goto end;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (i >= PyList_GET_SIZE(tensors)) { /* the calls may run code that empties the list */
+        if (i >= PyList_Size(tensors)) { /* the calls may run code that empties the list */
             PyErr_SetString(PyExc_RuntimeError, "the list of tensors changed meanwhile");
             goto end;
         }
-        PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i));
+        PyObject *tensor = Py_NewRef(PyList_GetItem(tensors, i));
         struct dlpack_tensor described;
         struct found now = {0};
         const int error = dlpack_forms_add(&forms, exchange, tensor, &described);
-        PyObject *storage = error ? NULL : PyObject_CallOneArg(calls.storage, tensor);
+        PyObject *storage = error ? NULL : PyObject_CallFunctionObjArgs(calls.storage, tensor, NULL);
         int failed = !storage;
         if (storage) {
-            PyList_SET_ITEM(storages, i, storage);
+            PyList_SetItem(storages, i, storage);
             failed = look_at(tensor, &calls, &described, storage, &now) < 0;
         }
         Py_DECREF(tensor);
@@ -125,8 +125,8 @@ PyObject *tensors_look(PyObject *Py_UNUSED(module), PyObject *args)
             set_dlpack_error(error);
         if (failed)
             goto end;
-        memcpy(PyBytes_AS_STRING(traits) + i * (Py_ssize_t)sizeof now.trait, &now.trait, sizeof now.trait);
-        memcpy(PyBytes_AS_STRING(memory) + i * (Py_ssize_t)sizeof now.memory, &now.memory, sizeof now.memory);
+        memcpy(PyBytes_AsString(traits) + i * (Py_ssize_t)sizeof now.trait, &now.trait, sizeof now.trait);
+        memcpy(PyBytes_AsString(memory) + i * (Py_ssize_t)sizeof now.memory, &now.memory, sizeof now.memory);
     }
     result = Py_BuildValue("NOOO", PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used), traits, memory,
                            storages);

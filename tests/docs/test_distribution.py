@@ -136,7 +136,8 @@ def test_the_wheel_has_the_package_and_the_extension(wheel: Path) -> None:
     [facts] = wheel.glob("pccheck_async-*.dist-info")
     assert {path.name for path in wheel.iterdir()} == {"pccheck_async", facts.name}
     wanted = _files(ROOT, *PACKAGE)
-    wanted.add(f"pccheck_async/_ext{sysconfig.get_config_var('EXT_SUFFIX')}")
+    stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    wanted.add(f"pccheck_async/_ext{'.abi3.so' if stable else sysconfig.get_config_var('EXT_SUFFIX')}")
     assert _files(wheel, "pccheck_async/**/*") == wanted
     assert "pccheck = pccheck_async.__main__:main" in (facts / "entry_points.txt").read_text()
     assert (facts / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
