@@ -96,6 +96,7 @@ def storm(tmp_path: Path, kills: int, seed: int) -> Counter[str]:
             path.unlink(missing_ok=True)
         statuses: list[int] = []
         run_ranks(world, partial(restore_or_fail, tmp_path, placement), meanwhile=killer, statuses=statuses)
+        assert {*statuses} <= {0, -signal.SIGKILL}
         ended.update("killed" if status == -signal.SIGKILL else "ended" for status in statuses)
         assert contents(tmp_path / "run") == before
     (tmp_path / "rendezvous").unlink(missing_ok=True)

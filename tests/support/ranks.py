@@ -117,7 +117,8 @@ def _be(rank: int, world: int, place: tuple[int, str], function: Callable[[Group
     except SystemExit as error:
         status, answer = int(error.code or 0), (True, None)
     except BaseException:  # noqa: BLE001 - it is told in the parent
-        answer = False, f"rank {rank}: {traceback.format_exc()}"
+        status, answer = 1, (False, f"rank {rank}: {traceback.format_exc()}")
+        traceback.print_exc()  # also where nobody reads answers
     with os.fdopen(pipe, "wb") as file:
         file.write(pickle.dumps(answer))
     os._exit(status)
