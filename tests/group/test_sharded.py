@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from typer.testing import CliRunner
 
@@ -93,12 +94,16 @@ def mesh_of(folder: Path, group: Group, *shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape or (group.world_size,), mesh_dim_names=("data", "model")[: len(shape) or 1])
 
 
-def fsdp(mesh: DeviceMesh) -> nn.Module:
+def fsdp(mesh: DeviceMesh, **settings: Any) -> nn.Module:
     torch.manual_seed(7)
     model = Tied()
-    fully_shard(model.inner, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model.inner, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
     return model
+
+
+def fsdp_offloaded(mesh: DeviceMesh) -> nn.Module:
+    return fsdp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))  # pinned memory needs an accelerator
 
 
 def fsdp_over_tp(mesh: DeviceMesh) -> nn.Module:
@@ -147,9 +152,11 @@ def resumed(folder: Path, make: Callable[[DeviceMesh], nn.Module], shape: tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 3])
-def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, world: int) -> None:
-    run_ranks(world, partial(resumed, tmp_path, fsdp, ()))
+@pytest.mark.parametrize(
+    ("make", "world"), [pytest.param(fsdp, 1, marks=pytest.mark.campaign), (fsdp, 3), (fsdp_offloaded, 2)]
+)
+def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, make: Callable[[DeviceMesh], nn.Module], world: int) -> None:
+    run_ranks(world, partial(resumed, tmp_path, make, ()))
 
 
 @pytest.mark.slow
@@ -544,6 +551,7 @@ LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = 
     "8": (fsdp, (8,)),
     "2 x 2": (fsdp_over_tp, (2, 2)),
     "hsdp": (fsdp, (2, 2)),
+    "offloaded": (fsdp_offloaded, (2,)),
     "plain": (unsharded, (1,)),
 }
 
@@ -602,8 +610,11 @@ def same_bits(tmp_path: Path, saved_once: Saved, before: str, after: str, fresh:
     ("before", "after", "fresh"),
     [
         ("3", "2", False),
-        ("3", "2 x 2", True),
+        ("3", "offloaded", True),
+        ("offloaded", "2 x 2", True),
         ("2 x 2", "plain", False),
+        pytest.param("3", "2 x 2", True, marks=pytest.mark.campaign),
+        pytest.param("offloaded", "plain", False, marks=pytest.mark.campaign),
         pytest.param("hsdp", "3", True, marks=pytest.mark.campaign),
         pytest.param("2", "2 x 2", True, marks=pytest.mark.campaign),
         pytest.param("2", "plain", False, marks=pytest.mark.campaign),
@@ -749,6 +760,44 @@ def test_flat_ranges_have_another_split(tmp_path: Path) -> None:
     assert torch.equal(load_sync(tmp_path / "run")["master"], WHOLE)
     with SyncCheckpointEngine(tmp_path / "single") as engine, pytest.raises(UnsupportedStateError, match="group="):
         engine.checkpoint({"master": FlatShard(torch.zeros(3), (3,), 0)}, step=0)
+
+
+def of_gpu_ranks(group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """Return what FSDP2 makes for GPUs with its parameters offloaded: a mesh of GPUs, and shards in host memory."""
+    mesh, rows = DeviceMesh("cuda", [*range(group.world_size)]), 5
+    meta = TensorMeta(torch.Size([rows, 3]), (3, 1), torch.float32)
+    local = torch.arange(15.0).reshape(rows, 3).chunk(group.world_size)[group.rank].clone()
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    weight = nn.Parameter(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
+    return weight, torch.optim.SGD([weight], lr=0.5, momentum=0.5)
+
+
+def offloaded_from_gpus(folder: Path, saving: bool, group: Group) -> None:
+    mesh_of(folder, group)
+    weight, optimizer = of_gpu_ranks(group)
+    local, start = weight.to_local(), weight.to_local().detach().clone()  # type: ignore[attr-defined]
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        if saving:
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.checkpoint({"weight": weight, "optimizer": optimizer}, step=1).result()
+            weight, optimizer = of_gpu_ranks(group)
+            local = weight.to_local()  # type: ignore[attr-defined]
+        engine.restore({"weight": weight, "optimizer": optimizer})
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    assert isinstance(momentum, DTensor)
+    assert momentum.device_mesh.device_type == "cuda"
+    assert momentum.to_local().is_cpu
+    assert torch.equal(momentum.to_local(), torch.ones_like(local))
+    assert torch.equal(local, start - 0.5)
+
+
+@pytest.mark.slow
+def test_shards_offloaded_from_gpus_lie_in_host_memory(tmp_path: Path) -> None:
+    run_ranks(2, partial(offloaded_from_gpus, tmp_path, True))
+    (tmp_path / "rendezvous").unlink()
+    run_ranks(3, partial(offloaded_from_gpus, tmp_path, False))
 
 
 def torn(kind: str, folder: Path, mesh: DeviceMesh, group: Group) -> None:
