@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from tests.conftest import need
+from tests.fixtures import need
 from tests.support.kill_harness import PHASES, Campaign
 from tests.support.warm import start_warm
 

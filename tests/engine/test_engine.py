@@ -43,8 +43,8 @@ from pccheck_async.format.record import (
 from pccheck_async.testing import CrashWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
-from tests.conftest import BACKENDS, need
 from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
+from tests.fixtures import BACKENDS, need
 from tests.support.processes import open_files, passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -17,7 +17,7 @@ from pccheck_async.engine import InlineCaptures
 from pccheck_async.state import Layout, PackedSource, arrange, flatten
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Planner
-from tests.conftest import BACKENDS
+from tests.fixtures import BACKENDS
 from tests.support.round_trip import parts
 
 MOST = 32 << 10

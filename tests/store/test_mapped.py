@@ -21,7 +21,7 @@ from pccheck_async.medium.mapping import map_file
 from pccheck_async.testing import MEDIUM_CHECKS
 from pccheck_async.transfer import PAGE_BYTES, address_of, aligned_buffer
 from pccheck_async.transfer.operations import Operations
-from tests.conftest import BACKENDS
+from tests.fixtures import BACKENDS
 from tests.support.loop_devices import Mounted
 from tests.support.processes import passes_in_a_forked_child
 

@@ -32,7 +32,7 @@ from pccheck_async.testing import (
 )
 from pccheck_async.transfer import PAGE_BYTES, map_memory
 from pccheck_async.transfer.operations import ChainStep, Operations, Step
-from tests.conftest import BACKENDS
+from tests.fixtures import BACKENDS
 from tests.support.planted import PLANTED, planted
 
 

@@ -13,7 +13,7 @@ import torch
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
 from pccheck_async.medium.open_medium import open_medium
 from pccheck_async.transfer.operations import NativeOperations
-from tests.conftest import BACKENDS
+from tests.fixtures import BACKENDS
 from tests.support.elsewhere import without_extension
 from tests.support.processes import open_files
 

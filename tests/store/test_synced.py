@@ -22,7 +22,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles
 from pccheck_async.medium.windows import WindowedFile
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
-from tests.conftest import BACKENDS
+from tests.fixtures import BACKENDS
 from tests.training.test_tuner import tuning_of
 
 Inode = tuple[int, int]

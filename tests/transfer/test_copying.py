@@ -44,7 +44,7 @@ from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
 from pccheck_async.transfer.plan import Planner, Table
 from pccheck_async.transfer.pool import LARGEST_SLAB
-from tests.conftest import BACKENDS, need
+from tests.fixtures import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
 from tests.support.pretend_device import PretendDevice, PretendStream, copy_with, keep_on
 

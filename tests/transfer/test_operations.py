@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from pccheck_async.format import checksum, combine
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step, python
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
-from tests.conftest import BACKENDS
+from tests.fixtures import BACKENDS
 from tests.support.processes import passes_in_a_forked_child
 from tests.transfer.conftest import CHUNK, Owner, address_of, fds_now, on_loop, table, threads_fall_to, threads_now
 
