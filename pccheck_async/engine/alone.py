@@ -12,16 +12,15 @@ from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
 from pccheck_async.format import Entry, Which
 from pccheck_async.format.record import FORMAT_VERSION
-from pccheck_async.medium import Piece
 from pccheck_async.state import ReplicaSample
 from pccheck_async.store import (
     DroppedMeanwhileError,
     Fallback,
     OwnSlot,
     Retention,
-    SlotLease,
     Store,
     UnreadableError,
+    Written,
     choose,
     only_rejected,
 )
@@ -56,15 +55,8 @@ class Alone(Peers):
         self._store, self._path = store, path
         return Connected(store.committed.largest_counter, None)
 
-    async def commit(
-        self,
-        lease: SlotLease,
-        entry: Entry,
-        rest: Sequence[Piece],
-        check: Callable[[], None] | None,
-        sample: ReplicaSample | None,
-    ) -> bool:
-        return await self._store.commit(lease, entry, rest, check)
+    async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:
+        return await self._store.commit(written)
 
     async def prepared(self, counter: int) -> bool:
         return False

@@ -15,15 +15,8 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError
 from pccheck_async.format import Entry, Metadata, Which
-from pccheck_async.medium import Piece
 from pccheck_async.state import Owners, ReplicaSample
-from pccheck_async.store import (
-    Retention,
-    SlotLease,
-    Source,
-    Store,
-    UnreadableError,
-)
+from pccheck_async.store import Retention, Source, Store, UnreadableError, Written
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Connected", "Peers", "Private", "RestoreCandidate", "RestoreCandidates", "StepEnd"]
@@ -171,19 +164,12 @@ class Peers(ABC):
         """Wait until a checkpoint may be written. Raises GroupError: it failed on another rank."""
 
     @abstractmethod
-    async def commit(
-        self,
-        lease: SlotLease,
-        entry: Entry,
-        rest: Sequence[Piece],
-        check: Callable[[], None] | None,
-        sample: ReplicaSample | None,
-    ) -> bool:
+    async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:
         """Commit a checkpoint; False if it is superseded.
 
-        Arguments, errors, durability and cancellation are those of :meth:`Store.commit`; ``sample`` is of the tensors
-        that ranks are believed to have alike. Besides it raises GroupError: another rank's part failed, or rank 0 is
-        gone; ReplicasDifferError: those tensors differ.
+        Errors, durability and cancellation are those of :meth:`Store.commit`; ``sample`` is of the tensors that ranks
+        are believed to have alike. Besides it raises GroupError: another rank's part failed, or rank 0 is gone;
+        ReplicasDifferError: those tensors differ.
 
         Durability: on True the parts of all ranks survive power loss.
         """

@@ -24,7 +24,7 @@ from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, encode_again, version_of
-from pccheck_async.store import ChunkPlace, SlotLease, SlotWriter, Store
+from pccheck_async.store import ChunkPlace, SlotLease, SlotWriter, Store, Written
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured
 from pccheck_async.transfer import BufferPool, Tasks
@@ -254,7 +254,7 @@ class Scheduler:
             try:
                 check = None if overlapped is None else overlapped.check
                 pending.written_nbytes = plan.payload_nbytes
-                committed = await self.peers.commit(slot, entry, rest, check, capture.sample)
+                committed = await self.peers.commit(Written(slot, entry, rest, check), capture.sample)
             finally:
                 self.stream.clock.note("commit", start, time.perf_counter())
         if committed:

@@ -63,11 +63,10 @@ from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, Failed, Ok
 from pccheck_async.group.parts import SeenStore
 from pccheck_async.group.steps import Steps
-from pccheck_async.medium import Piece
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.state import Owners, ReplicaSample
-from pccheck_async.store import Retention, SlotLease, Store, open_store, rank_name
+from pccheck_async.store import Retention, Store, Written, open_store, rank_name
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations
@@ -290,15 +289,9 @@ class Ranks(Peers):
         if one.error is not None:
             raise one.error
 
-    async def commit(
-        self,
-        lease: SlotLease,
-        entry: Entry,
-        rest: Sequence[Piece],
-        check: Callable[[], None] | None,
-        sample: ReplicaSample | None,
-    ) -> bool:
-        await self._store.finish_data(lease, entry, rest, check)
+    async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:
+        await self._store.finish_data(written)
+        entry = written.entry
         one, asked = self._checkpoints[entry.counter], False
         try:
             digests = ({}, {}) if sample is None else await self._call(sample.digest)
@@ -310,7 +303,7 @@ class Ranks(Peers):
             return outcome.outcome == "durable"
         finally:
             if not asked or one.cancelled:  # else a record names it, or is about to
-                await self._store.release(lease, entry.manifest_offset)
+                await self._store.release(written.lease, entry.manifest_offset)
 
     async def prepared(self, counter: int) -> bool:
         one = self._checkpoints.get(counter)

@@ -37,7 +37,7 @@ from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded,
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
-from pccheck_async.store.store import Store, StoreStatistics, open_store
+from pccheck_async.store.store import Store, StoreStatistics, Written, open_store
 from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store, no_store_in, read_at_once
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "StoreReader",
     "StoreStatistics",
     "UnreadableError",
+    "Written",
     "at_once",
     "check_descriptors",
     "choose",

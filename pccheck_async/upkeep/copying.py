@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec import structs
 
@@ -32,10 +31,10 @@ from pccheck_async.group import (
     view_of,
     write_parts,
 )
-from pccheck_async.medium import Medium, Piece
+from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.state.restore.tree import refuse_boxes
-from pccheck_async.store import PartReader, SlotLease, Store, check_descriptors
+from pccheck_async.store import PartReader, SlotLease, Store, Written, check_descriptors
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing
 from pccheck_async.upkeep.reading import ChunkRun, Progress, check_chunks, counting
@@ -133,14 +132,6 @@ def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[st
         raise ValueError(f"{os.fspath(path)} has a checkpoint named {entry.name!r} already; remove it first")
 
 
-class _Written(NamedTuple):
-    """A checkpoint in its slot, but for its manifest; no record names it."""
-
-    lease: SlotLease
-    entry: Entry
-    manifest: Piece
-
-
 class _Copying:
     """A checkpoint on its way into another place: all its parts, or one, which are held.
 
@@ -155,8 +146,8 @@ class _Copying:
         self._source, self._parts, self._pinned = source, parts, pinned
         self._written = counting(progress, sum(part.manifest.payload_nbytes for part in parts))
 
-    async def _write(self, part: PartReader, store: Store, counter: int) -> _Written:
-        """Write the payload of a part into a new slot, as one of the checkpoint of that counter."""
+    async def _write(self, part: PartReader, store: Store, counter: int) -> Written:
+        """Write the payload of a part into a new slot, as one of the checkpoint of that counter; not its manifest."""
         manifest = structs.replace(part.manifest, counter=counter)
         data, block = encode(manifest), store.block_bytes
         offset = align(manifest.payload_nbytes, block)
@@ -177,7 +168,7 @@ class _Copying:
             manifest_nbytes=len(data),
             manifest_checksum=crc32(data),
         )
-        return _Written(lease, entry, (offset, padded))
+        return Written(lease, entry, [(offset, padded)])
 
     async def _write_payload(self, part: PartReader, medium: Medium, lease: SlotLease) -> None:
         def damaged(index: int, reason: str) -> None:
@@ -201,7 +192,7 @@ class _Copying:
         store = await open_for_writing(stack, opened, path, None, in_flight=1)
         _check_room(part.entry, store.committed.entries, path)
         one = await self._write(part, store, max(part.entry.counter, store.committed.largest_counter + 1))
-        await store.commit(one.lease, one.entry, [one.manifest])
+        await store.commit(one)
         return one.entry.info
 
     async def into_group(self, target: Path, opened: OpenMedium, stack: AsyncExitStack) -> CheckpointInfo:
@@ -240,14 +231,14 @@ class _Copying:
         made = Run(view.number, secrets.randbits(64), members)
         async with AsyncExitStack() as stack:  # on an error slots are free again that no record may name
             leased: list[AsyncExitStack] = []
-            written: list[_Written] = []
+            written: list[Written] = []
             for read, store in zip(parts, stores, strict=True):
                 one = await self._write(read, store, counter)
                 leased.append(await stack.enter_async_context(AsyncExitStack()))
                 leased[-1].push_async_callback(store.release, one.lease, one.entry.manifest_offset)
                 written.append(one)
             for one, store in zip(written, stores, strict=True):
-                await store.make_data_durable(one.lease, [one.manifest])
+                await store.make_data_durable(one.lease, one.rest)
                 await store.medium.unlock(one.lease.file)  # all writes ended: readers of a record may lock the slot
             entry = written[0].entry
             pins = pinned_keys(seen.values()) | ({Key(counter, made)} if entry.pinned else set())

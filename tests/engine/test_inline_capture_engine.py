@@ -18,7 +18,7 @@ from pccheck_async.engine import CheckpointProgress
 from pccheck_async.format import Entry
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.medium import File, Medium
-from pccheck_async.store import Retention, open_store, slot_writer
+from pccheck_async.store import Retention, Written, open_store, slot_writer
 from pccheck_async.testing import Access, CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.transfer import aligned_buffer
 
@@ -235,9 +235,9 @@ def test_a_superseded_one_that_is_cancelled_gives_its_slot_back_once(turns: int)
         store = await open_store(writer, path=FOLDER, retention=Retention(keep_last=1), max_in_flight=2, lock_timeout=0)
         data = aligned_buffer(8192)
         old, new = await store.reserve(8192), await store.reserve(8192)
-        assert await store.commit(new, entry_of(2, new.slot), [(0, data)])
+        assert await store.commit(Written(new, entry_of(2, new.slot), [(0, data)]))
         writer.seen.clear()
-        saving = asyncio.create_task(store.commit(old, entry_of(1, old.slot), [(0, data)]))
+        saving = asyncio.create_task(store.commit(Written(old, entry_of(1, old.slot), [(0, data)])))
         for _ in range(turns):
             await asyncio.sleep(0)
         saving.cancel()
@@ -343,11 +343,11 @@ def test_nothing_is_committed_once_a_record_failed_meanwhile(at_once: bool) -> N
         first, second = await store.reserve(8192), await store.reserve(8192)
         writer.fail_next(after=1)  # the record's flush
         with pytest.raises(StoreFailedError):
-            await store.commit(first, entry_of(1, first.slot), [(0, data)])
+            await store.commit(Written(first, entry_of(1, first.slot), [(0, data)]))
         assert ("write", COMMIT_NAME) in noting.seen
         noting.seen.clear()
         with pytest.raises(StoreFailedError):
-            await store.commit(second, entry_of(2, second.slot), [(0, data)])
+            await store.commit(Written(second, entry_of(2, second.slot), [(0, data)]))
         assert ("write", COMMIT_NAME) not in noting.seen
         assert store.committed.record.entries == ()
         await writer.close()
