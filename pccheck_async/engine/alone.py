@@ -84,6 +84,9 @@ class Alone(Peers):
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         return StepEnd(policy.due(report))
 
+    def stopping(self, *, preempted: bool) -> bool:
+        return preempted
+
 
 class _OwnCandidates(RestoreCandidates):
     """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last."""

@@ -295,20 +295,15 @@ class EngineCore:
         try:
             return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last)
         except BaseException as error:
-            if self.peers.collective:
-                try:
-                    why = repr(error)  # before the lock: it may be a user's code
-                except Exception:  # noqa: BLE001 - the other ranks wait for this counter all the same
-                    why = type(error).__qualname__
-                self.fail_checkpoint(step, why, after=counter)
+            self.fail_checkpoint(step, error, after=counter)
             raise
 
-    def fail_checkpoint(self, step: int | None, why: str, *, after: int | None = None) -> None:
+    def fail_checkpoint(self, step: int | None, error: BaseException, *, after: int | None = None) -> None:
         """Take part in a checkpoint that cannot be made here: it fails on all ranks, and they go on counting alike.
 
         Nothing to do if this process saves alone, or if another checkpoint came ``after`` that counter.
         """
-        if not self.peers.collective:
+        if (why := self.peers.describe(error)) is None:  # before the lock: it may call a user's code
             return
         with self.in_flight.lock:
             if self.state == "open" and after in (None, self.in_flight.counter):

@@ -102,7 +102,7 @@ class Peers(ABC):
     Coroutines run on the engine's loop; the other methods on the caller's thread if nothing else is said.
 
     Attributes:
-        collective: Whether all ranks call everything alike: then none may decide by itself to save, or not to.
+        collective: Whether all ranks save after the same steps: then no clock and no metric of one rank decides.
         record_version: Of the records of this engine's store.
     """
 
@@ -156,6 +156,13 @@ class Peers(ABC):
 
         ``sums`` and ``differing`` are those of a :class:`~pccheck_async.engine.capture.Capture`.
         """
+
+    def describe(self, error: BaseException) -> str | None:
+        """Return the text for the others of an error with which a call ended here; None if no other one waits for it.
+
+        Called on the caller's thread.
+        """
+        return None
 
     def request_failed(self, counter: int, step: int, why: str) -> None:
         """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here."""
@@ -217,6 +224,13 @@ class Peers(ABC):
     @abstractmethod
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         """Return what to do after a step. ``preempted``: a signal requested the end of this process."""
+
+    @abstractmethod
+    def stopping(self, *, preempted: bool) -> bool:
+        """Return whether no step comes after this one. Called on the trainer's thread, also if the engine is not open.
+
+        ``preempted``: a signal requested the end of this process.
+        """
 
     def end_steps(self) -> None:
         """Called when no more steps come, also if the engine is not open."""

@@ -278,6 +278,12 @@ class Ranks(Peers):
         assert self.member.counter == counter, (self.member.counter, counter)
         self._do(actions)
 
+    def describe(self, error: BaseException) -> str:
+        try:
+            return repr(error)
+        except Exception:  # noqa: BLE001 - the other ranks wait for this counter all the same
+            return type(error).__qualname__
+
     def request_failed(self, counter: int, step: int, why: str) -> None:
         self.request(counter, step, {}, {}, ())  # ranks keep counting alike
         self._do(self.member.failed(counter, why))
@@ -388,6 +394,9 @@ class Ranks(Peers):
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         return self._steps.due(policy, report, preempted=preempted)
+
+    def stopping(self, *, preempted: bool) -> bool:
+        return hasattr(self, "_steps") and self._steps.stopped
 
     def end_steps(self) -> None:
         if hasattr(self, "_steps"):

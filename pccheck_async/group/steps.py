@@ -31,6 +31,7 @@ class Steps:
 
     Attributes:
         changed: Held around every use of the member's schedule, and notified after each decision.
+        stopped: Whether the last step of all ranks has come.
     """
 
     def __init__(self, member: Member, server: Server | None, report_preempted: Callable[[], object]) -> None:
@@ -39,7 +40,7 @@ class Steps:
         self._report_preempted = report_preempted
         self.changed = threading.Condition()
         self._published: int | None = None
-        self._preempted = self._due = False
+        self._preempted = self._due = self.stopped = False
 
     def begin(self, step: int) -> None:
         """Called when the trainer begins a step."""
@@ -71,6 +72,7 @@ class Steps:
             verdict = self._verdict(report.step)
             if verdict is not Verdict.SAVE:
                 last = verdict is Verdict.STOP
+                self.stopped = self.stopped or last
                 return StepEnd(save or last, last)
             save = True
 

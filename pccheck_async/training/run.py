@@ -124,7 +124,6 @@ class TrainingRun(TrainingHooks):
         self._said: tuple[int | None, str] | None = None
         self._state_seen = False
         self._rejections = 0
-        self._last = False  # the last step of all ranks has come
         collective, best = core.peers.collective, core.config.retention.keep_best
         # In a group all ranks save after the same steps: which of them set a metric is not known, and clocks differ.
         self._metric = None if best is None or collective else best.metric
@@ -145,7 +144,7 @@ class TrainingRun(TrainingHooks):
     @property
     def stopping(self) -> bool:
         """Whether this step is the last one: a signal requested the end of this process, or of any rank's."""
-        return self._last if self.core.peers.collective else self.preemption.pending
+        return self.core.peers.stopping(preempted=self.preemption.pending)
 
     def before_checkpoint(self) -> bool:
         self.preemption.go_on()
@@ -289,7 +288,6 @@ class TrainingRun(TrainingHooks):
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
         self._due = save or self._due or wanted
         if last:
-            self._last = True
             self.preemption.follow()
         self._say()
         this.why_not_whole = self._accumulation.end(this.step, this.window)

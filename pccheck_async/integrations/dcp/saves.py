@@ -48,7 +48,10 @@ class Saves:
     Attributes:
         step: Of the round.
         name: Of the round's checkpoint.
+        alone: Whether no other rank saves; while it is open.
     """
+
+    alone: bool
 
     def __init__(self, root: str, settings: Settings) -> None:
         self._root = root
@@ -59,11 +62,6 @@ class Saves:
         self._pending: PendingCheckpoint | None = None
         self._last = -1  # step
         self.name: str | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank saves; while it is open."""
-        return self._core is not None and not self._core.peers.collective
 
     @property
     def step(self) -> int:
@@ -80,13 +78,13 @@ class Saves:
 
     def _give_up_round(self) -> None:
         if not self._writing:
-            self.fail("torch.distributed.checkpoint did not come to the writing on this rank")
+            self.fail(GroupError("torch.distributed.checkpoint did not come to the writing on this rank"))
         self._writing = True
 
-    def fail(self, why: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Fail the round's checkpoint on all ranks, where nothing of it was written here."""
         if self._core is not None:
-            self._core.fail_checkpoint(self._step, why)
+            self._core.fail_checkpoint(self._step, error)
 
     def _count(self) -> None:
         named = step_of(self.name)
@@ -105,13 +103,13 @@ class Saves:
                 "the plan of this save was made for another StorageWriter, and enable_plan_caching reuses it: "
                 "use planners of different classes for different writers, or none that cache"
             )
-        peers = None
+        self.alone, peers = place.address is None, None
         if place.address is not None:
             store = PrefixStore(f"{self._root}/{self._round}", reach(place.address))
             peers = Ranks(Group(rank, place.world, store, timeout=self.settings.timeout))
         core = EngineCore(self._root, "auto", self.settings.config, peers)
         block_on(core, core.open)
-        if place.address is None:
+        if self.alone:
             core.captures.owners = Owners(0, (0,), (0,), ())  # a plan may have boxes of tensors here, too
         self._core = core
         newest = core.newest_step
@@ -130,7 +128,7 @@ class Saves:
         try:
             state = make()
         except BaseException as error:
-            self.fail(repr(error))
+            self.fail(error)
             raise
         pending, start = core.start_checkpoint(state, self._step, metadata)
         try:
