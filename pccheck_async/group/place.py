@@ -214,7 +214,8 @@ class Place:
         self, key: Key, rank: int, staging: Staging, listed: Entry | None = None, *, superseded: bool = False
     ) -> PartReader:
         """Return the reader of one part; close it. It gets pin and rejection of the ``listed`` entry."""
-        source = FolderPart(self.opened, self.folder(rank), key, listed, superseded=superseded)
+        record = self.stores[rank][1] if rank in self.stores else None
+        source = FolderPart(self.opened, self.folder(rank), key, listed, superseded=superseded, record=record)
         return PartReader(source, CopyBackend(self.opened.operations), staging)
 
     async def read(

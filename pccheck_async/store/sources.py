@@ -67,13 +67,21 @@ class FolderPart(Source):
         key: The checkpoint.
         listed: Its entry in a list of complete checkpoints, which has the group's pins and rejections.
         superseded: Whether it is one that the newest record has superseded.
+        record: That record, if it was read a moment ago.
     """
 
     def __init__(
-        self, opened: OpenMedium, folder: str, key: Key, listed: Entry | None = None, *, superseded: bool = False
+        self,
+        opened: OpenMedium,
+        folder: str,
+        key: Key,
+        listed: Entry | None = None,
+        *,
+        superseded: bool = False,
+        record: Record | None = None,
     ) -> None:
         self._opened, self.medium = opened, opened.medium
-        self._folder = folder
+        self._folder, self._record = folder, record
         self._key, self._listed, self._superseded = key, listed, superseded
 
     async def acquire(self) -> File:
@@ -87,7 +95,7 @@ class FolderPart(Source):
 
         if reader is not None:
             try:
-                found = await reader.lock(pick)
+                found = await reader.lock(pick, self._record)
             finally:
                 await self.medium.close(reader.commit)
         if reader is None or found is None:

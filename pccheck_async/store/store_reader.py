@@ -115,11 +115,12 @@ class StoreReader:
         return await read_record(self.opened.medium, self.commit, self.identity)
 
     async def lock(
-        self, pick: Callable[[Record], Entry | None]
+        self, pick: Callable[[Record], Entry | None], record: Record | None = None
     ) -> tuple[Entry, File | DamagedError | ReadError] | None:
         """Lock the picked checkpoint's slot against reuse, and return its file, or why there is none to be read.
 
-        None if nothing is picked. One that was superseded (:attr:`Record.superseded`) may be written over by then.
+        None if nothing is picked, at first from ``record`` if that is the newest one of a moment ago. One that was
+        superseded (:attr:`Record.superseded`) may be written over by then.
 
         A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
         only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
@@ -127,8 +128,8 @@ class StoreReader:
         clock = asyncio.get_running_loop().time
         deadline = clock() + LOCK_SECONDS
         medium = self.opened.medium
+        record = await self.record() if record is None else record
         while True:
-            record = await self.record()
             entry = pick(record)
             if entry is None:
                 return None
@@ -138,7 +139,7 @@ class StoreReader:
             except (FileNotFoundError, CorruptStoreError, ReadError) as error:
                 if is_exhausted(error):
                     raise
-                if _names(await self.record(), entry, superseded):
+                if _names(record := await self.record(), entry, superseded):
                     missing = f"{self.folder}{slot_name(entry.slot)}, which the newest record names, is missing"
                     why = missing if isinstance(error, FileNotFoundError) else str(error)
                     return entry, error if isinstance(error, ReadError) else DamagedError(why)
@@ -146,7 +147,8 @@ class StoreReader:
                 is_held = False
                 try:
                     locked = await medium.lock(file, shared=True)
-                    is_held = locked and _names(await self.record(), entry, superseded)
+                    record = await self.record()
+                    is_held = locked and _names(record, entry, superseded)
                 finally:
                     if not is_held:
                         await medium.close(file)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pccheck_async import NoCheckpointError, Shelf, SyncCheckpointEngine, load_sync
+from pccheck_async.format import Record
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group import folder as group_folder
 from pccheck_async.group import rank_folders, rank_name
@@ -21,6 +22,7 @@ from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles
 from pccheck_async.medium.windows import WindowedFile
+from pccheck_async.store import StoreReader
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from tests.fixtures import BACKENDS
 from tests.training.test_tuner import tuning_of
@@ -159,6 +161,27 @@ def test_settings_are_durable_before_they_have_their_name_and_their_name_when_th
 
 
 # -- readers
+
+
+def test_a_load_reads_the_records_once_before_the_slot_is_locked_and_once_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"x": torch.arange(9)}, step=1).result(60)
+    read, lock, seen = StoreReader.record, Files.lock, list[str]()
+
+    async def noting_record(self: StoreReader) -> Record:
+        seen.append("record")
+        return await read(self)
+
+    async def noting_lock(self: Files, file: File, **options: bool) -> bool:
+        seen.append("lock")
+        return await lock(self, file, **options)
+
+    monkeypatch.setattr(StoreReader, "record", noting_record)
+    monkeypatch.setattr(Files, "lock", noting_lock)
+    assert load_sync(tmp_path)["x"].tolist() == [*range(9)]
+    assert seen == ["record", "lock", "record"]
 
 
 @pytest.mark.slow
