@@ -21,6 +21,7 @@ Invariants, as comments name them:
 """
 
 from pccheck_async.store.checkpoint_reader import CheckpointReader, check_descriptors
+from pccheck_async.store.chunks import ChunkRun, Staging, check_chunks
 from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
 from pccheck_async.store.differing import ranks_in_words, warn_of_others
 from pccheck_async.store.fallback import (
@@ -31,7 +32,7 @@ from pccheck_async.store.fallback import (
     only_rejected,
     unreadable_errors,
 )
-from pccheck_async.store.part_reader import PartReader, Source, Staging, read_manifest
+from pccheck_async.store.part_reader import PartReader, Source, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
@@ -45,6 +46,7 @@ __all__ = [
     "Best",
     "CheckpointReader",
     "ChunkPlace",
+    "ChunkRun",
     "DroppedMeanwhileError",
     "Fallback",
     "FolderPart",
@@ -63,6 +65,7 @@ __all__ = [
     "UnreadableError",
     "Written",
     "at_once",
+    "check_chunks",
     "check_descriptors",
     "choose",
     "is_group_folder",

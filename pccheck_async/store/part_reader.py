@@ -12,19 +12,20 @@ import errno
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pccheck_async.errors import CorruptStoreError, DamagedError
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError
 from pccheck_async.format import Entry, align, combine, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
 from pccheck_async.state import Targets
+from pccheck_async.store.chunks import Checked, Damaged, Staging, check_chunks, in_buffers
 from pccheck_async.transfer import (
     BufferLease,
     BufferPool,
@@ -32,12 +33,11 @@ from pccheck_async.transfer import (
     Tasks,
     address_of,
     aligned_buffer,
-    available_memory,
 )
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
 
-__all__ = ["PartReader", "Source", "Staging", "read_manifest"]
+__all__ = ["PartReader", "Source", "read_manifest"]
 
 
 class Source(ABC):
@@ -67,41 +67,6 @@ class Source(ABC):
     def release(self) -> None:
         """Close it without waiting. Idempotent."""
         self._closing = asyncio.ensure_future(self.close())
-
-
-_BUFFER_BYTES, _BUFFERS = 16 << 20, 6
-"""Four are being read, one is checked. More take longer to be touched for the first time than they save."""
-
-
-class Staging:
-    """Staging buffers that all parts of a checkpoint share; larger ones are made if a chunk does not fit into them.
-
-    By default they are made when they are needed: 96 MiB if chunks have at most 16 MiB and memory is not scarce.
-    """
-
-    def __init__(self, pool: BufferPool | None = None) -> None:
-        self.pool = pool
-
-    def pool_for(self, largest: int, buffers: int = 1) -> BufferPool:
-        """Return a pool that has so many buffers of at least ``largest`` bytes.
-
-        Raises MemoryError if not even one fits into memory: a damaged manifest may claim any size.
-        """
-        if self.pool is None:
-            memory = available_memory()
-            if largest > memory:
-                raise MemoryError(f"a chunk of {largest} bytes does not fit into {memory} bytes of memory")
-            size = max(largest, min(_BUFFER_BYTES, memory // _BUFFERS // 4096 * 4096))
-            self.pool = BufferPool(max(buffers * size, min(_BUFFERS * size, memory // 4)), size)
-        size = max(largest, self.pool.buffer_bytes)
-        if size > self.pool.buffer_bytes or buffers * size > self.pool.nbytes:
-            self.pool = BufferPool(max(self.pool.nbytes, buffers * size), size)
-        return self.pool
-
-
-_MOST_RUNS = 8
-"""Read and verified at a time. They keep a disk busy; more would only be memory that nothing has touched yet, which a
-restart pays for at the wrong moment: on ours a cold restore took half as long again."""
 
 
 async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: int) -> Manifest:
@@ -227,9 +192,20 @@ class PartReader:
         """Most chunks that are kept."""
         return max(1, min(_KEPT, self._pool.nbytes // self._pool.buffer_bytes // 2))
 
-    async def verify(self) -> None:
-        """Read every chunk whole, and fill nothing. Raises DamagedError, ReadError."""
-        await self._stream(Targets(), every=True)
+    async def verify(self, damaged: Damaged | None = None, checked: Checked | None = None) -> None:
+        """Read every chunk whole, and fill nothing; see :func:`check_chunks`.
+
+        Raises DamagedError, ReadError: the first damage, without ``damaged``.
+        """
+
+        def refuse(index: int, reason: str, error: ReadError | None) -> None:
+            chunk = self.manifest.chunks[index]
+            raise error or self._damaged(index, chunk.offset, chunk.nbytes, reason)
+
+        medium, operations, damaged = self.source.medium, self.backend.operations, damaged or refuse
+        await check_chunks(
+            medium, operations, self._file, self.manifest, self.staging, damaged=damaged, checked=checked
+        )
 
     async def fill(self, targets: Targets, marks: Any = None, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill ``targets`` from the chunks that hold them, or from MiBs of these that can be verified alone.
@@ -313,44 +289,26 @@ class PartReader:
                     group.create_task(self._read(index, missing, view[missing.start * unit :], kept.there))
         return view
 
-    async def _stream(
-        self,
-        targets: Targets,
-        marks: Any = None,
-        advance: Callable[[int], None] = lambda _: None,
-        *,
-        every: bool = False,
-    ) -> None:
-        manifest, backend, pool = self.manifest, self.backend, self._pool
+    async def _stream(self, targets: Targets, marks: Any, advance: Callable[[int], None]) -> None:
+        manifest = self.manifest
         if marks:
-            await backend.order_after(marks)
+            await self.backend.order_after(marks)
         near = _chunks_between(manifest.chunks, *targets.span)
-        turns = asyncio.Semaphore(_MOST_RUNS)
 
-        def end(done: asyncio.Task[None], lease: BufferLease, nbytes: int) -> None:
-            lease.release()
-            turns.release()
-            if not done.cancelled() and done.exception() is None:
-                advance(nbytes)
+        async def fill(run: _Run, segments: Segments, buffer: memoryview) -> None:
+            await self._read_run(run, segments, buffer, targets)
+            advance(run.nbytes)
 
-        def runs_of(index: int, chunk: ChunkEntry) -> list[tuple[_Run, Segments]]:
-            unit = chunk.nbytes if every else _unit(manifest, index)
-            runs = scatter_runs(chunk.offset, chunk.nbytes, unit, targets) if index in near else []
-            if every and not runs:
-                runs = [(range(1), Segments())]
-            return [(_run(manifest, index, unit, units), segments) for units, segments in runs]
-
-        async with Tasks() as group:
+        def works() -> Iterator[Callable[[memoryview], Coroutine[Any, Any, None]]]:
             for index, chunk in enumerate(manifest.chunks):
-                runs = runs_of(index, chunk)
+                unit = _unit(manifest, index)
+                found = scatter_runs(chunk.offset, chunk.nbytes, unit, targets) if index in near else []
+                runs = [(_run(manifest, index, unit, units), segments) for units, segments in found]
                 if unwanted := chunk.nbytes - sum(run.nbytes for run, _ in runs):
                     advance(unwanted)
-                for run, segments in runs:
-                    await turns.acquire()
-                    lease = await pool.lease()
-                    work = self._read_run(run, segments, lease.view, targets)
-                    # The lease outlives the task, also one that is cancelled before it ran at all.
-                    group.create_task(work).add_done_callback(partial(end, lease=lease, nbytes=run.nbytes))
+                yield from (partial(fill, *each) for each in runs)
+
+        await in_buffers(self._pool, works())
 
     async def _read_run(self, run: _Run, segments: Segments, buffer: memoryview, keepalive: Any) -> None:
         """Read into a staging buffer, verify that, and only then copy segments of it to their places."""
@@ -362,10 +320,11 @@ class PartReader:
         except OSError as error:
             if error.errno != errno.EBADMSG:
                 raise
-            raise DamagedError(
-                f"{self._file.name}: chunk {run.chunk} (bytes {run.offset} to {run.offset + run.nbytes}) of the "
-                f"checkpoint is damaged: {error.strerror}"
-            ) from None
+            raise self._damaged(run.chunk, run.offset, run.nbytes, error.strerror) from None
+
+    def _damaged(self, chunk: int, offset: int, nbytes: int, reason: str | None) -> DamagedError:
+        where = f"{self._file.name}: chunk {chunk} (bytes {offset} to {offset + nbytes})"
+        return DamagedError(f"{where} of the checkpoint is damaged: {reason}")
 
     async def _read(self, index: int, units: range, into: memoryview, there: set[int]) -> None:
         await self._read_run(_run(self.manifest, index, _unit(self.manifest, index), units), Segments(), into, None)

@@ -34,10 +34,17 @@ from pccheck_async.group import (
 from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.state.restore.tree import refuse_boxes
-from pccheck_async.store import PartReader, SlotLease, Store, Written, check_descriptors
+from pccheck_async.store import (
+    ChunkRun,
+    PartReader,
+    SlotLease,
+    Store,
+    Written,
+    check_descriptors,
+)
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing
-from pccheck_async.upkeep.reading import ChunkRun, Progress, check_chunks, counting
+from pccheck_async.upkeep.reading import Progress, counting
 
 __all__ = ["copy_checkpoint"]
 
@@ -171,7 +178,7 @@ class _Copying:
         return Written(lease, entry, [(offset, padded)])
 
     async def _write_payload(self, part: PartReader, medium: Medium, lease: SlotLease) -> None:
-        def damaged(index: int, reason: str) -> None:
+        def damaged(index: int, reason: str, _: object) -> None:
             chunk = part.manifest.chunks[index]
             raise DamagedError(
                 f"{part.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
@@ -184,7 +191,7 @@ class _Copying:
             await medium.write(lease.file, run.offset, view)
             self._written(run.nbytes)
 
-        await check_chunks(self._source.opened, part.file, part.manifest, damaged=damaged, checked=write)
+        await part.verify(damaged, write)
 
     async def into_store(self, path: str, opened: OpenMedium, stack: AsyncExitStack) -> CheckpointInfo:
         """Commit the one part to the store of one process."""

@@ -1,34 +1,28 @@
-"""Describing a checkpoint, and checking the chunks of its payload."""
+"""Describing a checkpoint, and counting the bytes that are read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import ReadError
-from pccheck_async.format import CheckpointInfo, combine, piece_sums, which_one
-from pccheck_async.format.manifest import ChunkEntry, Manifest
+from pccheck_async.format import CheckpointInfo, which_one
+from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import slot_name
 from pccheck_async.group import open_place
-from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, OpenMedium
+from pccheck_async.medium.open_medium import IO
 from pccheck_async.state.restore.parts import stored_boxes
-from pccheck_async.store import CheckpointReader, Staging
-from pccheck_async.transfer import Tasks
+from pccheck_async.store import CheckpointReader
 from pccheck_async.upkeep.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 
 __all__ = [
     "LOCK_SECONDS",
-    "ChunkRun",
     "Description",
     "Progress",
-    "check_chunks",
     "counting",
     "describe_checkpoint",
-    "runs",
 ]
 
 LOCK_SECONDS = 1.0
@@ -144,8 +138,6 @@ async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIt
         yield replace(leaf, boxes=boxes)
 
 
-# -- chunks
-
 Progress: TypeAlias = Callable[[int, int], None]
 """Called on another thread with the bytes done, and those of the whole."""
 
@@ -160,86 +152,3 @@ def counting(progress: Progress, total: int) -> Callable[[int], None]:
         progress(min(done, total), total)
 
     return add
-
-
-class ChunkRun(NamedTuple):
-    """Chunks that are read in one piece (small ones one by one would keep no disk busy), and where in the payload."""
-
-    first: int
-    chunks: Sequence[ChunkEntry]
-    offset: int
-    nbytes: int
-
-
-def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[ChunkRun]:
-    """Group chunks that lie back to back into runs of at most ``most`` bytes; a larger chunk is a run of its own."""
-    first = 0
-    for index, chunk in enumerate(chunks, 1):
-        start, end = chunks[first].offset, chunk.offset + chunk.nbytes
-        if index == len(chunks) or chunks[index].offset + chunks[index].nbytes - start > most:
-            yield ChunkRun(first, chunks[first:index], start, end - start)
-            first = index
-
-
-async def check_chunks(
-    opened: OpenMedium,
-    file: File,
-    manifest: Manifest,
-    *,
-    damaged: Callable[[int, str], None],
-    checked: Callable[[ChunkRun, memoryview], Awaitable[None]] | None = None,
-    read: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Read chunks at the storage's speed and compare each with its checksum.
-
-    Args:
-        opened: Moves the bytes.
-        file: The slot.
-        manifest: Names the chunks.
-        damaged: Called with the number of every chunk that differs from the written one, and the reason.
-        checked: Awaited with every run none of whose chunks is damaged, and its bytes.
-        read: Called with the bytes of every run that was read.
-
-    Cancellation: ends once every read ended.
-    """
-
-    async def check(run: ChunkRun, buffer: memoryview) -> None:
-        view, whole = buffer[: run.nbytes], True
-        try:
-            got = await opened.medium.read(file, run.offset, view)
-        except ReadError as error:
-            if len(run.chunks) > 1:
-                for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
-                    await check(ChunkRun(index, [chunk], chunk.offset, chunk.nbytes), buffer)
-                return
-            damaged(run.first, f"it cannot be read: {error.strerror or error}")
-        else:
-            sums = await opened.operations.call(_checksums, run, view)
-            for index, (chunk, pieces) in enumerate(zip(run.chunks, sums, strict=True), run.first):
-                if chunk.offset - run.offset + chunk.nbytes > got:
-                    damaged(index, f"the file ends at byte {run.offset + got}")
-                elif combine(pieces, chunk.nbytes) != chunk.checksum or expected[index] not in (None, pieces):
-                    damaged(index, "checksum mismatch")
-                else:
-                    continue
-                whole = False
-            if checked is not None and whole:
-                await checked(run, view)
-        read(run.nbytes)
-
-    expected = manifest.pieces or (None,) * len(manifest.chunks)
-    pool = Staging().pool_for(max((chunk.nbytes for chunk in manifest.chunks), default=0))
-    try:
-        async with Tasks() as group:
-            for run in runs(manifest.chunks, pool.buffer_bytes):
-                lease = await pool.lease()
-                # The lease outlives the task, also one that is cancelled before it ran at all.
-                group.create_task(check(run, lease.view)).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
-    finally:
-        pool.close()
-
-
-def _checksums(run: ChunkRun, view: memoryview) -> list[bytes]:
-    """Called on a helper thread; each table of checksums is computed without the GIL."""
-    starts = [chunk.offset - run.offset for chunk in run.chunks]
-    return [piece_sums(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]

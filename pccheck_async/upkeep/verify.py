@@ -17,10 +17,10 @@ from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_rec
 from pccheck_async.group import open_place
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.store import StoreReader, read_manifest
+from pccheck_async.store import Staging, StoreReader, check_chunks, read_manifest
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.listing import Listing, list_leaves
-from pccheck_async.upkeep.reading import Progress, check_chunks, counting
+from pccheck_async.upkeep.reading import Progress, counting
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -246,11 +246,11 @@ async def check_payload(
     """Read every chunk of a checkpoint and return the damaged ones, in the order of the file."""
     damages: dict[int, Damage] = {}
 
-    def damaged(index: int, reason: str) -> None:
+    def damaged(index: int, reason: str, _: object) -> None:
         chunk = manifest.chunks[index]
         leaves = tuple(listing.within(chunk.offset, chunk.offset + chunk.nbytes))
         name = os.path.basename(file.name)
         damages[index] = Damage(name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
 
-    await check_chunks(opened, file, manifest, damaged=damaged, read=read)
+    await check_chunks(opened.medium, opened.operations, file, manifest, Staging(), damaged=damaged, read=read)
     return tuple(damages[index] for index in sorted(damages))

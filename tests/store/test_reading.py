@@ -254,6 +254,8 @@ def test_pieces_that_combine_and_are_not_those_that_were_written(slot: Slot) -> 
     async def work(opened: OpenMedium, file: File) -> None:
         with pytest.raises(DamagedError, match="chunk 0"):
             await part(opened, file, manifest, pool()).fill(memory.targets)
+        with pytest.raises(DamagedError, match=r"chunk 0 .* checksum mismatch"):
+            await part(opened, file, manifest, pool()).verify()
         (damage,) = await check_payload(opened, file, manifest, list_leaves(manifest))
         assert (damage.what, damage.reason) == ("chunk 0", "checksum mismatch")
 

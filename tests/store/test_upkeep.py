@@ -40,9 +40,9 @@ from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import COMMIT_NBYTES, MOST_ENTRIES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
+from pccheck_async.store.chunks import runs
 from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, power_loss_images
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.upkeep.reading import runs
 from pccheck_async.upkeep.verify import examine_records
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.damage import BadBlocks

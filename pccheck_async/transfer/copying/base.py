@@ -49,7 +49,7 @@ class CopyBackend:
     pinning: Pinning | None = None
 
     def __init__(self, operations: Operations, reason: str = "this build of torch has no CUDA") -> None:
-        self._operations = operations
+        self.operations = operations
         self._reason = reason
 
     def mark_queued_work(self, devices: Collection[int]) -> Any:
@@ -91,17 +91,17 @@ class CopyBackend:
             The CRC-32 of each MiB of ``into``, computed from the buffer and not from the source (I8).
         """
         if len(into) <= _MOST_BYTES_ON_LOOP:
-            sums = self._operations.gather_at_once(segments.host, into)
+            sums = self.operations.gather_at_once(segments.host, into)
         else:
-            sums = await self._operations.gather(segments.host, into, keepalive)
+            sums = await self.operations.gather(segments.host, into, keepalive)
         if not segments.packed:
             return sums
-        await self._operations.call(_copy_packed, segments.packed, into)
-        return await self._operations.checksums(into)
+        await self.operations.call(_copy_packed, segments.packed, into)
+        return await self.operations.checksums(into)
 
     async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
         """Verify ``checksum`` over ``source`` and only then copy its segments to memory. Raises OSError (EBADMSG)."""
-        await self._operations.scatter(source, checksum, segments.host, keepalive)
+        await self.operations.scatter(source, checksum, segments.host, keepalive)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
         """Called when ``nbytes`` of a state have reached staging buffers, after ``seconds``."""

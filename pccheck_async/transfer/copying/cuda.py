@@ -121,7 +121,7 @@ class CudaCopy(CopyBackend):
             return await super().gather(rest, into, keepalive)
         for low, high in gaps(filled, into.nbytes):
             into[low:high] = bytes(high - low)
-        return await self._operations.checksums(into)
+        return await self.operations.checksums(into)
 
     async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
         await super().scatter(source, checksum, segments, keepalive)
@@ -260,7 +260,7 @@ class CudaCopy(CopyBackend):
         offsets, nbytes = compacted(sources.addresses[rows], lengths)
         copies = memoryview(bytearray(nbytes))
         table = np.stack((sources.addresses[rows], offsets, lengths.astype(np.uint64)), axis=1)
-        await self._operations.gather(table.tobytes(), copies, sources)
+        await self.operations.gather(table.tobytes(), copies, sources)
         return sources.moved(rows, offsets + np.uint64(address_of(copies)), copies)
 
 
