@@ -20,8 +20,8 @@ from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
-from pccheck_async.group import open_place
-from pccheck_async.medium.open_medium import IO, OpenMedium
+from pccheck_async.group import Place, open_place
+from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import Allocation, Array, Targets, paths
 from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
@@ -86,7 +86,7 @@ def open_checkpoint(
 
 
 class Connection:
-    """An open, locked slot and the loop that reads it."""
+    """A checkpoint in a place that is open and locked, and the loop that reads it."""
 
     allow_pickle = False
 
@@ -127,9 +127,9 @@ class Connection:
         except BaseException:
             await place.close()
             raise
-        self.opened = place.opened
+        self.place = place
         # A lock that no code can release any more would block the writer for as long as this process lives.
-        self._forgotten = weakref.finalize(self, _let_go, self._loop, place.opened, self.path, self._pid)
+        self._forgotten = weakref.finalize(self, _let_go, self._loop, place, self._pid)
         self._forgotten.atexit = False
         self._closed = False
 
@@ -173,12 +173,9 @@ class Connection:
         self._closed = True
         self._forgotten.detach()
         try:
-            self._loop.call(self._close())
+            self._loop.call(self.place.close())  # ends the reads first, and then closes the slots
         finally:
             self._loop.stop()
-
-    async def _close(self) -> None:
-        await self.opened.close()  # ends the reads first, and then closes the slots
 
     def rebuild(self, node: Node) -> Any:
         """Read all that is below ``node`` and return the value."""
@@ -202,13 +199,13 @@ class Connection:
         return allocation.array(0, self.device)
 
 
-def _let_go(loop: EngineLoop, opened: OpenMedium, path: str, pid: int) -> None:
+def _let_go(loop: EngineLoop, place: Place, pid: int) -> None:
     """Close a forgotten connection; on any thread (the garbage collector's), so without waiting."""
     if os.getpid() != pid:
         return  # there the descriptors are closed, and nothing runs
     with suppress(ClosedError):
-        loop.submit(opened.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
-    warnings.warn(f"the checkpoint of {path} was not closed", ResourceWarning, stacklevel=2)
+        loop.submit(place.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
+    warnings.warn(f"the checkpoint of {place.path} was not closed", ResourceWarning, stacklevel=2)
 
 
 class StoredTensor:
@@ -434,7 +431,7 @@ class OpenCheckpoint(StoredState):
     @property
     def bytes_read(self) -> int:
         """Bytes that were read from storage so far, manifests included, of all ranks' parts."""
-        return self._connection.opened.medium.statistics().read.nbytes
+        return self._connection.place.opened.medium.statistics().read.nbytes
 
     def close(self) -> None:
         """Release the slot to the writer; nothing can be read any more. Idempotent."""
