@@ -17,7 +17,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     DIFFERENT,
     AnyFolder,
@@ -32,7 +31,6 @@ from pccheck_async.cli.output import (
     terminal,
 )
 from pccheck_async.cli.ranks import describe_slowest, read_place, slowest, stage_table, stage_times
-from pccheck_async.format.record import IDENTITY_NAME
 
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import CommittedStatus, InFlightStatus, Published, Status
@@ -243,50 +241,35 @@ class GroupView:
         return parts
 
 
-def _restorable(path: Path) -> list[pccheck.CheckpointInfo]:
-    """Return the newest checkpoints; imports torch, which is not needed beside an engine."""
-    return [info for info in pccheck.list_checkpoints(path) if not info.rejected][:_MOST_COMMITTED]
-
-
-class GroupWatch:
-    """Looks at the stores of a group's ranks again and again."""
+class Watch:
+    """Looks at a place again and again: at the store of one process, or at those of a group's ranks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._ranks: dict[int, Watch] = {}
-
-    def look(self) -> GroupView:
-        """Return the present view. Raises CheckpointError or OSError if it cannot be read."""
-        from pccheck_async.group import rank_folders
-        from pccheck_async.medium.status_file import CommittedStatus, copied
-
-        folders = rank_folders(self._path)
-        self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
-        complete = [copied(CommittedStatus, info) for info in _restorable(self._path)]
-        return GroupView(self._path, {rank: watch.look(complete) for rank, watch in self._ranks.items()}, complete)
-
-
-class Watch:
-    """Looks at a store again and again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
         self._earlier: list[Status] = []
 
-    def look(self, listed: Sequence[CommittedStatus] | None = None) -> WatchView:
-        """Return the present view. Raises CheckpointError or OSError if the store cannot be read.
+    def look(self) -> WatchView | GroupView:
+        """Return the present view. Raises CheckpointError or OSError if it cannot be read.
 
-        If no engine publishes its durable checkpoints, they are those of the store, or for a rank those of its group.
+        If no engine publishes its durable checkpoints, they are those of the place, for a rank, too.
         """
         from pccheck_async.medium.status_file import CommittedStatus, copied, read_status
 
         published = read_status(self._path)
         if published is not None and published.alive:
-            committed: Sequence[CommittedStatus] = published.status.committed
-        elif listed is not None:
-            committed = listed
-        else:
-            committed = [copied(CommittedStatus, info) for info in _restorable(self._path)]
+            return self._view(published, ())
+        place = read_place(self._path)  # imports torch, which is not needed beside an engine
+        restorable = [info for info in place.infos if not info.rejected][:_MOST_COMMITTED]
+        listed = [copied(CommittedStatus, info) for info in restorable]
+        if (folders := place.rank_folders) is None:
+            return self._view(published, listed)
+        self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
+        views = {rank: watch._view(read_status(folders[rank]), listed) for rank, watch in self._ranks.items()}
+        return GroupView(self._path, views, listed)
+
+    def _view(self, published: Published | None, listed: Sequence[CommittedStatus]) -> WatchView:
+        committed = listed if published is None or not published.alive else published.status.committed
         return WatchView(self._path, published, committed, self._before(published))
 
     def _before(self, published: Published | None) -> Status | None:
@@ -319,7 +302,7 @@ def watch(
     failed; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed before, or has
     not saved yet), or something is lost or damaged.
     """
-    watching = GroupWatch(path) if _is_group(path) else Watch(path)
+    watching = Watch(path)
     if once:
         view = watching.look()
         if json:
@@ -340,15 +323,7 @@ def watch(
     return 0
 
 
-def _is_group(path: Path) -> bool:
-    if (path / IDENTITY_NAME).exists():
-        return False  # a store, which needs no torch
-    from pccheck_async.group import is_group_folder
-
-    return is_group_folder(path)
-
-
-def _show_changes(watching: Watch | GroupWatch, interval: float, *, json: bool) -> int:
+def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
     shown: object = None
     while True:
         view = watching.look()

@@ -48,6 +48,7 @@ from pccheck_async.store import (
     is_group_folder,
     no_store,
     only_rejected,
+    rank_folders,
     rank_name,
     unreadable_errors,
 )
@@ -147,6 +148,11 @@ class Place:
     def is_part(self) -> bool:
         """Whether this is the folder of one rank: parts of a group's checkpoints, prepared ones too, that is all."""
         return not self.of_group and any(record.parts is not None for _, record in self.stores.values())
+
+    @property
+    def rank_folders(self) -> dict[int, Path] | None:
+        """The folders of a group's ranks, by rank; None for the store of one process. Raises ReadError."""
+        return rank_folders(self.path) if self.of_group else None
 
     def named(self, rank: int) -> int | None:
         """Return the rank, for users; None for the only part of what one process saved."""

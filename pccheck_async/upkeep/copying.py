@@ -120,7 +120,7 @@ def copy_checkpoint(
             await open_folder(target, io) as opened,
             AsyncExitStack() as stack,
         ):
-            whole = place.of_group and rank is None
+            whole = checkpoint.whole and rank is None
             copying = _Copying(place, [*checkpoint.parts.values()] if whole else [checkpoint.own], pinned, progress)
             if whole:
                 return await copying.into_group(Path(target), opened, stack)

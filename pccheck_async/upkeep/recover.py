@@ -42,7 +42,7 @@ from pccheck_async.format.record import (
     slot_name,
     slot_number,
 )
-from pccheck_async.group import is_group_folder, open_folder, read_place, stored_domain
+from pccheck_async.group import open_folder, read_place, stored_domain
 from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
@@ -107,8 +107,8 @@ def recover_store(
     flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). Pins
     and rejections are known only if a record is valid.
 
-    Of a group's folder it reads the records of all ranks, and makes a ``group.json`` that is lost or damaged anew; a
-    rank's store is recovered by its own folder.
+    Of a folder that is no store, and has those of a group's ranks, it reads the records of all ranks, and makes a
+    ``group.json`` that is lost or damaged anew; a rank's store is recovered by its own folder.
 
     Args:
         path: Folder of the store, or of a group.
@@ -141,7 +141,7 @@ def recover_store(
         names = await medium.names()  # only now: the previous holder of the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
         if not numbers and COMMIT_NAME not in names:
-            raise no_store(opened, path, "no store, nor parts of one")
+            return await _recover_group(opened, Path(path), write, search or slots is not None)
         facts = await medium.prepare(create=False)
         identity_state, identity = await _identity(medium)
         commit = await read_commit(medium)
@@ -184,17 +184,16 @@ def recover_store(
 
     async def recover() -> Recovery:
         async with await open_folder(path, io) as opened:
-            if isinstance(io, str) and is_group_folder(path):
-                return await _recover_group(opened.medium, Path(path), write, search or slots is not None)
             return await examine(opened)
 
     return call_once(recover())
 
 
-async def _recover_group(medium: Medium, folder: Path, write: bool, search: bool) -> Recovery:
-    """Examine ``group.json`` and the records of all ranks; with ``write`` make the former anew if it is not valid."""
-    if search:
-        raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
+async def _recover_group(opened: OpenMedium, folder: Path, write: bool, search: bool) -> Recovery:
+    """Examine ``group.json`` and the records of all ranks; with ``write`` make the former anew if it is not valid.
+
+    Raises the error of :func:`no_store` if the folder has neither.
+    """
     state: FileState = "valid"
     try:
         state = "missing" if stored_domain(folder) is None else "valid"
@@ -206,7 +205,12 @@ async def _recover_group(medium: Medium, folder: Path, write: bool, search: bool
         if is_exhausted(error) or is_forbidden(error):
             raise
         state = "damaged"
-    recovery = Recovery(state, "valid", (), tuple(read_place(folder).infos), identity_name=GROUP_NAME)
+    place, medium = read_place(folder), opened.medium
+    if state == "missing" and not place.stores:
+        raise no_store(opened, folder, "no store, nor parts of one")
+    if search:
+        raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
+    recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME)
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)

@@ -132,7 +132,9 @@ def test_rates_are_those_of_the_last_seconds_of_one_engine(tmp_path: Path) -> No
     def at(seconds: float, **changes: Any) -> WatchView:
         status = msgspec.structs.replace(EXAMPLE, time=EXAMPLE.time + seconds, **changes)
         (tmp_path / "status").write_bytes(encode_status(status))
-        return watch.look()
+        view = watch.look()
+        assert isinstance(view, WatchView)
+        return view
 
     assert at(0).rate("write") is None
     assert at(0).rate("write") is None  # nothing new was published
