@@ -66,11 +66,11 @@ class Alone(Peers):
 
     @property
     def entries(self) -> Sequence[Entry]:
-        return self._store.entries
+        return self._store.committed.entries
 
     @property
     def newest(self) -> Entry | None:
-        return self._store.newest
+        return self._store.committed.newest
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         return await self._store.pin(step, pinned)

@@ -23,7 +23,6 @@ from pccheck_async.group.place import Place, chunk_pool, open_folder, open_place
 from pccheck_async.group.ranks import Ranks
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
-from pccheck_async.store import is_group_folder, rank_folders, rank_name
 
 __all__ = [
     "Address",
@@ -49,15 +48,12 @@ __all__ = [
     "decode_message",
     "domain_of",
     "encode",
-    "is_group_folder",
     "mark_rejected",
     "members_digest",
     "open_folder",
     "open_place",
     "parts_of",
     "pinned_keys",
-    "rank_folders",
-    "rank_name",
     "reach",
     "read_place",
     "seen_stores",

@@ -190,8 +190,7 @@ async def mark_rejected(store: Store, chosen: Collection[int]) -> None:
     if record.parts is None:
         await store.amend(marked)
     elif record.parts.applied is not None and marked(record.entries) != [*record.entries]:
-        async with store.slots.lock:
-            await store.take_over()
+        await store.take_over_once()
         pairs = zip(parts_of(record), marked(record.entries), strict=True)
         parts = tuple(structs.replace(part, entry=entry) for part, entry in pairs)
         await write_parts(store, parts, record.parts.applied)

@@ -472,9 +472,7 @@ class Ranks(Peers):
             self._do(done(result))
 
     async def _take_over(self, orphans: Sequence[SeenStore]) -> bytes:
-        async with self._store.slots.lock:
-            self._store.latch.check()
-            await self._store.take_over()
+        await self._store.take_over_once()
         await self._call(remove_fetched, self._folder / rank_name(self.member.rank))
         for orphan in orphans:
             await self._take_over_orphan(orphan)
@@ -493,8 +491,7 @@ class Ranks(Peers):
                 lock_timeout=self._config.lock_timeout,
                 version=GROUP_VERSION,
             )
-            async with store.slots.lock:
-                await store.take_over()
+            await store.take_over_once()
         finally:
             await opened.close()
 

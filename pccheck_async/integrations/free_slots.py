@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from pccheck_async.format.record import slot_name
-from pccheck_async.store import read_at_once
+from pccheck_async.store import StoreReader, at_once
 
 __all__ = ["remove_free_slots"]
 
 
 def remove_free_slots(path: str | os.PathLike[str]) -> None:
     """Free the space that a closed engine leaves reserved for the next checkpoint: there may never be one."""
-    found = read_at_once(path)
+    found = at_once(path, StoreReader.newest)
     named = {slot_name(entry.slot) for entry in found[1].entries} if found else set()
     for slot in Path(path).glob("slot-*"):
         if slot.name not in named:

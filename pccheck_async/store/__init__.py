@@ -39,7 +39,7 @@ from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, Written, open_store
-from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store, no_store_in, read_at_once
+from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store
 
 __all__ = [
     "LOCK_SECONDS",
@@ -73,13 +73,11 @@ __all__ = [
     "make_best",
     "make_spaced",
     "no_store",
-    "no_store_in",
     "only_rejected",
     "open_store",
     "rank_folders",
     "rank_name",
     "ranks_in_words",
-    "read_at_once",
     "read_commit",
     "read_manifest",
     "stored_identity",

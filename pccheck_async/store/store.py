@@ -175,16 +175,6 @@ class Store:
     """Checkpoints that newer ones replaced before they were committed."""
 
     @property
-    def entries(self) -> Sequence[Entry]:
-        """Durable checkpoints, newest first."""
-        return self.committed.entries
-
-    @property
-    def newest(self) -> Entry | None:
-        """The newest checkpoint that is durable, None once all were removed."""
-        return self.committed.newest
-
-    @property
     def block_bytes(self) -> int:
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
@@ -198,7 +188,8 @@ class Store:
         """
         nbytes = align(nbytes, self.block_bytes)
         if self.committed.adopted:
-            await self.drop_damaged()
+            # Free the slots of checkpoints found damaged: a record without them, and with the adopted ones.
+            await self.amend(lambda entries: entries)
         async with self.slots.lock:
             self.latch.check()
             if not self.took_over:
@@ -303,14 +294,10 @@ class Store:
         async with self.lock:
             self.latch.check()
             entries = tuple(change(self.committed.entries))
-            if not self.took_over:  # else skip the lock: its holder may be waiting for readers
-                async with self.slots.lock:
-                    self.latch.check()
-                    # Without this: the record overwrites the last durable one, and a crash may leave neither. If
-                    # nothing is to change: a crash loses the record, which may be in the device's cache only, as its
-                    # writer died before the flush.
-                    if not self.took_over:  # by a reservation meanwhile
-                        await self.take_over()
+            # Without this: the record overwrites the last durable one, and a crash may leave neither. If nothing is to
+            # change: a crash loses the record, which may be in the device's cache only, as its writer died before the
+            # flush.
+            await self.take_over_once()
             if entries != self.committed.record.entries:
                 await self._replace_record(self.committed.record_naming(entries))
             return entries
@@ -330,10 +317,6 @@ class Store:
             self.publish(record)
 
         await uninterrupted(replace())
-
-    async def drop_damaged(self) -> None:
-        """Free the slots of checkpoints found damaged: write a record without them, and with the adopted ones."""
-        await self.amend(lambda entries: entries)
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         """Exempt the newest checkpoint of ``step`` from the rules, or subject all of that step to them.
@@ -392,6 +375,14 @@ class Store:
                 self.committed.adopted += (entry,)
                 kept = (*self.committed.record.entries, *self.committed.adopted)
                 self.slots.table.note_committed([one.slot for one in kept])
+
+    async def take_over_once(self) -> None:
+        """Take the store over, unless that was done. Raises StoreFailedError."""
+        if not self.took_over:  # else skip the lock: its holder may be waiting for readers
+            async with self.slots.lock:
+                self.latch.check()
+                if not self.took_over:  # by a reservation meanwhile
+                    await self.take_over()
 
     # -- the steps of a commit, and the take-over before the first
 

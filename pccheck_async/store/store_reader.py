@@ -27,7 +27,7 @@ from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "no_store_in", "read_at_once"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -36,17 +36,12 @@ LOCK_SECONDS = 30.0
 
 
 def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
-    """Return the error for a path without a store."""
-    if isinstance(opened.medium, Files):  # other media need not be folders
-        return no_store_in(path, what)
-    return NoCheckpointError(f"{os.fspath(path)} holds {what}")
-
-
-def no_store_in(path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
-    """Return the error for a folder without a store.
+    """Return the error for a path without a store.
 
     NoCheckpointError if the path is wrong or nothing was saved there, CorruptStoreError if a store lost its identity.
     """
+    if not isinstance(opened.medium, Files):  # other media need not be folders
+        return NoCheckpointError(f"{os.fspath(path)} holds {what}")
     if not os.path.lexists(path):
         return NoCheckpointError(f"{os.fspath(path)} does not exist, so it holds {what}; check the path")
     if not os.path.isdir(path):
@@ -180,14 +175,6 @@ def at_once(path: str | os.PathLike[str], read: Callable[[OpenMedium], Coroutine
         return result
     working.close()
     raise RuntimeError("it waits for something")
-
-
-def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:
-    """Read the identity and the newest record of a store on this thread; None if there is no (complete) store.
-
-    Raises CorruptStoreError, ReadError.
-    """
-    return at_once(path, StoreReader.newest)
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:

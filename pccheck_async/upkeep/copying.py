@@ -26,7 +26,6 @@ from pccheck_async.group import (
     open_folder,
     open_place,
     pinned_keys,
-    rank_name,
     seen_stores,
     view_of,
     write_parts,
@@ -41,6 +40,7 @@ from pccheck_async.store import (
     Store,
     Written,
     check_descriptors,
+    rank_name,
 )
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.change import open_for_writing

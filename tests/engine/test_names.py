@@ -29,7 +29,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.format.record import MOST_ENTRIES, NAME_KEY
-from pccheck_async.store import read_at_once
+from pccheck_async.store import StoreReader, at_once
 from tests.engine.test_inline_capture_engine import stuck_engine
 
 
@@ -82,7 +82,7 @@ def test_a_name_is_metadata_of_the_same_format(tmp_path: Path) -> None:
     """What knows nothing of names reads the record, and finds the name among the metadata."""
     with SyncCheckpointEngine(tmp_path) as engine:
         save(engine, 1, "epoch=1", metadata={"loss": 0.5})
-    found = read_at_once(tmp_path)
+    found = at_once(tmp_path, StoreReader.newest)
     assert found is not None
     assert found[1].version == 1
     assert dict(found[1].entries[0].metadata) == {"loss": 0.5, NAME_KEY: "epoch=1"}

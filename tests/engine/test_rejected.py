@@ -22,7 +22,7 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
 )
-from pccheck_async.store import read_at_once
+from pccheck_async.store import StoreReader, at_once
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from tests.engine.test_failures import flip, slot_of, state_of
 from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
@@ -89,7 +89,7 @@ def test_a_version_that_knows_nothing_of_it_reads_the_record(tmp_path: Path) -> 
         engine.reject(2)
         with pytest.raises(UnsupportedStateError, match="is what engine"):
             engine.checkpoint(state_of(3), step=3, metadata={"pccheck.rejected": True})
-    found = read_at_once(tmp_path)
+    found = at_once(tmp_path, StoreReader.newest)
     assert found is not None
     assert found[1].version == 1
     assert [dict(entry.metadata) for entry in found[1].entries] == [

@@ -11,9 +11,9 @@ import torch
 from pccheck_async import SyncCheckpointEngine, list_checkpoints
 from pccheck_async.errors import CheckpointError
 from pccheck_async.format.record import IDENTITY_NAME, decode_identity
-from pccheck_async.group import Group, rank_name
+from pccheck_async.group import Group
 from pccheck_async.group.control import Server
-from pccheck_async.store import Store
+from pccheck_async.store import Store, rank_name
 from tests.support.ranks import run_ranks, wait_for
 
 pytestmark = pytest.mark.slow

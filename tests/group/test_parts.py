@@ -23,9 +23,8 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
 )
-from pccheck_async.group import rank_name
 from pccheck_async.integrations import dcp
-from pccheck_async.store import part_reader
+from pccheck_async.store import chunks, rank_name
 from pccheck_async.transfer import BufferPool, available_descriptors
 from tests.group.test_sharded import mesh_of
 from tests.support.group_folders import save_in_group, state_of_rank
@@ -180,7 +179,7 @@ def test_all_parts_are_read_with_one_pool(uneven: Path, monkeypatch: pytest.Monk
         made.append(buffer_bytes)
         return BufferPool(nbytes, buffer_bytes)
 
-    monkeypatch.setattr(part_reader, "BufferPool", make)
+    monkeypatch.setattr(chunks, "BufferPool", make)
     load_sync(uneven, rank=0, host_memory=1 << 21)
     assert len(made) == 1
     assert not describe_checkpoint(uneven, rank=0).differing

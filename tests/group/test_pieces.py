@@ -25,7 +25,8 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.format.record import slot_name
-from pccheck_async.group import Place, rank_name, read_place
+from pccheck_async.group import Place, read_place
+from pccheck_async.store import rank_name
 from pccheck_async.transfer.operations import Operations
 from tests.group.test_sharded import mesh_of
 from tests.support.ranks import run_ranks

@@ -27,9 +27,9 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.cli import app
-from pccheck_async.group import Member, rank_name
+from pccheck_async.group import Member
 from pccheck_async.group.ranks import Ranks
-from pccheck_async.store import read_at_once
+from pccheck_async.store import StoreReader, at_once, rank_name
 from tests.group.test_group import failure, restore, save, state_of
 from tests.support.ranks import run_ranks
 
@@ -75,7 +75,7 @@ def test_it_holds_for_other_numbers_of_ranks(tmp_path: Path, world: int) -> None
     assert run_ranks(2, lambda group: save(tmp_path, group, range(3), keep_last=3)) == [[2, 1, 0]] * 2
     assert run_ranks(world, reject) == [[2, 1]] * world
     assert marks(tmp_path) == [(2, True), (1, True), (0, False)]
-    for record in (read_at_once(tmp_path / rank_name(rank)) for rank in range(min(world, 2))):
+    for record in (at_once(tmp_path / rank_name(rank), StoreReader.newest) for rank in range(min(world, 2))):
         assert record is not None
         assert [entry.rejected for entry in record[1].entries] == [True, True, False]
     if world == 2:

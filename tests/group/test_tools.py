@@ -47,13 +47,13 @@ from pccheck_async.cli.watch import GroupView, WatchView
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format import Identity, Record
 from pccheck_async.format.record import region_offsets
-from pccheck_async.group import Applied, Group, Part, Place, place, rank_name, read_place
+from pccheck_async.group import Applied, Group, Part, Place, place, read_place
 from pccheck_async.group.folder import record_of, seen_stores, write_parts
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
-from pccheck_async.store import Store, read_at_once
+from pccheck_async.store import Store, StoreReader, at_once, rank_name
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, spoil, start_ranks, state_of_rank
 from tests.support.limits import limited_descriptors
@@ -181,7 +181,7 @@ def test_what_one_rank_lacks_is_not_complete(folder: Path) -> None:
     commit = folder / "rank-00001" / "commit"
     before = commit.read_bytes()
     save_in_group(folder, 2, 4, keep_last=4)
-    found = read_at_once(folder / "rank-00001")
+    found = at_once(folder / "rank-00001", StoreReader.newest)
     assert found is not None
     flip(commit, *(offset + 70 for offset in region_offsets(found[1].generation)))
     assert list_checkpoints(folder)[0].step == 4  # prepared by all: nobody need have been told

@@ -42,9 +42,9 @@ from pccheck_async.format.record import (
     REGION_NBYTES,
     decode_identity,
 )
-from pccheck_async.group import Group, rank_name, read_place
+from pccheck_async.group import Group, read_place
 from pccheck_async.group.folder import domain_of
-from pccheck_async.store import read_at_once
+from pccheck_async.store import StoreReader, at_once, rank_name
 from tests.hostile.test_hostile import in_a_cage
 from tests.support.group_folders import end_ranks, save_in_group, start_ranks, state_of_rank
 from tests.support.hostile import Forger
@@ -183,7 +183,7 @@ def test_stores_of_single_processes_that_are_called_like_ranks_are_no_group(tmp_
 
 def body_of(folder: Path, rank: int) -> Any:
     """Return the body of a rank's newest record, as lists."""
-    found = read_at_once(folder / rank_name(rank))
+    found = at_once(folder / rank_name(rank), StoreReader.newest)
     assert found is not None
     _, record = found
     return msgspec.msgpack.decode(msgspec.msgpack.encode((record.entries, record.parts)))

@@ -16,13 +16,12 @@ from pccheck_async import NoCheckpointError, Shelf, SyncCheckpointEngine, load_s
 from pccheck_async.format import Record
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group import folder as group_folder
-from pccheck_async.group import rank_folders, rank_name
 from pccheck_async.group.folder import domain_of
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles
 from pccheck_async.medium.windows import WindowedFile
-from pccheck_async.store import StoreReader
+from pccheck_async.store import StoreReader, rank_folders, rank_name
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from tests.fixtures import BACKENDS
 from tests.training.test_tuner import tuning_of

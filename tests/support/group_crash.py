@@ -32,7 +32,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pccheck_async import CheckpointEngine, CheckpointError, Group, StoreFailedError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
-from pccheck_async.group import Coordinator, Key, SeenStore, rank_folders, rank_name, ranks, view_of
+from pccheck_async.group import Coordinator, Key, SeenStore, ranks, view_of
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import seen_store
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit
@@ -40,6 +40,7 @@ from pccheck_async.group.ranks import Ranks
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, open_medium
+from pccheck_async.store import rank_folders, rank_name
 from pccheck_async.testing import (
     Access,
     CrashDisk,

@@ -12,8 +12,9 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.format.record import slot_name
-from pccheck_async.group import Group, rank_name
+from pccheck_async.group import Group
 from pccheck_async.group.folder import seen_stores
+from pccheck_async.store import rank_name
 from tests.support.ranks import meet, meeting_place
 
 __all__ = ["end_ranks", "save_in_group", "spoil", "start_ranks", "state_of_rank"]

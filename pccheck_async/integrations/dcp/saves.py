@@ -16,9 +16,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from pccheck_async.engine import EngineConfig, EngineCore, PendingCheckpoint, block_on
 from pccheck_async.errors import CheckpointError, GroupError
 from pccheck_async.format import Metadata
-from pccheck_async.group import Address, Group, Meeting, Ranks, is_group_folder, reach
+from pccheck_async.group import Address, Group, Meeting, Ranks, reach
 from pccheck_async.integrations.dcp.ids import ID_KEY, step_of
 from pccheck_async.state import Owners
+from pccheck_async.store import is_group_folder
 
 __all__ = ["SavePlace", "Saves", "place_for", "saves_of"]
 
