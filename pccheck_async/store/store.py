@@ -42,15 +42,14 @@ class Latch:
     def __init__(self) -> None:
         self.failure: BaseException | None = None
 
-    def set(self, error: BaseException) -> None:
-        """Refuse commits from now on because of ``error``; only the first one is kept, and logged."""
+    def failed(self, error: BaseException) -> StoreFailedError:
+        """Refuse commits from now on because of ``error``, and return the error to raise from it.
+
+        Only the first one is kept, and logged.
+        """
         if self.failure is None:
             self.failure = error
             write("store_failed", "the store takes no more commits: %s", error, error=str(error))
-
-    def failed(self, error: BaseException) -> StoreFailedError:
-        """Refuse commits from now on because of ``error``, and return the error to raise from it."""
-        self.set(error)
         return _failed(error)
 
     def check(self) -> None:
