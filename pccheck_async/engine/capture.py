@@ -17,7 +17,7 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -162,7 +162,7 @@ class StateReader:
         self,
         state: Mapping[str, Any],
         backend: CopyBackend,
-        optimizers: Iterable[torch.optim.Optimizer] | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
         *,
         check_bytes: bool = False,
         inline: InlineCaptures | None = None,

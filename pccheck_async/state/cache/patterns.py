@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from operator import attrgetter
 from types import EllipsisType, NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -175,7 +176,7 @@ def _depends(names: tuple[str, ...], attributes: tuple[str, ...]) -> Callable[[t
     A property may be in place of an attribute of its objects.
     """
     get = attrgetter(*names)
-    return lambda kind: (any(hasattr(kind, name) for name in attributes), *get(kind))
+    return lambda kind: (any(map(hasattr, repeat(kind), attributes)), *get(kind))
 
 
 _READ: Final[Mapping[type, Callable[[type], tuple[Any, ...]]]] = {

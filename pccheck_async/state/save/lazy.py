@@ -13,6 +13,7 @@ import torch
 
 from pccheck_async.format.manifest import span
 from pccheck_async.state.boxes import local_tensors
+from pccheck_async.state.cache.tree_cache import same_objects
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import Layout, is_dense
 from pccheck_async.state.tensor_access import storage_address
@@ -30,13 +31,20 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
 
     Frozen parameters are none of them: other code may change those (the key encoder of MoCo follows by hand).
     """
-    tensors: list[torch.Tensor] = []
+    parameters, kept = _held(optimizers)
+    return local_tensors([*filter(_requires_grad, parameters), *kept])
+
+
+def _held(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return all parameters of ``optimizers``, and the tensors they keep for them."""
+    parameters: list[torch.Tensor] = []
+    states: list[dict[Any, Any]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            tensors += filter(_requires_grad, group["params"])
-        kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
-        tensors += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
-    return local_tensors(tensors)
+            parameters += group["params"]
+        states += [each for each in optimizer.state.values() if isinstance(each, dict)]
+    kept = chain.from_iterable(map(dict.values, states))
+    return parameters, [value for value in kept if isinstance(value, torch.Tensor)]
 
 
 def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,15 +66,28 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def lazy_sources(
-    layout: Layout, optimizers: Iterable[torch.optim.Optimizer], objects: Sequence[Any] = ()
+    layout: Layout, optimizers: Sequence[torch.optim.Optimizer], leaves: Sequence[Any], objects: Sequence[Any] = ()
 ) -> tuple[_Which, bool]:
     """Return which sources lie in memory that only steps of ``optimizers`` change, and whether all do.
 
     The array is not to be changed. Parameters that the forward of modules among ``objects`` changes are none of them.
+    The answer is remembered if all tensors of the optimizers are ``leaves`` themselves: it follows from which ones are
+    meant, for as long as none moved.
     """
-    tensors, changing = optimized(optimizers), changed_by_forward(objects) if objects else []
+    changing = changed_by_forward(objects) if objects else []
+    held = [*chain.from_iterable(_held(optimizers))]
+    numbers, found = layout.known.get("lazy sources", (layout.sources.addresses,)) or ((), None)
+    same = len(numbers) == len(held) and same_objects(held, map(leaves.__getitem__, numbers))
+    if found is not None and same and not changing:
+        return found  # type: ignore[no-any-return]
+    tensors = optimized(optimizers)
     which = covered(layout.sources, sharing_nothing(tensors, changing) if changing else tensors)
-    return which, bool(which.all())
+    found = which, bool(which.all())
+    number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
+    if not changing and number_of.keys() >= {*map(id, held)}:
+        numbers = [number_of[id(each)] for each in held]
+        layout.known.set("lazy sources", (layout.sources.addresses,), (numbers, found))
+    return found
 
 
 def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:

@@ -74,7 +74,7 @@ class LazyPart:
 def split(
     flat: FlatState,
     layout: Layout,
-    optimizers: Iterable[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     memo: Memo,
     *,
     check_bytes: bool = False,
@@ -93,7 +93,7 @@ def split(
     """
     values, paths = flat.leaves.values, flat.leaves.paths
     sources = layout.sources
-    lazy, all_lazy = lazy_sources(layout, optimizers, flat.objects)
+    lazy, all_lazy = lazy_sources(layout, optimizers, values, flat.objects)
     if torn := memo.torn.sources(paths, layout.source_of):
         lazy, all_lazy = lazy.copy(), False
         lazy[torn] = False
