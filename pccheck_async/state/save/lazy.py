@@ -43,8 +43,10 @@ def _held(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[list[torch.Tenso
         for group in optimizer.param_groups:
             parameters += group["params"]
         states += [each for each in optimizer.state.values() if isinstance(each, dict)]
-    kept = chain.from_iterable(map(dict.values, states))
-    return parameters, [value for value in kept if isinstance(value, torch.Tensor)]
+    kept = [*chain.from_iterable(map(dict.values, states))]
+    if not {torch.Tensor}.issuperset(map(type, kept)):
+        kept = [value for value in kept if isinstance(value, torch.Tensor)]
+    return parameters, kept
 
 
 def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
