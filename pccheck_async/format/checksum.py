@@ -10,6 +10,7 @@ MiB gives that of the whole for nothing, and several MiBs read in one go are ver
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 try:
@@ -30,40 +31,23 @@ _X_0: Final = 1 << 31
 _X_8: Final = 1 << 23
 
 
-def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """Return the CRC-32 of ``data``, continuing from ``value``."""
-    return _crc32(data, value)
-
-
 def piece_count(nbytes: int) -> int:
     """Return how many pieces so many bytes have."""
     return -(-nbytes // PIECE_BYTES)
 
 
-def piece_sums(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the table of the CRC-32 of each MiB of ``data``, the last one maybe shorter."""
-    return _piece_sums(data)
-
-
-def combine(sums: bytes | memoryview, nbytes: int) -> int:
-    """Return the CRC-32 of ``nbytes`` bytes from the table that :func:`piece_sums` returns for them.
-
-    Raises ValueError if that has another length.
-    """
-    return _combine(sums, nbytes)
-
-
 def piece_sums_in_python(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the checksums of :func:`piece_sums`, without the extension."""
+    """Return the table of the CRC-32 of each MiB of ``data``, the last one maybe shorter: :data:`piece_sums`."""
     octets = memoryview(data).cast("B")
     pieces = (octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES))
     return b"".join(zlib.crc32(piece).to_bytes(SUM_BYTES, "little") for piece in pieces)
 
 
 def combine_in_python(sums: bytes | memoryview, nbytes: int) -> int:
-    """Return the checksum of :func:`combine`, without the extension.
+    """Return the CRC-32 of ``nbytes`` bytes from their :data:`piece_sums`: :data:`combine`.
 
-    The checksum so far moves over the bytes behind it: a multiplication with x**(8 * bytes), the method of zlib.
+    The checksum so far moves over the bytes behind it: a multiplication with x**(8 * bytes), the method of zlib. Raises
+    ValueError if the table has another length.
     """
     if nbytes < 0 or len(sums) != SUM_BYTES * piece_count(nbytes):
         raise ValueError(f"{len(sums)} bytes are no table of checksums for {nbytes}")
@@ -100,7 +84,11 @@ def _multiply(a: int, b: int) -> int:
 
 _X_8_PIECE: Final = _power_of_bytes(PIECE_BYTES)
 
+crc32: Callable[..., int]
+"""Takes bytes and the checksum of those before them, 0 by default; returns that of both."""
+piece_sums: Callable[[bytes | bytearray | memoryview], bytes]
+combine: Callable[[bytes | memoryview, int], int]
 if _ext is None:
-    _crc32, _piece_sums, _combine = zlib.crc32, piece_sums_in_python, combine_in_python
+    crc32, piece_sums, combine = zlib.crc32, piece_sums_in_python, combine_in_python
 else:
-    _crc32, _piece_sums, _combine = _ext.crc32, _ext.crc32_pieces, _ext.crc32_combine
+    crc32, piece_sums, combine = _ext.crc32, _ext.crc32_pieces, _ext.crc32_combine
