@@ -55,16 +55,21 @@ Step: TypeAlias = tuple[int, float]
 class _Completion(asyncio.Future[Any]):
     """The end of an operation. Cancelling it only requests a stop; the awaiter resumes once the operation has ended.
 
-    Raises OSError if the backend is closed.
+    ``operation`` is its kind and its arguments, for the batch of this iteration of the loop; or nothing: the caller
+    starts it. Raises OSError if the backend is closed.
     """
 
-    def __init__(self, operations: Operations, ask_to_stop: Callable[[int], None] | None) -> None:
+    def __init__(self, operations: Operations, *operation: Any, may_stop: bool = True) -> None:
         if operations._closed:
             raise OSError(errno.EBADF, "the I/O backend is closed")
         super().__init__(loop=operations._loop)
         self.token = next(operations._tokens)
-        self._ask_to_stop = ask_to_stop
+        self._ask_to_stop = operations._ask_to_stop if may_stop else None
         operations._waiting[self.token] = self
+        if operation:
+            if not operations._batch:
+                operations._loop.call_soon(operations._submit_batch)
+            operations._batch.append((self.token, *operation))
 
     def cancel(self, msg: Any = None) -> bool:
         """Return False: asyncio then raises CancelledError in the awaiting task when the completion is there."""
@@ -99,16 +104,16 @@ class Operations(abc.ABC):
 
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``. Raises OSError."""
-        await self._start(Kind.WRITE, fd, offset, data)
+        await _Completion(self, Kind.WRITE, fd, offset, data)
 
     async def read(self, fd: int, offset: int, into: memoryview) -> int:
         """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file. Raises OSError."""
-        result: int = await self._start(Kind.READ, fd, offset, into)
+        result: int = await _Completion(self, Kind.READ, fd, offset, into)
         return result
 
     async def flush(self, fd: int) -> None:
         """Make all writes through ``fd`` durable (``fdatasync``). Raises OSError."""
-        await self._start(Kind.FLUSH, fd)
+        await _Completion(self, Kind.FLUSH, fd)
 
     async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> bytes:
         """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of each MiB of the buffer.
@@ -118,7 +123,7 @@ class Operations(abc.ABC):
         ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length),
         in growing order of offset, not overlapping; ``keepalive`` owns the addresses.
         """
-        result: bytes = await self._start(Kind.GATHER, segments, into, keepalive)
+        result: bytes = await _Completion(self, Kind.GATHER, segments, into, keepalive)
         return result
 
     async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
@@ -127,11 +132,11 @@ class Operations(abc.ABC):
         ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order. Raises OSError
         where the checksum differs (EBADMSG); nothing was copied.
         """
-        await self._start(Kind.SCATTER, source, checksum, segments, keepalive)
+        await _Completion(self, Kind.SCATTER, source, checksum, segments, keepalive)
 
     async def checksums(self, data: memoryview) -> bytes:
         """Return the CRC-32 of each MiB of ``data``."""
-        result: bytes = await self._start(Kind.CHECKSUM, data)
+        result: bytes = await _Completion(self, Kind.CHECKSUM, data)
         return result
 
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
@@ -148,7 +153,7 @@ class Operations(abc.ABC):
             OSError: The backend is closed; nothing was performed.
             ValueError: A step is impossible; nothing was performed.
         """
-        completion = _Completion(self, None)
+        completion = _Completion(self, may_stop=False)
         self._batch.insert(0, (completion.token, Kind.CHAIN, tuple(steps)))
         self._submit_batch()  # now: somebody waits
         try:
@@ -166,7 +171,7 @@ class Operations(abc.ABC):
 
         Cancellation: raised once the call has ended and ``undo`` was called with its result.
         """
-        completion = _Completion(self, self._ask_to_stop)
+        completion = _Completion(self)
         try:
             self._helpers.submit([(completion.token, function, arguments)])
         except BaseException:
@@ -197,14 +202,6 @@ class Operations(abc.ABC):
     def running(self) -> int:
         """Operations submitted and not completed."""
         return len(self._waiting)
-
-    def _start(self, kind: Kind, *arguments: Any) -> _Completion:
-        """Put an operation into the batch of this iteration of the loop."""
-        completion = _Completion(self, self._ask_to_stop)
-        if not self._batch:
-            self._loop.call_soon(self._submit_batch)
-        self._batch.append((completion.token, kind, *arguments))
-        return completion
 
     def _ask_to_stop(self, token: int) -> None:
         for index, operation in enumerate(self._batch):
