@@ -23,7 +23,7 @@ from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.peers import Peers, Private
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.pending import PendingCheckpoint, Waiting
 from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.promise import Promise
 from pccheck_async.engine.restore import restore
@@ -454,7 +454,7 @@ class EngineCore:
 
         If the process exits on a signal, this waits only until then: the device may be stuck.
         """
-        with pending.waiting():
+        with Waiting(pending):
             try:
                 aborting, _ = self.loop.submit(self.assembly.scheduler.abort(pending))
             except ClosedError:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +14,7 @@ from pccheck_async.engine.promise import Promise, wait_for_any
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
 
-__all__ = ["CheckpointProgress", "PendingCheckpoint"]
+__all__ = ["CheckpointProgress", "PendingCheckpoint", "Waiting"]
 
 T = TypeVar("T")
 
@@ -38,13 +37,18 @@ class CheckpointProgress:
     written: int
 
 
-class _Waiter:
-    """A caller that waits for a checkpoint, or for one promise of it."""
+class Waiting:
+    """Counts a caller as waiting for a checkpoint: no other call gets its failure meanwhile.
+
+    A caller that waits for ``promise`` while it fails gets the error; one that gave up before does not.
+    """
 
     __slots__ = ("_pending", "_promise")
 
-    def __init__(self, pending: PendingCheckpoint, promise: Promise[Any] | None) -> None:
+    def __init__(self, pending: PendingCheckpoint, promise: Promise[Any] | None = None) -> None:
         self._pending, self._promise = pending, promise
+        if promise is not None and not promise.over and os.getpid() != pending._pid:
+            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
 
     def __enter__(self) -> None:
         self._pending._waiters.add(self)
@@ -92,7 +96,7 @@ class PendingCheckpoint:
         self._target = self  # the checkpoint that is waited for
         self.failure_told = False
         self.overlap_was_chosen = False
-        self._waiters: set[_Waiter] = set()
+        self._waiters: set[Waiting] = set()
 
     @classmethod
     def standing_for(cls, newest: PendingCheckpoint, step: int) -> PendingCheckpoint:
@@ -169,14 +173,14 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with self.waiting(promise):
+        with Waiting(self, promise):
             return await asyncio.wrap_future(promise.future())
 
     def _block(self, promise: Promise[T], timeout: float | None = None) -> T:
         outcome = promise.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with self.waiting(promise):
+        with Waiting(self, promise):
             try:
                 return promise.result(timeout)
             except TimeoutError:
@@ -184,15 +188,6 @@ class PendingCheckpoint:
                     raise
                 where = f"the checkpoint of step {self.step} is {self.progress.phase}"
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
-
-    def waiting(self, promise: Promise[Any] | None = None) -> AbstractContextManager[None]:
-        """Count the caller as waiting for it: no other call gets its failure meanwhile.
-
-        A caller that waits for ``promise`` while it fails gets the error; one that gave up before does not.
-        """
-        if promise is not None and not promise.over and os.getpid() != self._pid:
-            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
-        return _Waiter(self, promise)
 
     def __repr__(self) -> str:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"

@@ -44,13 +44,21 @@ class Promise(Generic[T]):
         outcome = self.outcome
         return None if outcome is None else outcome[1]
 
-    def set_result(self, result: T) -> None:
-        """Set the result; only the first call of this or of :meth:`set_error` has an effect."""
-        self._decide((result, None))
-
     def set_error(self, error: BaseException) -> None:
         """Set the error; only the first call of this or of :meth:`set_result` has an effect."""
-        self._decide((None, error))
+        self.set_result(None, error)
+
+    def set_result(self, result: T | None, error: BaseException | None = None) -> None:
+        """Set the result, or else the error; only the first call of this or of :meth:`set_error` has an effect."""
+        outcome = result, error
+        if self._facts.setdefault("outcome", outcome) is not outcome:
+            return
+        for thread in [*self._facts.get("threads", ())]:
+            with suppress(RuntimeError):  # another promise that it waits for was first
+                thread.release()
+        future = self._facts.get("future")
+        if future is not None:
+            _tell(future, outcome)
 
     def result(self, timeout: float | None = None) -> T:
         """Block until it has happened. Raises its error, or TimeoutError."""
@@ -67,7 +75,7 @@ class Promise(Generic[T]):
         if not self.over:
             future: Future[T] = self._facts.setdefault("future", _running())
             if not self.over:
-                return future  # it was there before the outcome, so that _decide finds it
+                return future  # it was there before the outcome, so that set_result finds it
         over: Future[T] = _running()
         _tell(over, self._facts["outcome"])
         return over
@@ -75,16 +83,6 @@ class Promise(Generic[T]):
     def _threads(self) -> list[threading.Lock]:
         threads: list[threading.Lock] = self._facts.setdefault("threads", [])
         return threads
-
-    def _decide(self, outcome: tuple[Any, BaseException | None]) -> None:
-        if self._facts.setdefault("outcome", outcome) is not outcome:
-            return
-        for thread in [*self._facts.get("threads", ())]:
-            with suppress(RuntimeError):  # another promise that it waits for was first
-                thread.release()
-        future = self._facts.get("future")
-        if future is not None:
-            _tell(future, outcome)
 
 
 def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None) -> bool:

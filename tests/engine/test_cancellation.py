@@ -29,6 +29,7 @@ from pccheck_async.engine import EngineConfig, run
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import until_done
+from pccheck_async.engine.pending import Waiting
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.telemetry import Stream
@@ -139,7 +140,7 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
     in_flight = InFlight(EngineConfig(), Stream("store"))
     for aborted in (True, False):
         pending = in_flight.add(1)
-        with pending.waiting() if aborted else nullcontext():
+        with Waiting(pending) if aborted else nullcontext():
             in_flight.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
             pending.set_failed(error)
             with nullcontext() if aborted else pytest.raises(CheckpointError):

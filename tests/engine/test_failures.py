@@ -46,6 +46,7 @@ from pccheck_async import (
 )
 from pccheck_async.engine import Alone, Peers
 from pccheck_async.engine.in_flight import InFlight
+from pccheck_async.engine.pending import Waiting
 from pccheck_async.errors import read_error, write_error
 from pccheck_async.format import Record
 from pccheck_async.format.record import (
@@ -269,7 +270,7 @@ def test_a_failure_that_somebody_waits_for_is_theirs_until_they_give_up(tmp_path
     device = Device()
     with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
         pending = _failing_unseen(engine, device)
-        with pending.waiting():
+        with Waiting(pending):
             engine.drain()
         with pytest.raises(WriteError):
             engine.drain()
