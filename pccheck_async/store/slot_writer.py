@@ -79,7 +79,7 @@ class SlotWriter:
         """
         # The last buffer is for checkpoints that have their slot: else those without a slot could hold all buffers, and
         # the one whose commit frees a slot would wait for a buffer.
-        if len(self._plan.chunks) == 1 and self._pool.available > 1:
+        if len(self._plan.chunks) == 1 and len(self._pool.free) > 1:
             return
 
         async def reserve() -> SlotLease:
@@ -97,7 +97,7 @@ class SlotWriter:
         Cancellation: takes no memory.
         """
         if (reserving := self._reserving) is not None:
-            if not reserving.done() and self._pool.available <= 1:
+            if not reserving.done() and len(self._pool.free) <= 1:
                 await asyncio.wait((reserving,))
             if self._medium.stages and reserving.done():
                 file = reserving.result().file

@@ -46,17 +46,25 @@ class BufferLease:
 
     __slots__ = ("_pool", "index", "view")
 
-    def __init__(self, pool: BufferPool, index: int, view: memoryview) -> None:
+    def __init__(self, pool: BufferPool, index: int) -> None:
         self._pool: BufferPool | None = pool
         self.index = index
-        self.view = view
+        self.view = pool._view[index * pool.buffer_bytes : (index + 1) * pool.buffer_bytes]
 
     def release(self) -> None:
-        """Return the buffer to the pool; nothing reads or writes it any more. Raises RuntimeError the second time."""
+        """Return the buffer to the pool; nothing reads or writes it any more. Raises RuntimeError the second time.
+
+        The first task that still waits for a buffer gets it at once.
+        """
         pool, self._pool = self._pool, None
         if pool is None:
             raise RuntimeError("the buffer was released before")
-        pool._give(self.index)
+        while pool._waiters:
+            waiter = pool._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(self.index)
+                return
+        pool.free.append(self.index)
 
 
 class BufferPool:
@@ -76,23 +84,19 @@ class BufferPool:
         self.nbytes = count * buffer_bytes
         self.buffer_bytes = buffer_bytes
         self._view = aligned_buffer(count * buffer_bytes)
-        self._free = list(range(count - 1, -1, -1))
+        self.free = list(range(count - 1, -1, -1))
+        """Numbers of the buffers that are leased without waiting, the next one last."""
         self._waiters: deque[asyncio.Future[int]] = deque()
         self._touched = self._peak = self._waited = 0
         self._pinning = pinning
         self._pinned = 0  # buffers, from the first one on
         self._turn = asyncio.Lock()
 
-    @property
-    def available(self) -> int:
-        """Buffers that could be leased without waiting."""
-        return len(self._free)
-
     async def lease(self) -> BufferLease:
         """Wait for a buffer. Cancellation: leases nothing; one given at the same moment goes to the next waiter."""
-        if self._free:
-            index = self._free.pop()
-            self._peak = max(self._peak, self._count - len(self._free))
+        if self.free:
+            index = self.free.pop()
+            self._peak = max(self._peak, self._count - len(self.free))
         else:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -101,11 +105,10 @@ class BufferPool:
                 index = await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._give(waiter.result())
+                    BufferLease(self, waiter.result()).release()
                 raise
         self._touched = max(self._touched, index + 1)
-        start = index * self.buffer_bytes
-        lease = BufferLease(self, index, self._view[start : start + self.buffer_bytes])
+        lease = BufferLease(self, index)
         if self._pinning is not None and self._pinning.active and index >= self._pinned:
             try:
                 await self._pin(self._pinning, index)
@@ -122,16 +125,7 @@ class BufferPool:
 
     def statistics(self) -> PoolStatistics:
         """Return the current use."""
-        return PoolStatistics(self.buffer_bytes, self._touched, self._count - len(self._free), self._peak, self._waited)
-
-    def _give(self, index: int) -> None:
-        """Give a buffer to the first task that still waits for one, if there is any."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(index)
-                return
-        self._free.append(index)
+        return PoolStatistics(self.buffer_bytes, self._touched, self._count - len(self.free), self._peak, self._waited)
 
     async def _pin(self, pinning: Pinning, index: int) -> None:
         """Pin slabs, each as large as all before it, until a buffer is in one."""
