@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.format import align, combine, piece_sums
+from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.state import (
     Layout,
@@ -58,6 +59,7 @@ _MANIFEST_NBYTES = 64 << 10
 """Room behind the bytes of a state."""
 _KEPT = 4
 """Buffers for the next captures."""
+_LARGEST_CHECKSUM = 0xFFFFFFFF
 
 
 @dataclass(slots=True, eq=False)
@@ -232,13 +234,16 @@ class Capture:
         lazy: The part that is captured while training goes on; None if the caller waits for all of it.
         inline: All of it, if it was captured inline: nothing of the live state is read any more.
         time: Seconds since the epoch.
-        plan: The chunks; there from :meth:`begin` on.
+        plan: The chunks; there from :meth:`begin` on, as are
+        entries: offset, length and checksum of each, and
+        pieces: the checksums of its pieces. Of one that is not captured yet they take as much room as they ever may.
         live: Numbers of the chunks that hold bytes of the live state and are not copied yet;
         eager: and of those among them that the caller waits for: all, unless a part is lazy.
     """
 
     plan: Plan
-    _entries: list[ChunkEntry | None]
+    entries: list[ChunkEntry]
+    pieces: list[bytes]
     sums: Mapping[str, int] | None = None
     sample: ReplicaSample | None = None
     differing: frozenset[int] = frozenset()
@@ -275,13 +280,13 @@ class Capture:
         Cancellation: ends once all that was started ended.
         """
         if self.inline is not None:
-            self.plan, self._entries, self._sums = self.inline.plan, [self.inline.entry], [self.inline.sums]
+            self.plan, self.entries, self.pieces = self.inline.plan, [self.inline.entry], [self.inline.sums]
             return self.plan
         self.plan = plan = planner.plan(self.layout)
         self._chunks, self._on_fence = plan.chunks, on_fence if self._sources.devices else None
         self._fence = Fence({})
-        self._entries = [None] * len(plan.chunks)
-        self._sums = [b""] * len(plan.chunks)
+        self.entries = [ChunkEntry(chunk.offset, chunk.nbytes, _LARGEST_CHECKSUM) for chunk in plan.chunks]
+        self.pieces = [bytes(SUM_BYTES * piece_count(chunk.nbytes)) for chunk in plan.chunks]
         self._left = len(plan.chunks)
         self._idle = asyncio.Event()
         live = self._sources
@@ -336,14 +341,14 @@ class Capture:
         checksum = combine(sums, chunk.nbytes)
         if lazy is not None:
             lazy.check_chunk(index, chunk.table, into, checksum)
-        self._entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
-        self._sums[index] = sums
+        self.entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
+        self.pieces[index] = sums
         self._left -= 1
         if self._sources.devices:
             self._take_time(chunk.nbytes)
         if not self._left:
             if lazy is not None:
-                lazy.note_captured([each.table for each in self._chunks], [each.checksum for each in self.entries()])
+                lazy.note_captured([each.table for each in self._chunks], [each.checksum for each in self.entries])
             self.release()
         last = self.live == {index} or self.eager == {index}
         self.live.discard(index)
@@ -351,14 +356,6 @@ class Capture:
         if self.live and index in self._unfenced:
             self._extend_fence(index)
         return last
-
-    def entries(self) -> tuple[ChunkEntry, ...]:
-        """Return offset, length and checksum of every chunk; all of them were captured."""
-        return tuple([entry for entry in self._entries if entry is not None])
-
-    def pieces(self) -> tuple[bytes, ...]:
-        """Return the checksums of the pieces of every chunk; all of them were captured."""
-        return tuple(self._sums)
 
     async def stop(self) -> None:
         """Copy nothing more; return once nothing reads the live state."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from functools import partial
 
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.in_flight import InFlight
@@ -22,8 +21,7 @@ from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
-from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
-from pccheck_async.format.manifest import ChunkEntry, Manifest, encode_again, version_of
+from pccheck_async.format.manifest import Manifest, encode_again, version_of
 from pccheck_async.store import ChunkPlace, SlotLease, SlotWriter, Store, Written
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured
@@ -32,7 +30,6 @@ from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Job", "Scheduler"]
 
-_LARGEST_CHECKSUM = 0xFFFFFFFF
 _YIELD_EVERY = 8
 """Chunks that are begun before others may run."""
 
@@ -242,13 +239,13 @@ class Scheduler:
         async with SlotWriter(self.store, self.pool, plan, None if inline is None else inline.buffer) as writer:
             if order := capture.order():
                 async with Tasks() as tasks:
-                    await writer.reserve(tasks, partial(self._longest_manifest, job))
+                    await writer.reserve(tasks, lambda: len(self._encode(job)))
                     for number, index in enumerate(order):
                         place = await writer.place(plan.chunks[index])
                         tasks.create_task(self._save_chunk(job, index, writer, place))
                         if number % _YIELD_EVERY == 0:
                             await asyncio.sleep(0)  # those begin while the others are still being made
-            manifest = self._encode(job, capture.entries(), capture.pieces())
+            manifest = self._encode(job)
             slot, rest = await writer.finish(manifest)  # from here on the commit gives it back
             entry, start = self._entry(job, slot, manifest), time.perf_counter()
             try:
@@ -295,12 +292,6 @@ class Scheduler:
         self.stream.emit(Captured(step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds))
         pending.set_captured()
 
-    def _longest_manifest(self, job: Job) -> int:
-        """Return the most bytes that the manifest may have: its checksums are not known yet."""
-        largest = [ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in job.capture.plan.chunks]
-        pieces = [bytes(SUM_BYTES * -(-each.nbytes // PIECE_BYTES)) for each in job.capture.plan.chunks]
-        return len(self._encode(job, tuple(largest), tuple(pieces)))
-
     def _entry(self, job: Job, slot: SlotLease, manifest: bytes) -> Entry:
         """Return the entry of a checkpoint for the commit record."""
         nbytes = job.capture.plan.payload_nbytes
@@ -317,7 +308,8 @@ class Scheduler:
             metadata=job.metadata,
         )
 
-    def _encode(self, job: Job, chunks: tuple[ChunkEntry, ...], pieces: tuple[bytes, ...]) -> bytes:
+    def _encode(self, job: Job) -> bytes:
+        """Return the manifest; as long as it can become, while there are chunks to capture."""
         capture = job.capture
         manifest = Manifest(
             version=version_of(capture.skeleton, with_pieces=capture.sums is not None, composed=capture.has_composed),
@@ -328,8 +320,8 @@ class Scheduler:
             skeleton=capture.skeleton,
             tensors=capture.layout.tensors,
             storages=capture.plan.storages,
-            chunks=chunks,
+            chunks=tuple(capture.entries),
             payload_nbytes=capture.plan.payload_nbytes,
-            pieces=None if capture.sums is None else pieces,
+            pieces=None if capture.sums is None else tuple(capture.pieces),
         )
         return encode_again(manifest, capture.layout.known)
