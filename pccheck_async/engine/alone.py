@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
 
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.config import EngineConfig
@@ -55,8 +55,8 @@ class Alone(Peers):
         self._store, self._path = store, path
         return Connected(store.committed.largest_counter, None)
 
-    async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:
-        return await self._store.commit(written)
+    def commit(self, written: Written, sample: ReplicaSample | None) -> Coroutine[Any, Any, bool]:
+        return self._store.commit(written)
 
     async def prepared(self, counter: int) -> bool:
         return False

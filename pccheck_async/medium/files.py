@@ -135,8 +135,10 @@ class Files(Medium):
         return True
 
     async def unlock(self, file: File) -> None:
-        with self._errors(file.name, write_error):
+        try:
             fcntl.flock(file.fd, fcntl.LOCK_UN)
+        except OSError as error:
+            raise write_error(error, self._folder.path / file.name) from error
 
     def write(self, file: File, offset: int, data: memoryview) -> Coroutine[Any, Any, None]:
         return self._transfer("write", file, offset, data)
