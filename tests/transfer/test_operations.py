@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,11 @@ def stuck(operations: Operations) -> Iterator[StuckPages]:
     pages = StuckPages()
     yield pages
     pages.let_go()  # before the backend, which this fixture depends on, is closed
+
+
+async def started(operation: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    """Start an operation in the task that awaits it."""
+    return await operation(*arguments)
 
 
 async def let_others_run() -> None:
@@ -311,7 +316,7 @@ async def test_buffers_of_other_items_are_bytes(runner: asyncio.Runner, operatio
 
 @on_loop
 async def test_errors_keep_their_number(runner: asyncio.Runner, operations: Operations, tmp_path: Path) -> None:
-    async def fails_with(number: int, operation: Coroutine[Any, Any, Any]) -> None:
+    async def fails_with(number: int, operation: Awaitable[Any]) -> None:
         with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
             await operation
         assert caught.value.errno == number
@@ -339,7 +344,7 @@ async def test_batches_of_hundreds(runner: asyncio.Runner, operations: Operation
     pieces = [os.urandom(500) for _ in range(600)]
     async with asyncio.TaskGroup() as group:
         for n, piece in enumerate(pieces):
-            group.create_task(operations.write(fd, n * 500, memoryview(piece)))
+            group.create_task(started(operations.write, fd, n * 500, memoryview(piece)))
     buffers = [bytearray(500) for _ in pieces]
     reads = [operations.read(fd, n * 500, memoryview(buffer)) for n, buffer in enumerate(buffers)]
     sums = [operations.checksums(memoryview(piece)) for piece in pieces]
@@ -365,7 +370,7 @@ async def test_a_refusal_reaches_only_its_own(runner: asyncio.Runner, operations
         return_exceptions=True,
     )
     kinds = [type(outcome) for outcome in outcomes]
-    assert kinds[0] is type(None)
+    assert not issubclass(kinds[0], Exception)
     assert outcomes[-1] == sums_of(b"fine")
     assert all(issubclass(kind, (ValueError, TypeError, BufferError)) for kind in kinds[1:-1]), outcomes
     assert os.pread(fd, 10, 0) == b"fine"
@@ -416,12 +421,12 @@ def test_gather_and_scatter_do_what_slices_do(
     model += bytes(tail)
 
     into = bytearray(b"\xa5" * len(model))
-    result = runner.run(operations.gather(table(*segments), memoryview(into), sources))
+    result = runner.run(started(operations.gather, table(*segments), memoryview(into), sources))
     assert into == model
     assert result == sums_of(model)
     for source in sources:
         source[:] = bytes(len(source))
-    runner.run(operations.scatter(memoryview(bytes(into)), zlib.crc32(model), table(*segments), sources))
+    runner.run(started(operations.scatter, memoryview(bytes(into)), zlib.crc32(model), table(*segments), sources))
     assert [source[:-1] for source in sources] == [piece for _, piece in pieces]
 
 
@@ -500,7 +505,7 @@ async def test_cancelling_waits_for_what_runs(
     watch = weakref.ref(owner)
     into = memoryview(bytearray(CHUNK))
     segments = table((address_of(stuck.memory), 0, CHUNK))
-    task = asyncio.create_task(operations.gather(segments, into, owner))
+    task = asyncio.create_task(started(operations.gather, segments, into, owner))
     del owner
     await stuck.touched()
     task.cancel()
@@ -525,12 +530,12 @@ async def test_cancelling_waits_for_what_runs(
 async def test_cancelling_drops_what_has_not_started(
     runner: asyncio.Runner, operations: Operations, stuck: StuckPages
 ) -> None:
-    first = asyncio.create_task(operations.checksums(stuck.view))
+    first = asyncio.create_task(started(operations.checksums, stuck.view))
     await stuck.touched()
     content = bytearray(100)
     view = memoryview(content)
-    second = asyncio.create_task(operations.checksums(view))
-    third = asyncio.create_task(operations.checksums(memoryview(b"third")))
+    second = asyncio.create_task(started(operations.checksums, view))
+    third = asyncio.create_task(started(operations.checksums, memoryview(b"third")))
     await let_others_run()
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -545,7 +550,7 @@ async def test_cancelling_drops_what_has_not_started(
 
 @on_loop
 async def test_cancelling_before_submission(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
-    task = asyncio.create_task(operations.write(fd, 0, memoryview(b"x")))
+    task = asyncio.create_task(started(operations.write, fd, 0, memoryview(b"x")))
     asyncio.get_running_loop().call_soon(
         task.cancel
     )  # ahead of the batch, which the task's first step queues behind it
@@ -568,8 +573,8 @@ async def test_keepalives_end_with_their_operation(runner: asyncio.Runner, opera
 
 @on_loop
 async def test_close_waits_for_what_runs(runner: asyncio.Runner, operations: Operations, stuck: StuckPages) -> None:
-    running = asyncio.create_task(operations.checksums(stuck.view))
-    queued = asyncio.create_task(operations.checksums(memoryview(b"queued")))
+    running = asyncio.create_task(started(operations.checksums, stuck.view))
+    queued = asyncio.create_task(started(operations.checksums, memoryview(b"queued")))
     await stuck.touched()
     closing = asyncio.create_task(operations.close())
     await let_others_run()

@@ -1,6 +1,6 @@
 """Operations on bytes, submitted in batches: the base of both backends, and the backend in C.
 
-Awaiting an operation puts it into the batch of the current loop iteration, which is submitted in one call. A cancelled
+A call puts an operation into the batch of the current loop iteration, which is submitted at once. A cancelled
 operation is stopped if possible, and then *waited for*: when the await ends, cancelled or not, nothing of it runs
 any more, so its buffer may be reused (invariant I9 of :mod:`pccheck_async.store`).
 """
@@ -12,7 +12,7 @@ import asyncio
 import errno
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar
 
@@ -102,20 +102,19 @@ class Operations(abc.ABC):
         self._stopped = False
         self._helpers = WorkerThreads(self._loop, self._complete, count=2, name="pccheck-call")
 
-    async def write(self, fd: int, offset: int, data: memoryview) -> None:
+    def write(self, fd: int, offset: int, data: memoryview) -> Awaitable[object]:
         """Write all of ``data`` at ``offset``. Raises OSError."""
-        await _Completion(self, Kind.WRITE, fd, offset, data)
+        return _Completion(self, Kind.WRITE, fd, offset, data)
 
-    async def read(self, fd: int, offset: int, into: memoryview) -> int:
+    def read(self, fd: int, offset: int, into: memoryview) -> Awaitable[int]:
         """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file. Raises OSError."""
-        result: int = await _Completion(self, Kind.READ, fd, offset, into)
-        return result
+        return _Completion(self, Kind.READ, fd, offset, into)
 
-    async def flush(self, fd: int) -> None:
+    def flush(self, fd: int) -> Awaitable[object]:
         """Make all writes through ``fd`` durable (``fdatasync``). Raises OSError."""
-        await _Completion(self, Kind.FLUSH, fd)
+        return _Completion(self, Kind.FLUSH, fd)
 
-    async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> bytes:
+    def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> Awaitable[bytes]:
         """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of each MiB of the buffer.
 
         That is a table as of :func:`pccheck_async.format.piece_sums`; it combines to the checksum of all of the buffer.
@@ -123,21 +122,19 @@ class Operations(abc.ABC):
         ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length),
         in growing order of offset, not overlapping; ``keepalive`` owns the addresses.
         """
-        result: bytes = await _Completion(self, Kind.GATHER, segments, into, keepalive)
-        return result
+        return _Completion(self, Kind.GATHER, segments, into, keepalive)
 
-    async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
+    def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> Awaitable[object]:
         """Verify ``checksum`` over all of ``source``, and only then copy pieces of it to memory.
 
         ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order. Raises OSError
         where the checksum differs (EBADMSG); nothing was copied.
         """
-        await _Completion(self, Kind.SCATTER, source, checksum, segments, keepalive)
+        return _Completion(self, Kind.SCATTER, source, checksum, segments, keepalive)
 
-    async def checksums(self, data: memoryview) -> bytes:
+    def checksums(self, data: memoryview) -> Awaitable[bytes]:
         """Return the CRC-32 of each MiB of ``data``."""
-        result: bytes = await _Completion(self, Kind.CHECKSUM, data)
-        return result
+        return _Completion(self, Kind.CHECKSUM, data)
 
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
         """Perform ``steps`` on one thread, each after the one before it succeeded.
