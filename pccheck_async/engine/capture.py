@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.format import align, combine, piece_sums
-from pccheck_async.format.checksum import SUM_BYTES, piece_count
+from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.state import (
     Layout,
@@ -60,6 +60,7 @@ _MANIFEST_NBYTES = 64 << 10
 _KEPT = 4
 """Buffers for the next captures."""
 _LARGEST_CHECKSUM = 0xFFFFFFFF
+_NO_COPIES = Fence({})
 
 
 @dataclass(slots=True, eq=False)
@@ -284,9 +285,9 @@ class Capture:
             return self.plan
         self.plan = plan = planner.plan(self.layout)
         self._chunks, self._on_fence = plan.chunks, on_fence if self._sources.devices else None
-        self._fence = Fence({})
+        self._fence = _NO_COPIES
         self.entries = [ChunkEntry(chunk.offset, chunk.nbytes, _LARGEST_CHECKSUM) for chunk in plan.chunks]
-        self.pieces = [bytes(SUM_BYTES * piece_count(chunk.nbytes)) for chunk in plan.chunks]
+        self.pieces = [bytes(SUM_BYTES * -(-chunk.nbytes // PIECE_BYTES)) for chunk in plan.chunks]
         self._left = len(plan.chunks)
         self._idle = asyncio.Event()
         live = self._sources
@@ -296,7 +297,8 @@ class Capture:
         try:
             self._sources = await self._backend.begin(self._marks, live, of_snapshots)
         finally:
-            self._note_copy_end()
+            self._copying = 0
+            self._idle.set()
         if self._sources is not live:
             live.release()
         alive = self._sources.live()
@@ -337,7 +339,9 @@ class Capture:
         try:
             sums = await self._backend.gather(segments(chunk, self._sources), into, self._sources, on_fence)
         finally:
-            self._note_copy_end()
+            self._copying -= 1
+            if not self._copying:
+                self._idle.set()
         checksum = combine(sums, chunk.nbytes)
         if lazy is not None:
             lazy.check_chunk(index, chunk.table, into, checksum)
@@ -370,11 +374,6 @@ class Capture:
             inline.free.append(inline.buffer)  # for other captures: nothing reads it any more
         else:
             self._sources.release()
-
-    def _note_copy_end(self) -> None:
-        self._copying -= 1
-        if not self._copying:
-            self._idle.set()
 
     def _extend_fence(self, index: int, fence: Fence | None = None) -> None:
         """Called when copies of live bytes of a chunk are behind a fence, or ended."""
