@@ -4,7 +4,6 @@ The engine sees a policy as a protocol, and training steps through :class:`Train
 It may import: store and the rooms below.
 """
 
-from pccheck_async.engine.alone import Alone
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
@@ -13,7 +12,7 @@ from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop, call_once
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
-from pccheck_async.engine.peers import Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
+from pccheck_async.engine.peers import Alone, Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
 from pccheck_async.engine.scheduler import Scheduler

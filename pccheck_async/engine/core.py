@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 
-from pccheck_async.engine.alone import Alone
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on
 from pccheck_async.engine.capture import StateReader
@@ -22,10 +21,9 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.overlap import Guard
-from pccheck_async.engine.peers import Peers, Private
-from pccheck_async.engine.pending import PendingCheckpoint, Waiting
+from pccheck_async.engine.peers import Alone, Peers, Private
+from pccheck_async.engine.pending import PendingCheckpoint, Promise, Waiting
 from pccheck_async.engine.policy import TrainingHooks
-from pccheck_async.engine.promise import Promise
 from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics

@@ -27,8 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.engine.promise import Promise
+from pccheck_async.engine.pending import PendingCheckpoint, Promise
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions
 from pccheck_async.state.ambient import no_functions

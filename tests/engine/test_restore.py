@@ -38,7 +38,7 @@ from pccheck_async import (
     remove_checkpoints,
     verify_checkpoints,
 )
-from pccheck_async.engine import alone
+from pccheck_async.engine import peers
 from pccheck_async.format import Entry, Record, crc32
 from pccheck_async.format.record import decode_identity, encode_record, newest_record, region_offsets, slot_name
 from pccheck_async.medium import File, Medium
@@ -349,7 +349,7 @@ def test_a_checkpoint_dropped_before_its_restore_could_hold_it(tmp_path: Path, m
                 engine.checkpoint(state_of(1), step=1).result(60)
             return chosen[-1]
 
-        monkeypatch.setattr(alone, "choose", choose_and_commit)
+        monkeypatch.setattr(peers, "choose", choose_and_commit)
         live = state_of(9)
         info = engine.restore(live)
         assert info is not None
