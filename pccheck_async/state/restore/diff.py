@@ -34,12 +34,11 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
 )
 from pccheck_async.state import paths, values
-from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
+from pccheck_async.state.boxes import FlatShard, is_sharded
 from pccheck_async.state.foreign import class_of, is_composed, refuse_pickled, unpickle
-from pccheck_async.state.leaves import KINDS, Array
+from pccheck_async.state.leaves import KINDS
 from pccheck_async.state.restore import adapt
-from pccheck_async.state.restore.arrays import describe, difference, memory_trouble
-from pccheck_async.state.restore.parts import Wanted
+from pccheck_async.state.restore.arrays import describe, difference
 from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
@@ -57,13 +56,18 @@ _SPECIAL: Final = frozenset((ComposedNode, PickledNode, ShardedNode))
 
 
 class Fill(NamedTuple):
-    """A live array that takes the bytes of a stored one."""
+    """A live array that takes the bytes of a stored one; each may lie in boxes on several ranks."""
 
     path: str
-    number: int  # of the stored array
-    array: Array
-    strict: bool  # it is filled itself; else another may take its place
-    mesh: int | None = None  # of a box of a tensor on several ranks: a hash of these
+    node: ArrayNode | ShardedNode
+    array: Any
+    strict: bool = True  # it is filled itself; else another may take its place
+    made_on: torch.device | None = None  # of a tensor that is yet to be made, like ``array``, which has no memory
+
+    @property
+    def in_boxes(self) -> bool:
+        """Whether it lies, or lay, on several ranks."""
+        return isinstance(self.node, ShardedNode) or _lies_in_boxes(self.array)
 
 
 class Put(NamedTuple):
@@ -99,7 +103,7 @@ class Give(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Diff:
-    """The differences, and what a restore does: ``fills``, ``resharded``, then ``steps`` and ``last`` in their order.
+    """The differences, and what a restore does: ``fills``, then ``steps`` and ``last`` in their order.
 
     Attributes:
         is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
@@ -111,14 +115,10 @@ class Diff:
         counts: By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
         matched: How many entries of the state are restored.
         last: Generators: loading before them may draw from them.
-        resharded: Of tensors that lie, or lay, on several ranks: boxes that are others here than in this rank's part.
-        elsewhere: Stored arrays that those are made of: they are not read as they are.
         preferred: Devices on which stored arrays are wanted that are not live.
         trained: Live tensors that are restored and may have gradients.
         maybe_trained: Parameters that are restored if their memory is that of such a tensor.
         objects: Live objects by the identity of their stored node.
-        made: Tensors on several ranks, or stored as such, by the identity of their stored node,
-        plain_made: and by their index those that were stored as plain tensors.
         composed: Live composed tensors by the identity of their stored node.
         unpickled: Paths and values of those that were pickled, by the identity of their nodes, once they are needed.
     """
@@ -136,14 +136,10 @@ class Diff:
     fills: list[Fill] = field(default_factory=list)
     steps: list[Put | Give] = field(default_factory=list)
     last: list[Give] = field(default_factory=list)
-    resharded: list[Wanted] = field(default_factory=list)
-    elsewhere: set[int] = field(default_factory=set)
     preferred: dict[int, torch.device] = field(default_factory=dict)
     trained: list[torch.Tensor] = field(default_factory=list)
     maybe_trained: list[torch.Tensor] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
-    made: dict[int, Any] = field(default_factory=dict)
-    plain_made: dict[int, Any] = field(default_factory=dict)
     composed: dict[int, torch.Tensor] = field(default_factory=dict)
     unpickled: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _stored_paths: dict[int, str] = field(default_factory=dict)
@@ -171,8 +167,7 @@ class Diff:
 
     def actions(self) -> dict[str, Action]:
         """Return what is done with each part of the state that is restored, by paths."""
-        filled: list[Fill | Wanted] = [*self.fills, *self.resharded]
-        actions: dict[str, Action] = {each.path: "fill" for each in filled}
+        actions: dict[str, Action] = {each.path: "fill" for each in self.fills}
         steps = [*self.steps, *self.last]
         return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
 
@@ -226,6 +221,7 @@ class _Walk:
         self.found = Diff(tree, manifest, not _SPECIAL.isdisjoint(map(type, nodes.walk(manifest.skeleton))))
         self._unread = 0  # leaves of the checkpoint that the state lacks
         self._names = cache(partial(adapt.names_in, tree.state))
+        self._taken: set[int] = set()  # identities of the stored nodes of tensors on several ranks that are filled
 
     def outermost(self) -> None:
         """Compare the values under the outermost names."""
@@ -302,7 +298,7 @@ class _Walk:
         found.matched += 1
         if isinstance(live, torch.Tensor):
             found.trained.append(live)
-        if type(node) is ShardedNode or (type(live) not in KINDS and (is_sharded(live) or isinstance(live, FlatShard))):
+        if type(node) is ShardedNode or _lies_in_boxes(live):
             plain = isinstance(node, ShardedNode) and node.plain and type(live) in (np.ndarray, torch.Tensor)
             if strict or not plain or self._fits(live, node):  # else it is made anew
                 self._sharded(live, node, path)
@@ -311,7 +307,7 @@ class _Walk:
         elif isinstance(node, ArrayNode):
             trouble = difference(self._tensors[node.index], live, self._rules.dtype)
             if not trouble:
-                found.fills.append(Fill(path, node.index, live, strict))
+                found.fills.append(Fill(path, node, live, strict))
             elif strict:
                 found.mismatched.append(f"{path} ({trouble})")
         elif strict:
@@ -325,58 +321,32 @@ class _Walk:
             about, stored = (_ENCODE(structs.replace(each, items=[], stride=())) for each in (own, node))
             trouble = "" if about == stored else f"another shape or context of a {node.name} here"
         if not trouble:
-            indices = [item.index for item in node.items if isinstance(item, ArrayNode)]
-            pairs = [*zip(indices, tensors, strict=True)]
-            found = ((index, difference(self._tensors[index], part)) for index, part in pairs)
-            trouble = next((f"{node.names[at]}: {each}" for at, (_, each) in enumerate(found) if each), "")
+            items = [item for item in node.items if isinstance(item, ArrayNode)]
+            pairs = [*zip(node.names, items, tensors, strict=True)]
+            found = ((name, difference(self._tensors[item.index], part)) for name, item, part in pairs)
+            trouble = next((f"{name}: {each}" for name, each in found if each), "")
         if trouble:
             if strict:
                 self.found.mismatched.append(f"{path} ({trouble})")
             return
-        for name, (index, part) in zip(node.names, pairs, strict=True):
-            self.found.fills.append(Fill(paths.child(path, name), index, part, strict))
+        self.found.fills += [Fill(paths.child(path, name), item, part, strict) for name, item, part in pairs]
         self.found.composed[id(node)] = live
 
-    def _sharded(self, live: Any, node: Node, path: str) -> None:
-        """Compare a tensor that lies, or lay, on several ranks with the stored one, here or on any rank.
+    def _sharded(self, live: Any, node: Node, path: str, made_on: torch.device | None = None) -> None:
+        """Compare a tensor that lies, or lay, on several ranks with the stored one; its boxes are compared by ``bind``.
 
         Nothing can be made in its place, so every difference is a mismatch.
         """
-        found = self.found
         if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, (torch.Tensor, FlatShard)):
             self._differs(live, node, path)
             return
-        children = node.boxes if isinstance(node, ShardedNode) else (node,)
-        stored = [self._tensors[child.index] for child in children]
-        shape = node.shape if isinstance(node, ShardedNode) else stored[0].shape
+        shape = node.shape if isinstance(node, ShardedNode) else self._tensors[node.index].shape
         if tuple(live.shape) != shape:
-            found.mismatched.append(f"{path} (the shape {tuple(live.shape)} here, {shape} in the checkpoint)")
+            here = f"the shape {tuple(live.shape)} here, {shape} in the checkpoint"
+            self.found.mismatched.append(f"{path} ({here})")
             return
-        views = box_views(live, path)
-        found.made[id(node)] = live
-        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
-            (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
-        ]:
-            troubles = (
-                difference(entry, view, self._rules.dtype) for entry, (_, view) in zip(stored, views, strict=True)
-            )
-            if trouble := next(filter(None, troubles), ""):
-                found.mismatched.append(f"{path} ({trouble})")
-            else:
-                pairs = zip(children, views, strict=True)
-                found.fills += [Fill(path, child.index, view, True, node.mesh) for child, (_, view) in pairs]
-            return
-        if trouble := next(filter(None, (memory_trouble(view) for _, view in views)), ""):
-            found.mismatched.append(f"{path} ({trouble})")
-            return
-        found.elsewhere.update(child.index for child in children)
-        if isinstance(node, ArrayNode):
-            found.plain_made[node.index] = live
-        stored_path = self.found.path_of(node)
-        mesh = node.mesh if isinstance(node, ShardedNode) else None
-        locals_ = [view.detach() for _, view in views]
-        boxes = zip(views, locals_, strict=True)
-        found.resharded += [Wanted(path, stored_path, mesh, shape, box, one, one) for (box, _), one in boxes]
+        self._taken.add(id(node))
+        self.found.fills.append(Fill(path, node, live, made_on=made_on))
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live array has the shape and dtype of a stored one."""
@@ -389,7 +359,7 @@ class _Walk:
     def _give(self, node: Node) -> None:
         """Check that the stored values that are no arrays can be made.
 
-        Plain tensors that all ranks had alike are made here; others are a mismatch, as there is no live tensor.
+        Plain tensors that all ranks had alike are made; others are a mismatch, as there is no live tensor.
         Raises UnsupportedStateError for a pickled value, or a class that is not imported.
         """
         found = self.found
@@ -398,10 +368,11 @@ class _Walk:
                 refuse_pickled(each, self.found.path_of(each))
             elif isinstance(each, ComposedNode):
                 class_of(each, self.found.path_of(each))
-            elif isinstance(each, ShardedNode) and id(each) not in found.made:
+            elif isinstance(each, ShardedNode) and id(each) not in self._taken:
                 path = self.found.path_of(each)
                 if each.plain:
-                    self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
+                    like = torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype), device="meta")
+                    self._sharded(like, each, path, torch.device("cpu"))
                 else:
                     found.mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
 
@@ -492,11 +463,12 @@ class _Walk:
         self._pair(live.child, node)
         for where, value, parameter in alike:
             plain = isinstance(value, ArrayNode) and (type(parameter) in KINDS or not is_sharded(parameter))
-            if plain or id(value) in found.made:
+            if plain or id(value) in self._taken:
                 continue
             dtype = self._tensors[value.index].dtype if isinstance(value, ArrayNode) else value.dtype
-            made = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype))
-            self._sharded(made, value, f"{path}.state.{where}")
+            like = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype), device="meta")
+            made_on = None if parameter.is_meta else parameter.device  # if it is, that is a mismatch
+            self._sharded(like, value, f"{path}.state.{where}", made_on)
         return node
 
     def _pair(self, live: Any, node: Node) -> None:
@@ -565,6 +537,10 @@ class _Walk:
         elif isinstance(live, nodes.Node):
             live = values.from_node(live)
         self.found.mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _lies_in_boxes(value: Any) -> bool:
+    return type(value) not in KINDS and (is_sharded(value) or isinstance(value, FlatShard))
 
 
 def _entries_of(live: Any) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -137,6 +137,7 @@ def reshard(
                     boxes.setdefault((box.offsets, box.entry.shape), box)
         if trouble := _trouble(one, boxes.values()):
             troubles.append(f"{one.path} ({trouble})")
+        if trouble or one.local.is_meta:  # of a dry run, which makes no tensor
             continue
         if one.local.nbytes:  # tensors that were tied when they were saved lie in one place there
             places = {(box.part, box.offsets, box.start + box.entry.offset, box.entry.stride) for box in boxes.values()}
