@@ -14,9 +14,10 @@ from pccheck_async.state.cache.memo import Memo, Memos
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets
-from pccheck_async.state.restore.bind import Restoration, allocate, live_tree, match
+from pccheck_async.state.restore.bind import Restoration, allocate, match
+from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.rng import RNGState
-from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten, flatten_unchecked
+from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.replicas import ReplicaSample
 from pccheck_async.state.save.split import LazyPart, split

@@ -29,7 +29,7 @@ from pccheck_async.format.skeleton import (
     arrays,
     walk,
 )
-from pccheck_async.state.ambient import refuse_tracing, without_modes
+from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.boxes import Box, box_views
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
 from pccheck_async.state.leaves import Array
@@ -44,16 +44,16 @@ from pccheck_async.state.restore.arrays import (
     steps_of,
 )
 from pccheck_async.state.restore.diff import Diff, Fill, Give, Rules, diff
+from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.restore.parts import Wanted
 from pccheck_async.state.restore.tree import check_classes, leaves, rebuild, refuse_boxes, select
-from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten_live, naming_owner
+from pccheck_async.state.save.flatten import naming_owner
 from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.stateful import refuse_filling
 from pccheck_async.state.storages import address_of, is_dense
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
 
-__all__ = ["Restoration", "allocate", "live_tree", "match"]
+__all__ = ["Restoration", "allocate", "match"]
 
 _PLACE: Final = attrgetter("device_name", "low", "high")
 
@@ -124,14 +124,6 @@ def allocate(
             return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
 
     return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
-
-
-def live_tree(state: Mapping[str, Any]) -> LiveTree:
-    """Return the tree of a live state, once for all checkpoints that are compared with it. See :func:`match`."""
-    refuse_tracing("restore")
-    check_outermost(state)
-    refuse_filling(state)
-    return flatten_live(state)
 
 
 def match(

@@ -1,6 +1,6 @@
 """How a live state and a stored one differ, and what a restore does with each of their parts. Nothing changes here.
 
-The live state is a tree like the stored one (:func:`.flatten.flatten_live`); both are walked side by side, once.
+The live state is a tree like the stored one (:func:`.live.live_tree`); both are walked side by side, once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from pccheck_async.state.foreign import class_of, is_composed, refuse_pickled, u
 from pccheck_async.state.leaves import KINDS
 from pccheck_async.state.restore import adapt
 from pccheck_async.state.restore.arrays import describe, difference
+from pccheck_async.state.restore.live import Live, LiveTree, Opaque
 from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
-from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
+from pccheck_async.state.save.flatten import naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
