@@ -11,7 +11,7 @@ values of users' classes, ``values`` plain ones; ``paths`` are names.
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.memo import Memo, Memos
-from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.cache.patterns import Outline
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets
 from pccheck_async.state.restore.bind import Restoration, allocate, match

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pccheck_async.state.cache.constants import Constants
 from pccheck_async.state.cache.layout_cache import LayoutCache
-from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.cache.patterns import Outline
 from pccheck_async.state.save.torn import TornLeaves
 
 _MOST: Final = 4

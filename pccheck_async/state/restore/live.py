@@ -15,7 +15,7 @@ from pccheck_async.format.skeleton import DictNode, StatefulNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.ambient import refuse_tracing
 from pccheck_async.state.boxes import FlatShard
-from pccheck_async.state.cache.tree_cache import array_node
+from pccheck_async.state.cache.patterns import array_node
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.save.flatten import Flattener, Visited, check_outermost, naming_owner, too_deep
 from pccheck_async.state.stateful import is_stateful, live_state, refuse_filling

@@ -21,9 +21,20 @@ from pccheck_async.state import paths, values
 from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import patterns
-from pccheck_async.state.cache import tree_cache as cached
-from pccheck_async.state.cache.patterns import NEVER, Depends, Items, Pattern, Read, Reader, compare, readable, remade
-from pccheck_async.state.cache.tree_cache import CHANGING, Outline, same_objects
+from pccheck_async.state.cache.patterns import (
+    CHANGING,
+    NEVER,
+    Depends,
+    Items,
+    Outline,
+    Pattern,
+    Read,
+    Reader,
+    compare,
+    readable,
+    remade,
+    same_objects,
+)
 from pccheck_async.state.foreign import find_class, is_composed, pickle
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.save.advice import full_name, unsupported
@@ -125,7 +136,7 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
             f"{path}: a {full_name(value)} cannot be saved: {trouble} (an engine with allow_pickle=True pickles it)"
         )
     assert isinstance(flat.skeleton, DictNode)
-    items: list[Node] = [*map(cached.array_node, range(len(tensors)))]
+    items: list[Node] = [*map(patterns.array_node, range(len(tensors)))]
     shape, stride = tuple(value.shape), tuple(value.stride())
     names, plain = [*names], flat.skeleton.values[0]
     return ComposedNode(items, names, plain, kind.__module__, kind.__qualname__, shape, stride), tensors
@@ -380,7 +391,7 @@ class Flattener:
         self.has_sharded = True
         offsets = tuple(box.offsets for box, _ in views)
         replicated = plain and not explicit
-        return cached.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
+        return patterns.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
 
     def container(self, value: Any, path: str, depth: int) -> Visited:
         """Visit a container, an object, or a value that is refused."""
@@ -436,7 +447,7 @@ class Flattener:
         self.leaves.paths += [paths.child(path, name) for name in node.names]
         self.leaves.values += tensors
         self.has_composed = True
-        return structs.replace(node, items=[*map(cached.array_node, range(first, len(self.leaves)))])
+        return structs.replace(node, items=[*map(patterns.array_node, range(first, len(self.leaves)))])
 
     def _ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
@@ -487,7 +498,7 @@ class Flattener:
                 if self._remembers:
                     self._remember(item, prefix + name, depth + 1)
             elif kind in KINDS and (tally is None or self._replicas(item, prefix + name) is None):
-                node, pattern = cached.array_node(len(arrays)), kind
+                node, pattern = patterns.array_node(len(arrays)), kind
                 arrays.append(item)
                 known.append(prefix + name)
             else:
