@@ -164,6 +164,7 @@ def remade(pattern: Pattern, node: Any, at: int, numbers: list[int], fresh: Mapp
 
 _OF_MODULES: Final = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _OF_OPTIMIZERS: Final = ("state_dict", "__getattribute__")
+_VERSION: Final = ("_version", "_version.__class__")  # True == 1
 Depends: TypeAlias = tuple[Callable[[type], Any], Any]
 """A function that gets the attributes of a class on which its objects' states depend, and the attributes it got."""
 
@@ -186,7 +187,7 @@ def _depends(names: tuple[str, ...], attributes: tuple[str, ...]) -> Callable[[t
 
 
 _READ: Final[Mapping[type, Callable[[type], tuple[Any, ...]]]] = {
-    torch.nn.Module: _depends((*_OF_MODULES, "_version"), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
+    torch.nn.Module: _depends((*_OF_MODULES, *_VERSION), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
     Optimizer: _depends(_OF_OPTIMIZERS, (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
 """By base class: what states depend on in a class; its objects have the attributes that ``state_dict()`` reads."""
@@ -200,7 +201,7 @@ def readable(kind: type) -> Depends | None:
     if base is None:
         return None
     of, torchs = _READ[base], _OF_TORCH[base]
-    found, methods = of(kind), len(torchs) - (base is torch.nn.Module)
+    found, methods = of(kind), len(torchs) - len(_VERSION) * (base is torch.nn.Module)
     return None if found[:methods] != torchs[:methods] else (of, found)
 
 
