@@ -40,7 +40,7 @@ from pccheck_async.state.leaves import KINDS
 from pccheck_async.state.restore import adapt
 from pccheck_async.state.restore.arrays import describe, difference
 from pccheck_async.state.restore.live import Live, LiveTree, Opaque
-from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild
+from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, paired, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
@@ -512,18 +512,15 @@ class _Walk:
         names = [prefix + name for name in paths.components(keys)]
         if isinstance(live, MappingNode) and live.keys == node.keys and len(live.keys) == len(node.values):
             return [*zip(keys, items, node.values, names, strict=True)]
-        stored = {key: (name, child) for key, name, child in entries(node)}
-        common = []
-        for key, value, below in zip(keys, items, names, strict=True):
-            if key in stored:
-                common.append((key, value, stored.pop(key)[1], below))
-            elif not str(key).startswith(ignored):
-                found.missing.append(below)
-        unread = [pair for key, pair in stored.items() if not str(key).startswith(ignored)]
-        unexpected = (prefix + name for name, _ in unread)
-        found.unexpected += [each for each in unexpected if each not in self._rules.added]
-        self._unread += sum(count(child) for _, child in unread)
-        return common
+        ours = dict(zip(keys, zip(items, names, strict=True), strict=True))
+        both, lacking, unread = paired(ours, {key: (prefix + name, child) for key, name, child in entries(node)})
+        found.missing += [below for key, (_, below) in lacking.items() if not str(key).startswith(ignored)]
+        for key, (below, child) in unread.items():
+            if not str(key).startswith(ignored):
+                if below not in self._rules.added:
+                    found.unexpected.append(below)
+                self._unread += count(child)
+        return [(key, value, child, below) for key, ((value, below), (_, child)) in both.items()]
 
     def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -181,6 +181,15 @@ def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
     if isinstance(node, (ListNode, TupleNode)):
         return [(index, str(index), item) for index, item in enumerate(node.items)]
     return []
+
+
+def paired(
+    one: Mapping[Any, Any], other: Mapping[Any, Any]
+) -> tuple[dict[Any, tuple[Any, Any]], dict[Any, Any], dict[Any, Any]]:
+    """Return the entries that both of two states have, with both values, and those that only one of them has."""
+    both = {key: (value, other[key]) for key, value in one.items() if key in other}
+    lone = {key: value for key, value in one.items() if key not in both}
+    return both, lone, {key: value for key, value in other.items() if key not in both}
 
 
 def below(node: Node) -> list[tuple[str, Node]]:
