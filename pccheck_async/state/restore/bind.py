@@ -46,7 +46,7 @@ from pccheck_async.state.restore.arrays import (
 from pccheck_async.state.restore.diff import Diff, Fill, Give, Rules, diff
 from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.restore.parts import Wanted
-from pccheck_async.state.restore.tree import check_classes, leaves, rebuild, refuse_boxes, select
+from pccheck_async.state.restore.tree import check_classes, paths_by_node, rebuild, refuse_boxes, select
 from pccheck_async.state.save.flatten import naming_owner
 from pccheck_async.state.sources import HOST, as_bits
 from pccheck_async.state.storages import address_of, is_dense
@@ -110,18 +110,17 @@ def allocate(
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     refuse_boxes(skeleton)
     check_classes(skeleton)
-    pickled = {
-        id(each): path for path, leaf in leaves(skeleton) for each in walk(leaf) if isinstance(each, PickledNode)
-    }
-    if pickled and not allow_pickle:
-        refuse_pickled(*next((each, pickled[id(each)]) for each in walk(skeleton) if isinstance(each, PickledNode)))
+    pickles = [each for each in walk(skeleton) if isinstance(each, PickledNode)]
+    named = paths_by_node(skeleton) if pickles else {}
+    if pickles and not allow_pickle:
+        refuse_pickled(pickles[0], named[id(pickles[0])])
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
 
     def finish() -> Any:
-        _warn_of_unpickling(pickled.values())
+        _warn_of_unpickling([named[id(each)] for each in pickles])
         values = partial(rebuild, skeleton, lambda index: allocation.array(index, place), composed=compose)
         with without_modes():  # this may be the caller's thread
-            return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
+            return values(pickled=lambda node: unpickle(node, named[id(node)], device))
 
     return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
 
@@ -320,13 +319,11 @@ class _Binding:
             else:
                 troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
         # Tensors that were tied when they were saved were all saved by one rank.
-        boxes = [live for live in self._live.values() if live.mesh is not None]
-        whole = {(live.mesh, live.address, live.array.nbytes): live.path for live in boxes}
-        for one_box in self.resharded if whole else ():
-            memory = one_box.mesh, one_box.local.data_ptr(), one_box.local.nbytes
-            if one_box.local.nbytes and memory in whole:
-                text = f"(shares memory with {whole[memory]} here, but not in the checkpoint)"
-                troubles.append(f"{one_box.path} {text}")
+        whole = {(live.mesh, live.address, live.array.nbytes): live.path for live in self._live.values()}
+        for box in self.resharded:
+            memory = box.mesh, box.local.data_ptr(), box.local.nbytes
+            if box.mesh is not None and box.local.nbytes and memory in whole:
+                troubles.append(f"{box.path} (shares memory with {whole[memory]} here, but not in the checkpoint)")
         return troubles
 
     def allocate(self, plan: Restoration) -> Restoration:
@@ -388,16 +385,14 @@ class _Binding:
         return found.tree.state
 
     def _in_place(self) -> Iterator[Target]:
-        """Return the memory of live arrays that bytes are read into."""
-        targets = []
+        """Yield the memory of live arrays that bytes are read into."""
         for live in self._live.values():
             if live.in_place and live.entry.storage is not None:
                 offset = self._manifest.storages[live.entry.storage].offset + live.entry.offset
                 owner = untyped_storage(live.array) if isinstance(live.array, torch.Tensor) else live.array
                 device = HOST if live.device is None else live.device.index
                 low = live.low - live.address  # as in the checkpoint
-                targets.append(Target(offset + low, live.high - live.low, live.low, owner, device))
-        return iter(targets)
+                yield Target(offset + low, live.high - live.low, live.low, owner, device)
 
     def _trained(self) -> tuple[torch.Tensor, ...]:
         """Return the live tensors that are restored and may have gradients."""
@@ -409,16 +404,14 @@ class _Binding:
     # -- values
 
     def _value(self, node: Node) -> Any:
-        return rebuild(
-            node, self._arrays.__getitem__, self._object, self._sharded, self._found.unpickle, self._composed
-        )
+        def sharded(node: ShardedNode) -> Any:
+            return self._in_boxes[id(node)]
+
+        return rebuild(node, self._arrays.__getitem__, self._object, sharded, self._found.unpickle, self._composed)
 
     def _object(self, node: StatefulNode) -> Any:
         objects = self._found.objects
         return objects[id(node)] if id(node) in objects else self._value(node.child)
-
-    def _sharded(self, node: ShardedNode) -> Any:
-        return self._in_boxes[id(node)]
 
     def _composed(self, node: ComposedNode, parts: dict[str, Any], context: Any) -> Any:
         live = self._found.composed.get(id(node))

@@ -40,7 +40,7 @@ from pccheck_async.state.leaves import KINDS
 from pccheck_async.state.restore import adapt
 from pccheck_async.state.restore.arrays import describe, difference
 from pccheck_async.state.restore.live import Live, LiveTree, Opaque
-from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, paired, rebuild
+from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, paired, paths_by_node, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
@@ -147,9 +147,7 @@ class Diff:
 
     def path_of(self, node: Node) -> str:
         """Return the path of a stored value."""
-        if not self._stored_paths:
-            found = leaves(self.manifest.skeleton)
-            self._stored_paths = {id(each): path for path, leaf in found for each in nodes.walk(leaf)}
+        self._stored_paths = self._stored_paths or paths_by_node(self.manifest.skeleton)
         return self._stored_paths.get(id(node), "")
 
     def unpickle(self, node: PickledNode) -> Any:
@@ -161,20 +159,13 @@ class Diff:
 
     def error(self, *, strict: bool) -> StateMismatchError | None:
         """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
+        advice = adapt.wrapped(self.missing, self.unexpected)
         incomplete = bool(self.missing or self.unexpected)
         # If nothing was restored, the state would pass for a restored one.
-        nothing = self.disjoint or (self.missing and (not self.matched or adapt.wrapped(self.missing, self.unexpected)))
-        return self._error(strict) if self.mismatched or (strict and incomplete) or nothing else None
-
-    def actions(self) -> dict[str, Action]:
-        """Return what is done with each part of the state that is restored, by paths."""
-        actions: dict[str, Action] = {each.path: "fill" for each in self.fills}
-        steps = [*self.steps, *self.last]
-        return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
-
-    def _error(self, strict: bool) -> StateMismatchError:
+        nothing = self.disjoint or (self.missing and (not self.matched or advice))
+        if not (self.mismatched or (strict and incomplete) or nothing):
+            return None
         make = partial(StateMismatchError, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched)
-        advice = adapt.wrapped(self.missing, self.unexpected)
         if not self.mismatched and not advice:
             if self.disjoint:
                 advice = (
@@ -193,6 +184,12 @@ class Diff:
             advice += f"; to restore all but {refused}: take it out of the state, and call restore(state, strict=False)"
         return make(f"{make()}{advice}")
 
+    def actions(self) -> dict[str, Action]:
+        """Return what is done with each part of the state that is restored, by paths."""
+        actions: dict[str, Action] = {each.path: "fill" for each in self.fills}
+        steps = [*self.steps, *self.last]
+        return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
+
 
 class Rules(NamedTuple):
     """The arguments of :func:`.bind.match` that say which differences count."""
@@ -206,9 +203,7 @@ class Rules(NamedTuple):
 
 def diff(tree: LiveTree, manifest: Manifest, rules: Rules) -> Diff:
     """Return how a live state differs from a stored one, and what a restore does."""
-    walk = _Walk(tree, manifest, rules)
-    walk.outermost()
-    return walk.found
+    return _Walk(tree, manifest, rules).outermost()
 
 
 class _Walk:
@@ -224,7 +219,7 @@ class _Walk:
         self._names = cache(partial(adapt.names_in, tree.state))
         self._taken: set[int] = set()  # identities of the stored nodes of tensors on several ranks that are filled
 
-    def outermost(self) -> None:
+    def outermost(self) -> Diff:
         """Compare the values under the outermost names."""
         found, state = self.found, self._tree.state
         container = state if isinstance(state, MutableMapping) else None
@@ -235,6 +230,7 @@ class _Walk:
                 found.disjoint.append(path)
             number = count(node)
             found.counts[path] = number - (self._unread - unread), number
+        return found
 
     # -- values that are filled in place or replaced
 
@@ -291,7 +287,7 @@ class _Walk:
             found.steps.append(Put(node, path, container, key))
         elif has_parts(node):
             self._differs(live, node, path)
-        elif isinstance(live, Opaque) or (known is not None and not known.is_savable) or _ENCODE(live) != _ENCODE(node):
+        elif (known is not None and not known.is_savable) or _ENCODE(live) != _ENCODE(node):
             found.mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
     def _array(self, live: Any, node: Node, path: str, *, strict: bool = True) -> None:
@@ -545,7 +541,7 @@ def _entries_of(live: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the keys of a live mapping, and the nodes of its values; of anything else, nothing."""
     if isinstance(live, MappingNode):
         return mapping_keys(live), live.values
-    return (live.keys, live.items) if isinstance(live, Opaque) and not isinstance(live.keys, range) else ([], [])
+    return live if isinstance(live, Opaque) else ([], [])
 
 
 def _beside(live: Any, node: Node) -> Iterator[tuple[Any, Node]]:
@@ -556,11 +552,9 @@ def _beside(live: Any, node: Node) -> Iterator[tuple[Any, Node]]:
         there = dict(zip(*_entries_of(live), strict=True))
         return zip([there.get(key, _NOWHERE) for key in mapping_keys(node)], node.values, strict=True)
     if not isinstance(node, (ListNode, nodes.TupleNode)):
-        return zip((), (), strict=True)
-    sequence = isinstance(live, (ListNode, nodes.TupleNode)) or (
-        isinstance(live, Opaque) and isinstance(live.keys, range)
-    )
-    return zip(chain(live.items if sequence else (), repeat(_NOWHERE)), node.items, strict=False)
+        return iter(())
+    items = live.items if isinstance(live, (ListNode, nodes.TupleNode)) else ()
+    return zip(chain(items, repeat(_NOWHERE)), node.items, strict=False)
 
 
 def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:

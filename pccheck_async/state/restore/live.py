@@ -11,7 +11,7 @@ import torch
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
-from pccheck_async.format.skeleton import DictNode, StatefulNode
+from pccheck_async.format.skeleton import DictNode, ListNode, StatefulNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.ambient import refuse_tracing
 from pccheck_async.state.boxes import FlatShard
@@ -24,19 +24,11 @@ _ARRAYS: Final = (torch.Tensor, np.ndarray, FlatShard)
 """Types that a restore fills."""
 
 
-class Opaque:
-    """A live value that cannot be saved as it is, in a tree for a restore; of a container the keys and what is inside.
+class Opaque(NamedTuple):
+    """A live value that cannot be saved as it is; of a mapping, its keys and the nodes of what is inside."""
 
-    Attributes:
-        keys: Of a mapping, or numbers of items.
-        items: The nodes of what is inside.
-    """
-
-    __slots__ = ("items", "keys")
-
-    def __init__(self, keys: Sequence[Any] = (), items: Sequence[Any] = ()) -> None:
-        self.keys = keys
-        self.items = items
+    keys: Sequence[Any] = ()
+    items: Sequence[Any] = ()
 
 
 class Live(NamedTuple):
@@ -56,7 +48,9 @@ class LiveTree:
     """A live state, flattened to be compared with stored ones."""
 
     state: Mapping[str, Any]
-    skeleton: Any  # like that of :class:`FlatState`, with an :class:`Opaque` for each value that cannot be saved
+    skeleton: (
+        Any  # like that of :class:`FlatState`, with an :class:`Opaque` or a list for each value that cannot be saved
+    )
     leaves: Leaves  # of any class that may be filled: tensors on several ranks and composed ones are one leaf each
     lives: dict[int, Live]  # by the identity of their nodes
 
@@ -118,13 +112,13 @@ class _Flattener(Flattener):
         self.lives[id(node)] = Live(path, value, True, True, state)
         return node, None
 
-    def _opaque(self, value: Any, path: str, depth: int) -> Opaque:
+    def _opaque(self, value: Any, path: str, depth: int) -> Opaque | ListNode:
         """Return the node of a value that cannot be saved."""
         if depth > skeleton.MAX_DEPTH or id(value) in self.open or not isinstance(value, (Mapping, list, tuple)):
             return Opaque()
         self.open.add(id(value))
-        keys = list(value) if isinstance(value, Mapping) else range(len(value))
+        keys: Sequence[Any] = [*value] if isinstance(value, Mapping) else range(len(value))
         items = [value[key] for key in keys]
         nodes, _ = self.each(paths.components(keys), items, path + "." if path else "", depth)
         self.open.discard(id(value))
-        return Opaque(keys, nodes)
+        return Opaque(keys, nodes) if isinstance(value, Mapping) else ListNode(nodes)

@@ -109,11 +109,6 @@ def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
     return found
 
 
-def sharded_paths(manifest: Manifest) -> dict[int, str]:
-    """Return the paths of the tensors that lie on several ranks, by the identity of their nodes."""
-    return {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
-
-
 def reshard(
     wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int
 ) -> tuple[dict[int, Targets], list[str]]:

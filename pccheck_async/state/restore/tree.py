@@ -206,6 +206,11 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield from leaves(child, paths.child(path, name))
 
 
+def paths_by_node(node: Node) -> dict[int, str]:
+    """Return the path of every leaf by the identities of its node and of those below it."""
+    return {id(each): path for path, leaf in leaves(node) for each in nodes.walk(leaf)}
+
+
 def check_classes(node: Node) -> None:
     """Raise UnsupportedStateError for the first tensor below ``node`` whose class is not imported; names its path."""
     for path, leaf in leaves(node):

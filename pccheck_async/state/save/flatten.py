@@ -71,13 +71,18 @@ def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickl
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path, with advice.
     """
-    flat = _flatten(state, None, Flattener(tally, allow_pickle=allow_pickle))
+    flat = flatten_unchecked(state, tally=tally, allow_pickle=allow_pickle, remembers=False)
     flat.leaves.check()
     return flat
 
 
 def flatten_unchecked(
-    state: Mapping[str, Any], last: Outline | None = None, *, tally: Tally | None = None, allow_pickle: bool = False
+    state: Mapping[str, Any],
+    last: Outline | None = None,
+    *,
+    tally: Tally | None = None,
+    allow_pickle: bool = False,
+    remembers: bool = True,
 ) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
@@ -86,10 +91,7 @@ def flatten_unchecked(
     Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
     Values of other types are pickled with ``allow_pickle``, and else refused.
     """
-    return _flatten(state, last, Flattener(tally, allow_pickle=allow_pickle, remembers=compare is not None))
-
-
-def _flatten(state: Mapping[str, Any], last: Outline | None, flattener: Flattener) -> FlatState:
+    flattener = Flattener(tally, allow_pickle=allow_pickle, remembers=remembers and compare is not None)
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
@@ -238,12 +240,8 @@ class Flattener:
         new.plain_at.append(len(self._plain))
         same = last is not None and same_objects(below, last.patterns)
         new.patterns, new.root = last.patterns if last is not None and same else (*below,), root
-        new.paths, new.detached, new.plain, new.places = (
-            self.leaves.paths,
-            self.leaves.detached,
-            self._plain,
-            self._places,
-        )
+        new.paths, new.detached = self.leaves.paths, self.leaves.detached
+        new.plain, new.places = self._plain, self._places
         new.classes = self._classes if last is None else last.classes | self._classes
         return root, new
 
