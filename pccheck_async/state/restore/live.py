@@ -12,7 +12,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, StatefulNode
-from pccheck_async.state import paths, values
+from pccheck_async.state import paths
 from pccheck_async.state.ambient import refuse_tracing
 from pccheck_async.state.boxes import FlatShard
 from pccheck_async.state.cache.patterns import array_node
@@ -91,9 +91,7 @@ class _Flattener(Flattener):
         parts, refused = len(arrays) + len(self.objects), self._refused
         node: Any
         try:
-            if isinstance(value, (np.generic, np.dtype)):
-                return values.numpy_value(value, path), None
-            node, _ = self.container(value, path, depth)
+            node, _ = super().other(value, path, depth)
         except UnsupportedStateError:
             if is_stateful(value):
                 raise
