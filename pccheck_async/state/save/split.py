@@ -102,12 +102,10 @@ def split(
     """
     values, paths = flat.leaves.values, flat.leaves.paths
     sources = layout.sources
-    lazy, all_lazy = lazy_sources(layout, optimizers, flat.objects)
-    if torn := memo.torn.sources(paths, layout.source_of):
-        lazy, all_lazy = lazy.copy(), False
-        lazy[torn] = False
+    lazy, torn = lazy_sources(sources, optimizers, flat.objects), memo.torn.sources(paths, layout.source_of)
+    lazy[torn] = False
     eager, constants = None, None
-    if not all_lazy:
+    if not lazy.all():
         sources, eager = copy_small(sources, ~lazy)
         candidates = eager.copy()
         candidates[torn] = False
@@ -252,16 +250,13 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
     return local_tensors([table.weight for table in tables if table.max_norm is not None])
 
 
-def lazy_sources(
-    layout: Layout, optimizers: Iterable[torch.optim.Optimizer], objects: Sequence[Any] = ()
-) -> tuple[_Which, bool]:
-    """Return which sources lie in memory that only steps of ``optimizers`` change, and whether all do.
+def lazy_sources(sources: Sources, optimizers: Iterable[torch.optim.Optimizer], objects: Sequence[Any] = ()) -> _Which:
+    """Return which sources lie in memory that only steps of ``optimizers`` change.
 
-    The array is not to be changed. Parameters that the forward of modules among ``objects`` changes are none of them.
+    Parameters that the forward of modules among ``objects`` changes are none of them.
     """
     tensors, changing = optimized(optimizers), changed_by_forward(objects) if objects else []
-    which = covered(layout.sources, sharing_nothing(tensors, changing) if changing else tensors)
-    return which, bool(which.all())
+    return covered(sources, sharing_nothing(tensors, changing) if changing else tensors)
 
 
 def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:
