@@ -16,7 +16,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import arrange, flatten
 from pccheck_async.state.cache import layout_cache
 from pccheck_async.state.cache.layout_cache import DLPACK_API
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import RawSource
 from pccheck_async.transfer.copying import CopyBackend
 from tests.support.state_strategies import difference
 from tests.unit.test_tree_cache import step as train

@@ -18,8 +18,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.state import Layout, LayoutCache, cached_layout, flatten_unchecked
 from pccheck_async.state.cache import layout_cache
-from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import Leaves, RawSource
 from pccheck_async.state.storages import lay_out
 from tests.support import state_strategies
 from tests.support.state_strategies import tensor_of

@@ -11,8 +11,8 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.state import LayoutCache, PackedSource, Sources, Versions, cached_layout, flatten
+from pccheck_async.state.leaves import RawSource
 from pccheck_async.state.save.split import changed_by_forward, covered, lazy_sources, optimized, sharing_nothing
-from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer import PAGE_BYTES
 from tests.support.elsewhere import without_extension
 

@@ -32,7 +32,7 @@ from pccheck_async.format.skeleton import (
 from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.boxes import Box, box_views
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
-from pccheck_async.state.leaves import Array
+from pccheck_async.state.leaves import HOST, Array, as_bits
 from pccheck_async.state.restore.arrays import (
     Allocation,
     Target,
@@ -48,7 +48,6 @@ from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.restore.parts import Wanted
 from pccheck_async.state.restore.tree import check_classes, paths_by_node, rebuild, refuse_boxes, select
 from pccheck_async.state.save.flatten import naming_owner
-from pccheck_async.state.sources import HOST, as_bits
 from pccheck_async.state.storages import address_of, is_dense
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write

@@ -28,9 +28,9 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.state import paths
 from pccheck_async.state.boxes import Box
+from pccheck_async.state.leaves import HOST
 from pccheck_async.state.restore.arrays import Target, Targets
 from pccheck_async.state.restore.tree import entries, has_parts, leaves
-from pccheck_async.state.sources import HOST
 
 _Ranges = tuple[range, ...]
 

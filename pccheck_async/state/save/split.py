@@ -23,9 +23,9 @@ from pccheck_async.format.manifest import span
 from pccheck_async.state.boxes import local_tensors
 from pccheck_async.state.cache.constants import Choice
 from pccheck_async.state.cache.memo import Memo
+from pccheck_async.state.leaves import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.save.flatten import FlatState
 from pccheck_async.state.save.torn import ByteCheck, StorageMemory, Versions
-from pccheck_async.state.sources import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.storages import Layout, is_dense
 from pccheck_async.state.tensor_access import storage_address
 
