@@ -21,20 +21,7 @@ from pccheck_async.state import paths, values
 from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import patterns
-from pccheck_async.state.cache.patterns import (
-    CHANGING,
-    NEVER,
-    Depends,
-    Items,
-    Outline,
-    Pattern,
-    Read,
-    Reader,
-    compare,
-    readable,
-    remade,
-    same_objects,
-)
+from pccheck_async.state.cache.patterns import NEVER, Depends, Items, Outline, Pattern, Read, same_objects
 from pccheck_async.state.foreign import find_class, is_composed, pickle
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.save.advice import full_name, unsupported
@@ -91,7 +78,7 @@ def flatten_unchecked(
     Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
     Values of other types are pickled with ``allow_pickle``, and else refused.
     """
-    flattener = Flattener(tally, allow_pickle=allow_pickle, remembers=remembers and compare is not None)
+    flattener = Flattener(tally, allow_pickle=allow_pickle, remembers=remembers and patterns.compare is not None)
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
@@ -247,10 +234,10 @@ class Flattener:
 
     def _same(self, items: list[Any], last: Outline) -> Node:
         """Return the node of a state of which at most outermost plain values changed; None for any other."""
-        assert compare is not None
+        assert patterns.compare is not None
         leaves, found = self.leaves, list[Any]()
         nodes, root = last.nodes, last.root
-        if compare(items, last.patterns, 0, leaves.values, found, self._ask) < len(items):
+        if patterns.compare(items, last.patterns, 0, leaves.values, found, self._ask) < len(items):
             root = None
         elif not same_objects(found, last.plain):
             nodes = nodes.copy()
@@ -274,10 +261,10 @@ class Flattener:
 
     def _match(self, values: list[Any], last: Outline, at: int, new: Outline) -> int:
         """Take the items from ``at`` on that match ``last``; return the number of the first that does not."""
-        assert compare is not None
+        assert patterns.compare is not None
         leaves, found = self.leaves, list[Any]()
         self._answers = []
-        stop = compare(values, last.patterns, at, leaves.values, found, self._ask)
+        stop = patterns.compare(values, last.patterns, at, leaves.values, found, self._ask)
         leaves.paths += last.paths[last.leaves_at[at] : last.leaves_at[stop]]
         first, fresh = last.plain_at[at], dict[int, Node]()
         known = last.plain[first : last.plain_at[stop]]
@@ -297,7 +284,9 @@ class Flattener:
         numbers, shift = [*fresh], len(self._plain) - first
         nodes, plain_at = last.nodes[at:stop], last.plain_at[at:stop]
         for item in {bisect_right(last.plain_at, number) - 1 for number in numbers}:
-            nodes[item - at] = remade(last.patterns[item], last.nodes[item], last.plain_at[item], numbers, fresh)
+            nodes[item - at] = patterns.remade(
+                last.patterns[item], last.nodes[item], last.plain_at[item], numbers, fresh
+            )
         new.leaves_at += last.leaves_at[at:stop]
         new.plain_at += [place + shift for place in plain_at] if shift else plain_at
         new.nodes += nodes
@@ -318,16 +307,13 @@ class Flattener:
         around, self.asked = self.asked, asked
         node, pattern = self.node(value, path, depth)
         self.asked = around
-        self._forget(leaves, plain)
-        return node, pattern is None
-
-    def _forget(self, leaves: int, plain: int) -> None:
-        """Take back all leaves and plain values but the first ones."""
+        # The leaves and plain values in it are taken back.
         del self.leaves.values[leaves:], self.leaves.paths[leaves:]
         del self._plain[plain:], self._places[plain:]
         self.leaves.detached = [each for each in self.leaves.detached if each.start < leaves]
         for number in [number for number in self.leaves.wrappers if number >= leaves]:
             del self.leaves.wrappers[number]
+        return node, pattern is None
 
     def _remember(self, value: Any, path: str, depth: int) -> None:
         if not self._remembers:
@@ -509,7 +495,7 @@ class Flattener:
         """Visit an object with a state of its own."""
         state = self._ask(value, path)
         leaves, plain, outer = len(self.leaves), len(self._plain), self._outlined
-        reads = self._remembers and self._tally is None and readable(type(value)) is not None
+        reads = self._remembers and self._tally is None and patterns.readable(type(value)) is not None
         self._outlined = outer or (reads and isinstance(value, torch.optim.Optimizer))
         self.asked += 1
         child, below = self.node(state, path, depth + 1)
@@ -537,15 +523,15 @@ class Flattener:
 
         ``leaves`` and ``plain`` are the numbers of its first ones.
         """
-        reader, found, plain_found = Reader(), list[Any](), list[Any]()
+        reader, found, plain_found = patterns.Reader(), list[Any](), list[Any]()
         fixed: list[int] = []
         pattern: Read | None = None
         if isinstance(value, torch.nn.Module):
             pattern = reader.module(value)
         elif (described := reader.optimizer(value, below)) is not None:
             pattern, fixed = described
-        assert compare is not None
-        if pattern is None or compare([value], (pattern,), 0, found, plain_found, None) != 1:
+        assert patterns.compare is not None
+        if pattern is None or patterns.compare([value], (pattern,), 0, found, plain_found, None) != 1:
             return None
         then = self.leaves.values[leaves:]
         if len(found) != len(then):
@@ -583,8 +569,8 @@ def _kept(value: Any) -> Any:
     """Return what is compared with a plain value at the next save; it is not the same if it can change in place."""
     kind = type(value)
     if kind in values.ATOMS:
-        return CHANGING if kind is bytearray else value
-    return value if kind is tuple and values.VERBATIM.issuperset(map(type, value)) else CHANGING
+        return patterns.CHANGING if kind is bytearray else value
+    return value if kind is tuple and values.VERBATIM.issuperset(map(type, value)) else patterns.CHANGING
 
 
 def _has(pattern: Pattern, below: Iterable[Pattern]) -> bool:
