@@ -24,7 +24,7 @@ struct found {
     struct memory memory;
 };
 
-/* The functions of torch, in the order of the tuple in fingerprints.py. */
+/* The functions of torch, in the order of the tuple in layout_cache.py. */
 struct calls {
     PyObject *storage, *address, *size, *is_neg, *is_conj, *dtype, *requires_grad;
 };

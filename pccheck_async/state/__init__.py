@@ -11,17 +11,17 @@ values of users' classes, ``values`` plain ones; ``paths`` are names.
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.memo import Memo, Memos
-from pccheck_async.state.cache.tree_cache import Outline
-from pccheck_async.state.leaves import Array
+from pccheck_async.state.cache.patterns import Outline
+from pccheck_async.state.leaves import HOST, Array, PackedSource, Sources, as_bits
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets
-from pccheck_async.state.restore.bind import Restoration, allocate, live_tree, match
+from pccheck_async.state.restore.bind import Restoration, allocate, match
+from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.rng import RNGState
-from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten, flatten_unchecked
+from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.replicas import ReplicaSample
 from pccheck_async.state.save.split import LazyPart, split
 from pccheck_async.state.save.torn import Versions
-from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
 from pccheck_async.state.stateful import Stateful, refuse_filling, state_dicts
 from pccheck_async.state.storages import Layout, arrange
 

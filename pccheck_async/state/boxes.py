@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state.sources import index_boxes
+from pccheck_async.state.leaves import index_boxes
 
 Run: TypeAlias = tuple[int, int]
 """The first index, and the one after the last, along a dimension."""

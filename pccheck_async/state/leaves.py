@@ -1,13 +1,18 @@
-"""The tensors and arrays of a state, in columns."""
+"""The tensors and arrays of a state, in columns; and the sources of their bytes in a capture.
+
+A source is an address, or an array that is packed piece by piece.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain
+from math import prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
@@ -102,3 +107,200 @@ def _array_trouble(array: np.ndarray[Any, Any]) -> str:
             f"x.view('V{array.itemsize}') and the dtype's name"
         )
     return f"an array of dtype {array.dtype} cannot be saved; save each of its fields as an array"
+
+
+# -- sources
+
+HOST: Final = -1
+"""Stands for the host in place of the index of a CUDA device."""
+
+
+class RawSource(NamedTuple):
+    """Memory that can be copied by address for as long as ``owner`` is held; ``device`` is the index of a CUDA device.
+
+    The owner of device memory is a storage, or several that begin at the same address.
+    """
+
+    address: int
+    nbytes: int
+    owner: Any
+    device: int = HOST
+
+
+class PackedSource:
+    """An array of any strides, device or lazy bits, stored C-contiguous; :meth:`copy` reads it piece by piece."""
+
+    __slots__ = ("array", "nbytes")
+
+    def __init__(self, array: Array) -> None:
+        self.array = array.detach() if isinstance(array, torch.Tensor) else array
+        itemsize = array.element_size() if isinstance(array, torch.Tensor) else array.itemsize
+        self.nbytes = prod(array.shape) * itemsize
+
+    def copy(self, low: int, high: int, into: memoryview) -> None:
+        """Copy bytes ``[low, high)`` of the packed array into ``into``, which has that length."""
+        if not 0 <= low <= high <= self.nbytes or len(into) != high - low:
+            raise ValueError(f"bytes [{low}, {high}) of {self.nbytes} do not fit a buffer of {len(into)}")
+        if low == high:
+            return
+        itemsize = self.nbytes // prod(self.array.shape)
+        first, last = low // itemsize, -(-high // itemsize)
+        if low % itemsize or high % itemsize:  # cuts through an element: at most two of them are copied for nothing
+            whole = memoryview(bytearray((last - first) * itemsize))
+            self.copy(first * itemsize, last * itemsize, whole)
+            start = low - first * itemsize
+            into[:] = whole[start : start + high - low]
+            return
+        done = 0
+        with torch.no_grad():
+            for index in index_boxes(tuple(self.array.shape), first, last):
+                piece = self.array[(*index, ...)]  # the ellipsis keeps a numpy item an array
+                nbytes = prod(piece.shape) * itemsize
+                with into[done : done + nbytes] as target:
+                    if isinstance(piece, torch.Tensor):
+                        _copy_tensor(piece, target)
+                    else:
+                        np.ndarray(piece.shape, piece.dtype, target)[...] = piece
+                done += nbytes
+
+
+Source: TypeAlias = RawSource | PackedSource
+
+
+class Sources:
+    """The sources of one capture: their addresses in one table, and the objects that keep their memory.
+
+    Attributes:
+        addresses: Address of each source; 0 for packed ones.
+        nbytes: Bytes of each source.
+        lengths: ``nbytes`` as an array.
+        device_of: The device of each source that has an address, else :data:`HOST`; None if all are on the host.
+        devices: CUDA devices that hold any of them.
+        packed_devices: Those that hold packed ones.
+        owned: Which are copies that the engine made; None for none.
+    """
+
+    def __init__(self, sources: Iterable[Source] = ()) -> None:
+        each = [*sources]
+        raw = [source if isinstance(source, RawSource) else RawSource(0, source.nbytes, source) for source in each]
+        self.addresses: npt.NDArray[np.uint64] = np.array([source.address for source in raw], np.uint64)
+        self.nbytes = [source.nbytes for source in raw]
+        self.lengths: npt.NDArray[np.int64] = np.array(self.nbytes, np.int64)
+        self._owners: list[Any] = [source.owner for source in raw]  # of a packed source: itself
+        placed = [source.device for source in raw]
+        self.device_of = np.array(placed, np.int32) if set(placed) - {HOST} else None
+        arrays: list[Any] = [source.array for source in each if isinstance(source, PackedSource)]
+        self.packed_devices = {x.get_device() for x in arrays if isinstance(x, torch.Tensor) and x.is_cuda}
+        self.devices = {*placed, *self.packed_devices} - {HOST}
+        self.owned: npt.NDArray[np.bool_] | None = None
+
+    def with_memory(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
+        """Return sources of the same sizes on the same devices; a packed one has the address 0 and owns itself."""
+        new = Sources.__new__(Sources)
+        vars(new).update(vars(self))  # copy.copy() takes five times as long
+        new.addresses, new._owners = addresses, owners
+        return new
+
+    def pack_devices(self) -> None:
+        """Make packed sources of device memory, for backends that cannot copy it by address."""
+        self.addresses = self.addresses.copy()
+        for index, source in enumerate(self):
+            if isinstance(source, RawSource) and source.device != HOST:
+                self._owners[index] = PackedSource(device_bytes(*source))
+                self.addresses[index] = 0
+        self.packed_devices, self.device_of = self.devices, None
+
+    def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
+        """Return the same sources, those at ``index`` copied to ``addresses`` on their device, which ``owner`` keeps.
+
+        The engine owns the copies; the memory that they came from is released.
+        """
+        new = self.with_memory(self.addresses.copy(), self._owners.copy())
+        new.addresses[index] = addresses
+        new.owned = np.zeros(len(self), np.bool_) if self.owned is None else self.owned.copy()
+        new.owned[index] = True
+        for number in index.tolist():
+            new._owners[number] = owner
+        return new
+
+    def release(self) -> None:
+        """Release all memory. No source can be read any more."""
+        self._owners = [None] * len(self._owners)
+
+    @property
+    def packed(self) -> npt.NDArray[np.bool_]:
+        """Which sources are packed."""
+        return np.equal(self.addresses, 0)
+
+    def on_host(self) -> npt.NDArray[np.bool_]:
+        """Return which sources the host copies, those of devices that have no plain address included."""
+        return np.ones(len(self), np.bool_) if self.device_of is None else np.equal(self.device_of, HOST)
+
+    def live(self) -> npt.NDArray[np.bool_]:
+        """Return which sources hold bytes of the live state: those that have any, and are no copies of the engine."""
+        filled = self.lengths > 0
+        return filled if self.owned is None else filled & ~self.owned
+
+    def __getitem__(self, index: int) -> Source:
+        owner = self._owners[index]
+        if isinstance(owner, PackedSource):
+            return owner
+        where = HOST if self.device_of is None else int(self.device_of[index])
+        return RawSource(int(self.addresses[index]), self.nbytes[index], owner, where)
+
+    def __iter__(self) -> Iterator[Source]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+def device_bytes(address: int, nbytes: int, owner: Any, device: int) -> torch.Tensor:
+    """Return device memory as a flat tensor of bytes."""
+    storages = owner if isinstance(owner, tuple) else (owner,)
+    storage = max(storages, key=lambda each: int(each.nbytes()))
+    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
+    return flat.set_(storage, address - storage.data_ptr(), (nbytes,), (1,))
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``tensor`` as integers of the same width, which copies bit for bit for every dtype."""
+    return tensor.detach().view(dtypes.carrier(tensor.dtype))
+
+
+def _copy_tensor(piece: torch.Tensor, into: memoryview) -> None:
+    bits = _resolved_bits(piece)
+    flat = torch.frombuffer(into, dtype=torch.uint8)
+    if flat.data_ptr() % bits.element_size():
+        dense = bits.cpu().reshape(-1).clone(memory_format=torch.contiguous_format)  # its stride is 1, of one item, too
+        flat.copy_(dense.view(torch.uint8))
+    else:
+        flat.view(bits.dtype).reshape(bits.shape).copy_(bits)
+
+
+def _resolved_bits(piece: torch.Tensor) -> torch.Tensor:
+    piece = piece.resolve_neg()
+    if not piece.is_conj():
+        return as_bits(piece)
+    parts = torch.view_as_real(piece.conj()).clone()  # as it lies in memory; complex32 has no kernels
+    parts[..., 1].neg_()
+    return as_bits(parts)
+
+
+def index_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int | slice, ...]]:
+    """Cut elements ``[first, last)`` of C order into boxes that indexing can reach, fewer than 2 per dimension."""
+    if not shape:
+        yield ()
+        return
+    row = prod(shape[1:])
+    while first < last:
+        index, start = divmod(first, row)
+        rows = 0 if start else (last - first) // row
+        if rows:
+            yield (slice(index, index + rows),)
+            first += rows * row
+        else:  # inside one row
+            end = min(last - index * row, row)
+            for rest in index_boxes(shape[1:], start, end):
+                yield (index, *rest)
+            first = index * row + end

@@ -23,8 +23,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, span
-from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import HOST, PackedSource, RawSource, Source, Sources
+from pccheck_async.state.leaves import HOST, ArrayLeaf, PackedSource, RawSource, Source, Sources
 from pccheck_async.state.tensor_access import untyped_storage
 
 _WIDEST: Final = 16

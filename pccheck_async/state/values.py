@@ -1,11 +1,12 @@
-"""Plain values without children, to nodes and back, with their exact types and all their bits."""
+"""Plain values to nodes and back, with their exact types and all their bits; keys of mappings and items of sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -81,6 +82,51 @@ def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
             "save each field as an array of its own, and values of another package's dtypes as plain values or tensors"
         )
     return name
+
+
+def key_nodes(keys: list[Any], path: str, depth: int) -> list[Node]:
+    """Return the nodes of the keys of one mapping. Raises UnsupportedStateError for one that cannot be saved."""
+    kinds = {*map(type, keys)}
+    found: list[Node] = keys
+    if not (kinds == {str} and "".join(keys).isascii()) and not (kinds == {int} and all_small(keys)):
+        found = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
+    if len(keys) > nodes.MOST_ALIKE:
+        _check_alike(found, keys, path)
+    return found
+
+
+def _key(key: Any, path: str, depth: int) -> Node:
+    """The node of a dict's key or a set's item: hashable, without arrays, equal to itself."""
+    if depth > nodes.MAX_DEPTH:
+        raise UnsupportedStateError(f"{path}: a key nested more than {nodes.MAX_DEPTH} levels deep")
+    kind = type(key)
+    if kind is tuple:
+        return nodes.TupleNode([_key(item, path, depth + 1) for item in key])
+    if kind is frozenset:
+        return nodes.FrozenSetNode(set_nodes(key, path, depth + 1))
+    if kind in ATOMS or (isinstance(key, (np.generic, np.dtype)) and not isinstance(key, np.void)):
+        if not key == key:  # noqa: PLR0124 - NaN, of any type
+            raise UnsupportedStateError(f"{path}: NaN as a key or in a set cannot be saved: it never equals itself")
+        return atom(key, path)
+    raise UnsupportedStateError(
+        f"{path}: a {kind.__qualname__} as a key or in a set cannot be saved; use a plain value, or a list for tensors"
+    )
+
+
+def set_nodes(items: Iterable[Any], path: str, depth: int) -> list[Node]:
+    """Return the nodes of the items of a set, in an order that does not change from process to process."""
+    keys = list(items)
+    found = [_key(item, path, depth) for item in keys]
+    _check_alike(found, keys, path)
+    return sorted(found, key=msgspec.msgpack.encode)
+
+
+def _check_alike(found: Sequence[Node], keys: Sequence[Any], path: str) -> None:
+    if nodes.too_alike(found, keys):
+        raise UnsupportedStateError(
+            f"{path}: more than {nodes.MOST_ALIKE} keys or items have the same hash, and could not be read back in "
+            "time that is worth the wait; store them in a list"
+        )
 
 
 def from_node(node: Node) -> Any:

@@ -22,10 +22,11 @@ from msgspec import structs
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StateMismatchError, is_exhausted
 from pccheck_async.format import Entry, align, dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
+from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays, walk
 from pccheck_async.medium import File
 from pccheck_async.state import Target, Targets, boxes_of_range
-from pccheck_async.state.restore.parts import StoredBox, Wanted, merge_parts, reshard, sharded_paths, stored_boxes
+from pccheck_async.state.restore.parts import StoredBox, Wanted, merge_parts, reshard, stored_boxes
+from pccheck_async.state.restore.tree import paths_by_node
 from pccheck_async.store.differing import differing
 from pccheck_async.store.part_reader import PartReader
 from pccheck_async.telemetry import write
@@ -271,9 +272,9 @@ class CheckpointReader:
 def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
     """Return a manifest that has tensors in full in place of the boxes of one rank, and these tensors."""
     tensors, storages, full = [*manifest.tensors], [*manifest.storages], list[_Full]()
-    known, placed = sharded_paths(manifest), dict[Any, int]()
-    if not known:
+    if not any(isinstance(each, ShardedNode) for each in walk(manifest.skeleton)):
         return manifest, full
+    known, placed = paths_by_node(manifest.skeleton), dict[Any, int]()
     end = align(manifest.payload_nbytes, ALIGNMENT)
 
     def place(node: ArrayNode | ShardedNode) -> ArrayNode:

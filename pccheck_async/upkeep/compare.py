@@ -19,6 +19,7 @@ from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
+from pccheck_async.state.restore.tree import paired
 from pccheck_async.store import CheckpointReader
 from pccheck_async.transfer import Tasks
 from pccheck_async.upkeep.listing import StoredLeaf, list_leaves
@@ -200,23 +201,21 @@ class _Comparing:
         self._other = other
         self._progress = progress
         self._compared: dict[tuple[TensorEntry, TensorEntry], Difference] = {}
-        pairs = [(leaf.entry, other.leaves[path].entry) for path, leaf in one.leaves.items() if path in other.leaves]
-        self._total = sum(a.nbytes for a, b in pairs if a and b and _same_form(a, b))
-        self.leaves = len(one.leaves.keys() | other.leaves.keys())
+        self._pairs, _, self._added = paired(one.leaves, other.leaves)
+        entries = [(a.entry, b.entry) for a, b in self._pairs.values()]
+        self._total = sum(a.nbytes for a, b in entries if a and b and _same_form(a, b))
+        self.leaves = len(one.leaves) + len(self._added)
         self.done = 0
 
     async def run(self) -> list[LeafDifference]:
-        ones, others = self._one.branches, self._other.branches
-        changed = [path for path, kind in ones.items() if others.get(path, kind) != kind]
-        differences = [LeafDifference(path, "container", ones[path], others[path]) for path in changed]
+        branches, _, _ = paired(self._one.branches, self._other.branches)
+        differences = [LeafDifference(path, "container", a, b) for path, (a, b) in branches.items() if a != b]
         for path, one in self._one.leaves.items():
-            other = self._other.leaves.get(path)
-            if other is None:
+            if path not in self._pairs:
                 differences.append(LeafDifference(path, "removed", _words(one), ""))
-            elif (difference := await self._pair(path, one, other)) is not None:
+            elif (difference := await self._pair(path, *self._pairs[path])) is not None:
                 differences.append(difference)
-        added = [leaf for path, leaf in self._other.leaves.items() if path not in self._one.leaves]
-        return differences + [LeafDifference(leaf.path, "added", "", _words(leaf)) for leaf in added]
+        return differences + [LeafDifference(path, "added", "", _words(leaf)) for path, leaf in self._added.items()]
 
     async def _pair(self, path: str, one: StoredLeaf, other: StoredLeaf) -> LeafDifference | None:
         a, b = one.entry, other.entry

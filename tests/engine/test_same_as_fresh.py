@@ -16,7 +16,7 @@ from pccheck_async.engine.capture import Capture, StateReader
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, encode_again
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import RawSource
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import gather
 from pccheck_async.transfer.plan import Plan, Planner, segments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pccheck_async.state.cache import fingerprints
+from pccheck_async.state.cache import layout_cache
 from pccheck_async.state.save import split
 from pccheck_async.transfer.operations import NativeOperations
 
@@ -14,7 +14,7 @@ __all__ = ["capture_at_once", "without_extension"]
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the C extension be one that was not built."""
     monkeypatch.setattr(NativeOperations, "available", lambda: False)
-    monkeypatch.setattr(fingerprints, "look", None)
+    monkeypatch.setattr(layout_cache, "look", None)
 
 
 def capture_at_once(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:

@@ -25,8 +25,7 @@ import pytest
 from pccheck_async.engine import assembly as pipeline
 from pccheck_async.engine import capture, restore
 from pccheck_async.state import HOST, Layout, LayoutCache, Restoration, Sources, Targets, cached_layout, match
-from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import Leaves, RawSource
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy
 from pccheck_async.transfer.copying.snapshot import DeviceMemory, DeviceMode
 from pccheck_async.transfer.operations import Operations

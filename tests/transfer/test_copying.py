@@ -31,8 +31,7 @@ from pccheck_async.format import crc32, piece_sums
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.state import HOST, PackedSource, Sources, arrange
-from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import ArrayLeaf, RawSource
 from pccheck_async.testing import FailingWriter
 from pccheck_async.transfer import BufferPool, PackedPiece, Segments, address_of, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy, lanes, make_backend

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
 from pccheck_async.state import HOST, Sources
+from pccheck_async.state.leaves import RawSource
 from pccheck_async.state.save import split
-from pccheck_async.state.sources import RawSource
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.copying import Fence
 from pccheck_async.transfer.copying.snapshot import DeviceMode

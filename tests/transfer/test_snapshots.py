@@ -14,9 +14,9 @@ from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.engine.capture import StateReader
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import arrange, flatten
-from pccheck_async.state.cache import fingerprints
-from pccheck_async.state.cache.fingerprints import DLPACK_API
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.cache import layout_cache
+from pccheck_async.state.cache.layout_cache import DLPACK_API
+from pccheck_async.state.leaves import RawSource
 from pccheck_async.transfer.copying import CopyBackend
 from tests.support.state_strategies import difference
 from tests.unit.test_tree_cache import step as train
@@ -104,7 +104,7 @@ def test_snapshots_of_several_threads() -> None:
 
 
 def forms_of(tensors: Any, api: object = DLPACK_API) -> bytes:
-    forms, *_ = _ext.look(api, tensors, fingerprints.CALLS)
+    forms, *_ = _ext.look(api, tensors, layout_cache.CALLS)
     return forms
 
 

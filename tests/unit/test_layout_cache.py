@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.state import Layout, LayoutCache, cached_layout, flatten_unchecked
-from pccheck_async.state.cache import fingerprints
-from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.cache import layout_cache
+from pccheck_async.state.leaves import Leaves, RawSource
 from pccheck_async.state.storages import lay_out
 from tests.support import state_strategies
 from tests.support.state_strategies import tensor_of
 
 by_print = pytest.mark.skipif(
-    fingerprints.look is None or fingerprints.DLPACK_API is None, reason="not with this torch, or without the extension"
+    layout_cache.look is None or layout_cache.DLPACK_API is None, reason="not with this torch, or without the extension"
 )
 COMPARISONS = [pytest.param(True, marks=by_print), False]
 """What tensors are as DLPack tells it, and property by property."""
@@ -35,7 +34,7 @@ COMPARISONS = [pytest.param(True, marks=by_print), False]
 def comparing(by_dlpack: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not by_dlpack:
-            patch.setattr(fingerprints, "look", None)
+            patch.setattr(layout_cache, "look", None)
         yield
 
 
@@ -291,7 +290,7 @@ def test_dtypes_are_distinguished(by_dlpack: bool) -> None:
         memory = torch.zeros(32, dtype=torch.uint8)
         storage = memory.untyped_storage()
         tensors = [torch.empty(0, dtype=dtype).set_(storage, 0, (2,), (1,)) for dtype in dtypes.STORABLE.values()]
-        looks = [fingerprints.look_at([tensor]) for tensor in tensors]
+        looks = [layout_cache.look_at([tensor]) for tensor in tensors]
         prints = [(each.forms, each.traits) for each in looks if each is not None]
         assert len(prints) == len(tensors)
         if by_dlpack:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pccheck_async import ResumableSampler
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, DictNode, StatefulNode
-from pccheck_async.state import RNGState, allocate, as_bits, match
+from pccheck_async.state import Owners, RNGState, allocate, as_bits, live_tree, match
 from pccheck_async.state.restore.adapt import like_parameters
 from tests.support import state_strategies
 from tests.support.round_trip import save
@@ -1342,3 +1343,33 @@ def test_a_skeleton_that_makes_no_sense_fails_before_anything_changed() -> None:
     broken = DictNode(["t", "x"], [manifest.skeleton.values[0], TorchDeviceNode("nonsense")])
     with pytest.raises(CorruptStoreError):
         match({"t": torch.zeros(1), "x": 1}, msgspec.structs.replace(manifest, skeleton=broken))
+
+
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the tensors with memory that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__ and not made.is_meta:
+            self.nbytes.append(made.nbytes)
+        return made
+
+
+def test_a_dry_run_makes_no_tensors_that_ranks_have_alike() -> None:
+    saved = save({"saved": {"replica": torch.arange(4.0)}}, owners=Owners(0, [0], [0], ["saved.replica"]))
+    state = {"saved": None}
+    tree = live_tree(state)
+    with Made() as made:
+        plan = match(tree, saved.decoded, dry_run=True)
+    assert plan.error is None
+    assert plan.actions == {"saved.replica": "fill", "saved": "replace"}
+    assert not made.nbytes
+    with torch.inference_mode():
+        restoration = match(tree, saved.decoded)
+    saved.fill(restoration)
+    assert state["saved"]["replica"].equal(torch.arange(4.0))  # type: ignore[index]
+    assert not state["saved"]["replica"].is_inference()  # type: ignore[index]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state import Owners
+from pccheck_async.state import Memos, Owners
 from pccheck_async.state.boxes import Holders, hash_of
 from pccheck_async.state.save.owners import Named, Tally
 
@@ -64,6 +64,22 @@ def test_ranks_with_disks_of_their_own_save_all() -> None:
     assert tally.owns(NAMED, on([0, 1], rank=1), torch.zeros(5))
     assert tally.owns(NAMED, on([1, 2]), torch.zeros(5))
     assert not tally.owns(NAMED, on([1, 2]), torch.zeros(5))
+
+
+class Equal(torch.optim.SGD):
+    """Compares itself with others in a way of its own."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("no code of a user compares its objects")
+
+    __hash__ = torch.optim.SGD.__hash__
+
+
+def test_objects_are_not_compared_by_their_own_code() -> None:
+    owners, memo = Owners(0, [0], [0], []), Memos().of({})
+    one, other = (Equal([torch.ones(1)], lr=0.1) for _ in range(2))
+    for optimizer in (one, one, other):
+        owners.begin({"optimizer": optimizer}, memo)
 
 
 def test_a_model_is_not_kept_alive() -> None:

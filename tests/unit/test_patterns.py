@@ -167,6 +167,7 @@ def _on_class(kind: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch]
         _on_class(nn.Linear, "state_dict", lambda self, **keywords: keywords["destination"]),
         _on_class(nn.BatchNorm1d, "_save_to_state_dict", lambda self, destination, prefix, keep: None),
         _on_class(nn.ReLU, "_version", 9),
+        _on_class(nn.ReLU, "_version", True),
         _on_class(nn.Module, "state_dict", lambda self, **keywords: OrderedDict(x=ONES)),
     ],
 )

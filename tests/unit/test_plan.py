@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.state import Layout, PackedSource, Sources, Target, Targets, cached_layout, flatten
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import RawSource
 from pccheck_async.transfer.plan import Planner, Segments, scatter_runs, segments
 from tests.support.round_trip import parts
 

@@ -55,3 +55,12 @@ def test_a_hole_is_refused() -> None:
     assert troubles((4, 4), [stored(part, *tile) for part, tile in enumerate(TILES[:3])]) == [
         "w (the checkpoint has not all of it)"
     ]
+
+
+def test_tensors_that_a_dry_run_does_not_make_are_compared_and_not_filled() -> None:
+    local = torch.empty((4, 4), device="meta")
+    wanted = [Wanted(name, name, 0, (4, 4), whole(local), local, local) for name in ("whole", "torn")]
+    tiles = [stored(0, *tile) for tile in TILES]
+    targets, found = reshard(wanted, {0: {"whole": tiles, "torn": tiles[:3]}}, 0)
+    assert found == ["torn (the checkpoint has not all of it)"]
+    assert not targets

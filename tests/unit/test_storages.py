@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import Layout, PackedSource, arrange, flatten
-from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import RawSource
+from pccheck_async.state.leaves import ArrayLeaf, RawSource
 from tests.support import state_strategies
 from tests.support.round_trip import save
 from tests.support.state_strategies import TORCH_DTYPES, array_bytes, difference, same, tensor_of

@@ -1,1 +1,1 @@
-"""Caches that make the second save of a state cheap: its tree, its layout, its fingerprints, its constant leaves."""
+"""Caches that make the second save of a state cheap: its outline, its layout, its constant leaves."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from operator import is_
 from typing import Any, Final
 
 from pccheck_async.state.cache.constants import Constants
 from pccheck_async.state.cache.layout_cache import LayoutCache
-from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.cache.patterns import Outline, same_objects
 from pccheck_async.state.save.torn import TornLeaves
 
 _MOST: Final = 4
@@ -61,7 +60,7 @@ class Memos:
 
 def _same(others: list[weakref.ref[Any]], objects: list[weakref.ref[Any]]) -> bool:
     """Whether these are references to the same objects: ``==`` would call code of theirs."""
-    return len(others) == len(objects) and all(map(is_, others, objects))
+    return len(others) == len(objects) and same_objects(others, objects)
 
 
 def _references(state: Mapping[str, Any]) -> list[weakref.ref[Any]]:

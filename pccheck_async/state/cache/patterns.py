@@ -1,5 +1,9 @@
 """Patterns: the structure of a live value, which ``_ext.match`` compares with the value at the next save.
 
+The outline of a state has its patterns, the nodes that the walk over it made, and the plain values; it holds no array,
+and nothing about the arrays' memory, which is examined anew at every save (:mod:`.state.cache.layout_cache`). The items
+of the outermost mapping match or differ each by itself.
+
 A pattern is None for a plain value, a type for an array of exactly this type, ``...`` for a value that does not matter,
 :data:`NEVER` for one that is walked at every save, and else one of the tuples below. They hold no array.
 
@@ -13,8 +17,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import EllipsisType, NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -22,7 +28,8 @@ import torch
 from msgspec import structs
 from torch.optim import Optimizer
 
-from pccheck_async.format.skeleton import Node, StatefulNode
+from pccheck_async.format import dtypes
+from pccheck_async.format.skeleton import ArrayNode, Node, ShardedNode, StatefulNode
 
 try:
     from pccheck_async import _ext
@@ -158,6 +165,7 @@ def remade(pattern: Pattern, node: Any, at: int, numbers: list[int], fresh: Mapp
 
 _OF_MODULES: Final = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _OF_OPTIMIZERS: Final = ("state_dict", "__getattribute__")
+_VERSION: Final = ("_version", "_version.__class__")  # True == 1
 Depends: TypeAlias = tuple[Callable[[type], Any], Any]
 """A function that gets the attributes of a class on which its objects' states depend, and the attributes it got."""
 
@@ -180,7 +188,7 @@ def _depends(names: tuple[str, ...], attributes: tuple[str, ...]) -> Callable[[t
 
 
 _READ: Final[Mapping[type, Callable[[type], tuple[Any, ...]]]] = {
-    torch.nn.Module: _depends((*_OF_MODULES, "_version"), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
+    torch.nn.Module: _depends((*_OF_MODULES, *_VERSION), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
     Optimizer: _depends(_OF_OPTIMIZERS, (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
 """By base class: what states depend on in a class; its objects have the attributes that ``state_dict()`` reads."""
@@ -194,7 +202,7 @@ def readable(kind: type) -> Depends | None:
     if base is None:
         return None
     of, torchs = _READ[base], _OF_TORCH[base]
-    found, methods = of(kind), len(torchs) - (base is torch.nn.Module)
+    found, methods = of(kind), len(torchs) - len(_VERSION) * (base is torch.nn.Module)
     return None if found[:methods] != torchs[:methods] else (of, found)
 
 
@@ -284,3 +292,57 @@ class Reader:
             return False
         self.classes[kind] = depends
         return True
+
+
+# -- the outline of a state
+
+
+array_node: Final = lru_cache(1 << 16)(ArrayNode)
+"""The same node for the same index, so that nodes can be compared by identity."""
+
+CHANGING: Final = object()
+"""Remembered in place of a plain value that may change and still be the same object: it never counts as the same."""
+
+
+@lru_cache(1 << 14)
+def sharded_node(
+    first: int, mesh: int, dtype: torch.dtype, plain: bool, shape: tuple[int, ...], offsets: tuple[tuple[int, ...], ...]
+) -> ShardedNode:
+    """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
+    nodes = tuple(map(array_node, range(first, first + len(offsets))))
+    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], plain, shape, offsets, nodes)
+
+
+@dataclass(slots=True, eq=False)
+class Outline:
+    """The outline of one state. Its items are the attributes of an OrderedDict, and then the items of the mapping."""
+
+    make: Any  # makes the node of the mapping
+    attributes: int  # how many of the items are attributes
+    keys: list[str]
+    key_nodes: list[Node]
+    names: list[str]  # of the keys in paths
+    patterns: tuple[Pattern, ...] = ()
+    nodes: list[Node] = field(default_factory=list)
+    leaves_at: list[int] = field(default_factory=list)  # number of the first leaf of each item, at last of all
+    plain_at: list[int] = field(default_factory=list)  # and of the first plain value
+    paths: list[str] = field(default_factory=list)  # of the leaves
+    plain: list[Any] = field(default_factory=list)  # the plain values
+    places: list[tuple[str, int, int]] = field(default_factory=list)  # their paths, depths, and the Statefuls around
+    detached: list[range] = field(default_factory=list)  # see Leaves
+    classes: dict[type, Depends] = field(default_factory=dict)  # of the objects that are read
+    root: Any = None
+
+    def holds(self, make: Any, attributes: int, keys: list[str]) -> bool:
+        """Return whether a mapping has these keys, and classes are as they were."""
+        return (
+            make is self.make
+            and attributes == self.attributes
+            and keys == self.keys
+            and (not self.classes or same_classes(self.classes))
+        )
+
+
+def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:
+    """Whether two sequences of one length hold the same objects."""
+    return all(map(is_, one, other))

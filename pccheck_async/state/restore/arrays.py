@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span, viewed_ranges
-from pccheck_async.state.leaves import Array
-from pccheck_async.state.sources import HOST
+from pccheck_async.state.leaves import HOST, Array
 from pccheck_async.state.storages import address_of
 from pccheck_async.state.tensor_access import untyped_storage
 

@@ -19,22 +19,40 @@ from msgspec import structs
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Action, dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry, span
-from pccheck_async.format.skeleton import ComposedNode, Node, PickledNode, ShardedNode, StatefulNode, arrays, walk
-from pccheck_async.state.ambient import refuse_tracing, without_modes
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    ComposedNode,
+    Node,
+    PickledNode,
+    ShardedNode,
+    StatefulNode,
+    arrays,
+    walk,
+)
+from pccheck_async.state.ambient import without_modes
+from pccheck_async.state.boxes import Box, box_views
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
-from pccheck_async.state.leaves import Array
-from pccheck_async.state.restore.arrays import Allocation, Target, Targets, is_as_stored, place_of, steps_of
+from pccheck_async.state.leaves import HOST, Array, as_bits
+from pccheck_async.state.restore.arrays import (
+    Allocation,
+    Target,
+    Targets,
+    difference,
+    is_as_stored,
+    memory_trouble,
+    place_of,
+    steps_of,
+)
 from pccheck_async.state.restore.diff import Diff, Fill, Give, Rules, diff
+from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.restore.parts import Wanted
-from pccheck_async.state.restore.tree import check_classes, leaves, rebuild, refuse_boxes, select
-from pccheck_async.state.save.flatten import LiveTree, check_outermost, flatten_live, naming_owner
-from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.stateful import refuse_filling
+from pccheck_async.state.restore.tree import check_classes, paths_by_node, rebuild, refuse_boxes, select
+from pccheck_async.state.save.flatten import naming_owner
 from pccheck_async.state.storages import address_of, is_dense
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
 
-__all__ = ["Restoration", "allocate", "live_tree", "match"]
+__all__ = ["Restoration", "allocate", "match"]
 
 _PLACE: Final = attrgetter("device_name", "low", "high")
 
@@ -91,28 +109,19 @@ def allocate(
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     refuse_boxes(skeleton)
     check_classes(skeleton)
-    pickled = {
-        id(each): path for path, leaf in leaves(skeleton) for each in walk(leaf) if isinstance(each, PickledNode)
-    }
-    if pickled and not allow_pickle:
-        refuse_pickled(*next((each, pickled[id(each)]) for each in walk(skeleton) if isinstance(each, PickledNode)))
+    pickles = [each for each in walk(skeleton) if isinstance(each, PickledNode)]
+    named = paths_by_node(skeleton) if pickles else {}
+    if pickles and not allow_pickle:
+        refuse_pickled(pickles[0], named[id(pickles[0])])
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
 
     def finish() -> Any:
-        _warn_of_unpickling(pickled.values())
+        _warn_of_unpickling([named[id(each)] for each in pickles])
         values = partial(rebuild, skeleton, lambda index: allocation.array(index, place), composed=compose)
         with without_modes():  # this may be the caller's thread
-            return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
+            return values(pickled=lambda node: unpickle(node, named[id(node)], device))
 
     return Restoration(Targets(allocation.targets()), finish, move=partial(allocation.move, place))
-
-
-def live_tree(state: Mapping[str, Any]) -> LiveTree:
-    """Return the tree of a live state, once for all checkpoints that are compared with it. See :func:`match`."""
-    refuse_tracing("restore")
-    check_outermost(state)
-    refuse_filling(state)
-    return flatten_live(state)
 
 
 def match(
@@ -152,13 +161,14 @@ def match(
     """
     tree = state if isinstance(state, LiveTree) else live_tree(state)
     found = diff(tree, manifest, Rules(strict, dtype, allow_pickle, generators, added))
-    binding = _Binding(found, by_address)
+    binding = _Binding(found, by_address, dtype)
     found.mismatched += binding.conflicts()
     error = found.error(strict=strict)
     if error is not None and not dry_run:
         raise error
+    binding.take_new(with_memory=not dry_run)
     lists = tuple(found.missing), tuple(found.unexpected)
-    plan = Restoration(Targets(), binding.finish, *lists, counts=found.counts, resharded=tuple(found.resharded))
+    plan = Restoration(Targets(), binding.finish, *lists, counts=found.counts, resharded=tuple(binding.resharded))
     return replace(plan, actions=found.actions(), error=error) if dry_run else binding.allocate(plan)
 
 
@@ -170,12 +180,14 @@ def _warn_of_unpickling(where: Collection[str]) -> None:
 
 
 class _Live:
-    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array."""
+    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array.
 
-    def __init__(self, fill: Fill, stored: TensorEntry, by_address: bool) -> None:
-        self.path, self.index, self.array, self.strict = fill.path, fill.number, fill.array, fill.strict
-        self.entry = stored
-        array = self.array
+    ``mesh`` is a hash of the ranks that the tensor lies on whose box it is; None for a plain one.
+    """
+
+    def __init__(self, fill: Fill, index: int, array: Array, stored: TensorEntry, by_address: bool) -> None:
+        self.path, self.strict, self.index, self.array, self.entry = fill.path, fill.strict, index, array, stored
+        self.mesh = fill.node.mesh if isinstance(fill.node, ShardedNode) else None
         self.device: torch.device | None = None  # None: the host
         self.negated = cast = False  # its bytes in memory are not its values
         if isinstance(array, torch.Tensor):
@@ -230,18 +242,63 @@ class _Binding:
     would overwrite the other: that is a difference for strict arrays, and the others get new memory.
     """
 
-    def __init__(self, found: Diff, by_address: bool) -> None:
+    def __init__(self, found: Diff, by_address: bool, dtype: torch.dtype | None) -> None:
         self._found = found
         self._manifest = found.manifest
         self._by_address = by_address
+        self._dtype = dtype
         self._arrays: dict[int, Array] = {}  # that have the stored bytes at the end
+        self._in_boxes: dict[int, Any] = {}  # tensors on several ranks, or stored as such, by their nodes' identity
+        self._elsewhere: set[int] = set()  # stored arrays that boxes are made of: they are not read as they are
         self._values: list[Any] = []
-        tensors = found.manifest.tensors
-        with without_modes():
-            self._live = {fill.number: _Live(fill, tensors[fill.number], by_address) for fill in found.fills}
+        self._live: dict[int, _Live] = {}
         self._allocation = Allocation(found.manifest, ())
-        self._boxes: tuple[Wanted, ...] = ()
         self._is_filled = False
+        self.resharded: list[Wanted] = []  # boxes that are others here than in this rank's part
+        with without_modes():
+            for fill in found.fills:
+                if fill.made_on is None:
+                    self._take(fill)
+
+    def take_new(self, *, with_memory: bool) -> None:
+        """Make the tensors on several ranks that there are none of here; for a dry run, without memory."""
+        with torch.inference_mode(False):
+            for fill in self._found.fills:
+                if fill.made_on is not None:
+                    array = torch.empty_like(fill.array, device=fill.made_on) if with_memory else fill.array
+                    self._take(fill._replace(array=array))
+
+    def _take(self, fill: Fill) -> None:
+        """Fill the boxes of a tensor from the same ones of this rank's part, else from any that parts have.
+
+        A plain tensor or array is one box, which covers everything.
+        """
+        node, array, tensors = fill.node, fill.array, self._manifest.tensors
+        children = node.boxes if isinstance(node, ShardedNode) else (node,)
+        stored = [tensors[child.index] for child in children]
+        boxes, views, same = list[Box](), [array], True
+        if fill.in_boxes:
+            found = box_views(array, fill.path)
+            boxes, views = [box for box, _ in found], [view for _, view in found]
+            same = isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
+                *zip(node.offsets, [entry.shape for entry in stored], strict=True)
+            ]
+            cast = partial(difference, cast_to=self._dtype)
+            troubles = map(cast, stored, views) if same else map(memory_trouble, views)
+            if fill.made_on is None and (trouble := next(filter(None, troubles), "")):
+                self._found.mismatched.append(f"{fill.path} ({trouble})")
+                return
+            self._in_boxes[id(node)] = array
+        if same:
+            for child, entry, view in zip(children, stored, views, strict=True):
+                self._live[child.index] = _Live(fill, child.index, view, entry, self._by_address)
+            return
+        self._elsewhere.update(child.index for child in children)
+        if isinstance(node, ArrayNode):
+            self._arrays[node.index] = array
+        mesh, stored_path = (node.mesh if isinstance(node, ShardedNode) else None), self._found.path_of(node)
+        for box, local in zip(boxes, map(torch.Tensor.detach, views), strict=True):
+            self.resharded.append(Wanted(fill.path, stored_path, mesh, tuple(array.shape), box, local, local))
 
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return the paths of strict ones, each with the other's."""
@@ -261,17 +318,11 @@ class _Binding:
             else:
                 troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
         # Tensors that were tied when they were saved were all saved by one rank.
-        found = self._found
-        whole = {
-            (fill.mesh, fill.array.data_ptr(), fill.array.nbytes): fill.path
-            for fill in found.fills
-            if fill.mesh is not None and isinstance(fill.array, torch.Tensor)
-        }
-        for one_box in found.resharded if whole else ():
-            memory = one_box.mesh, one_box.local.data_ptr(), one_box.local.nbytes
-            if one_box.local.nbytes and memory in whole:
-                text = f"(shares memory with {whole[memory]} here, but not in the checkpoint)"
-                troubles.append(f"{one_box.path} {text}")
+        whole = {(live.mesh, live.address, live.array.nbytes): live.path for live in self._live.values()}
+        for box in self.resharded:
+            memory = box.mesh, box.local.data_ptr(), box.local.nbytes
+            if box.mesh is not None and box.local.nbytes and memory in whole:
+                troubles.append(f"{box.path} (shares memory with {whole[memory]} here, but not in the checkpoint)")
         return troubles
 
     def allocate(self, plan: Restoration) -> Restoration:
@@ -281,24 +332,23 @@ class _Binding:
         cannot be unpickled.
         """
         found, lives = self._found, self._live.values()
-        wanted = {index for step in (*found.steps, *found.last) for index in arrays(step.node)} - found.elsewhere
+        wanted = {index for step in (*found.steps, *found.last) for index in arrays(step.node)} - self._elsewhere
         direct = {live.index for live in lives if live.in_place}
         preferred = {
             index: device for index, device in found.preferred.items() if device.type == "cuda" and self._by_address
         }
         gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
         with without_modes():
-            self._boxes = tuple([one.placed(self._by_address) for one in found.resharded])
+            self.resharded = [one.placed(self._by_address) for one in self.resharded]
             self._allocation = Allocation(self._manifest, sorted((wanted | self._live.keys()) - direct), preferred)
             targets = Targets([*self._allocation.targets(), *self._in_place()])
             # Tensors that are made now can be trained, in any mode of the caller.
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-                self._arrays = {index: self._allocation.array(index) for index in wanted - self._live.keys()}
-        self._arrays.update({live.index: live.array for live in lives})
-        self._arrays.update(found.plain_made)
+                self._arrays |= {index: self._allocation.array(index) for index in wanted - self._live.keys()}
+        self._arrays |= {live.index: live.array for live in lives}
         self._values = [self._value(step.node) for step in (*found.steps, *found.last)]
         filled = tuple([live.path for live in lives if live.in_place])
-        return replace(plan, targets=targets, filled=filled, resharded=self._boxes, trained=self._trained())
+        return replace(plan, targets=targets, filled=filled, resharded=tuple(self.resharded), trained=self._trained())
 
     def finish(self) -> Mapping[str, Any]:
         """Give the state the filled arrays and all other values; return it."""
@@ -311,9 +361,9 @@ class _Binding:
                     _copy(live, self._allocation.array(live.index))
                 elif isinstance(live.array, torch.Tensor) and not live.array.is_inference():
                     increment(live.array)
-            for one in self._boxes:
+            for one in self.resharded:
                 one.finish()
-        for whole in (*found.composed.values(), *found.made.values()):  # changes of its parts do not count there
+        for whole in (*found.composed.values(), *self._in_boxes.values()):  # changes of its parts do not count there
             if isinstance(whole, torch.Tensor) and not whole.is_inference():
                 increment(whole)
         arrays_of = self._arrays.items()
@@ -334,16 +384,14 @@ class _Binding:
         return found.tree.state
 
     def _in_place(self) -> Iterator[Target]:
-        """Return the memory of live arrays that bytes are read into."""
-        targets = []
+        """Yield the memory of live arrays that bytes are read into."""
         for live in self._live.values():
             if live.in_place and live.entry.storage is not None:
                 offset = self._manifest.storages[live.entry.storage].offset + live.entry.offset
                 owner = untyped_storage(live.array) if isinstance(live.array, torch.Tensor) else live.array
                 device = HOST if live.device is None else live.device.index
                 low = live.low - live.address  # as in the checkpoint
-                targets.append(Target(offset + low, live.high - live.low, live.low, owner, device))
-        return iter(targets)
+                yield Target(offset + low, live.high - live.low, live.low, owner, device)
 
     def _trained(self) -> tuple[torch.Tensor, ...]:
         """Return the live tensors that are restored and may have gradients."""
@@ -355,16 +403,14 @@ class _Binding:
     # -- values
 
     def _value(self, node: Node) -> Any:
-        return rebuild(
-            node, self._arrays.__getitem__, self._object, self._sharded, self._found.unpickle, self._composed
-        )
+        def sharded(node: ShardedNode) -> Any:
+            return self._in_boxes[id(node)]
+
+        return rebuild(node, self._arrays.__getitem__, self._object, sharded, self._found.unpickle, self._composed)
 
     def _object(self, node: StatefulNode) -> Any:
         objects = self._found.objects
         return objects[id(node)] if id(node) in objects else self._value(node.child)
-
-    def _sharded(self, node: ShardedNode) -> Any:
-        return self._found.made[id(node)]
 
     def _composed(self, node: ComposedNode, parts: dict[str, Any], context: Any) -> Any:
         live = self._found.composed.get(id(node))

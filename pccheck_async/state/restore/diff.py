@@ -1,6 +1,6 @@
 """How a live state and a stored one differ, and what a restore does with each of their parts. Nothing changes here.
 
-The live state is a tree like the stored one (:func:`.flatten.flatten_live`); both are walked side by side, once.
+The live state is a tree like the stored one (:func:`.live.live_tree`); both are walked side by side, once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
 )
 from pccheck_async.state import paths, values
-from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
+from pccheck_async.state.boxes import FlatShard, is_sharded
 from pccheck_async.state.foreign import class_of, is_composed, refuse_pickled, unpickle
-from pccheck_async.state.leaves import KINDS, Array
+from pccheck_async.state.leaves import KINDS
 from pccheck_async.state.restore import adapt
-from pccheck_async.state.restore.arrays import describe, difference, memory_trouble
-from pccheck_async.state.restore.parts import Wanted
-from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild
+from pccheck_async.state.restore.arrays import describe, difference
+from pccheck_async.state.restore.live import Live, LiveTree, Opaque
+from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, paired, paths_by_node, rebuild
 from pccheck_async.state.rng import RNGState
-from pccheck_async.state.save.flatten import Live, LiveTree, Opaque, naming_owner, take_apart
+from pccheck_async.state.save.flatten import naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
@@ -57,13 +57,18 @@ _SPECIAL: Final = frozenset((ComposedNode, PickledNode, ShardedNode))
 
 
 class Fill(NamedTuple):
-    """A live array that takes the bytes of a stored one."""
+    """A live array that takes the bytes of a stored one; each may lie in boxes on several ranks."""
 
     path: str
-    number: int  # of the stored array
-    array: Array
-    strict: bool  # it is filled itself; else another may take its place
-    mesh: int | None = None  # of a box of a tensor on several ranks: a hash of these
+    node: ArrayNode | ShardedNode
+    array: Any
+    strict: bool = True  # it is filled itself; else another may take its place
+    made_on: torch.device | None = None  # of a tensor that is yet to be made, like ``array``, which has no memory
+
+    @property
+    def in_boxes(self) -> bool:
+        """Whether it lies, or lay, on several ranks."""
+        return isinstance(self.node, ShardedNode) or _lies_in_boxes(self.array)
 
 
 class Put(NamedTuple):
@@ -99,7 +104,7 @@ class Give(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Diff:
-    """The differences, and what a restore does: ``fills``, ``resharded``, then ``steps`` and ``last`` in their order.
+    """The differences, and what a restore does: ``fills``, then ``steps`` and ``last`` in their order.
 
     Attributes:
         is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
@@ -111,14 +116,10 @@ class Diff:
         counts: By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
         matched: How many entries of the state are restored.
         last: Generators: loading before them may draw from them.
-        resharded: Of tensors that lie, or lay, on several ranks: boxes that are others here than in this rank's part.
-        elsewhere: Stored arrays that those are made of: they are not read as they are.
         preferred: Devices on which stored arrays are wanted that are not live.
         trained: Live tensors that are restored and may have gradients.
         maybe_trained: Parameters that are restored if their memory is that of such a tensor.
         objects: Live objects by the identity of their stored node.
-        made: Tensors on several ranks, or stored as such, by the identity of their stored node,
-        plain_made: and by their index those that were stored as plain tensors.
         composed: Live composed tensors by the identity of their stored node.
         unpickled: Paths and values of those that were pickled, by the identity of their nodes, once they are needed.
     """
@@ -136,23 +137,17 @@ class Diff:
     fills: list[Fill] = field(default_factory=list)
     steps: list[Put | Give] = field(default_factory=list)
     last: list[Give] = field(default_factory=list)
-    resharded: list[Wanted] = field(default_factory=list)
-    elsewhere: set[int] = field(default_factory=set)
     preferred: dict[int, torch.device] = field(default_factory=dict)
     trained: list[torch.Tensor] = field(default_factory=list)
     maybe_trained: list[torch.Tensor] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
-    made: dict[int, Any] = field(default_factory=dict)
-    plain_made: dict[int, Any] = field(default_factory=dict)
     composed: dict[int, torch.Tensor] = field(default_factory=dict)
     unpickled: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _stored_paths: dict[int, str] = field(default_factory=dict)
 
     def path_of(self, node: Node) -> str:
         """Return the path of a stored value."""
-        if not self._stored_paths:
-            found = leaves(self.manifest.skeleton)
-            self._stored_paths = {id(each): path for path, leaf in found for each in nodes.walk(leaf)}
+        self._stored_paths = self._stored_paths or paths_by_node(self.manifest.skeleton)
         return self._stored_paths.get(id(node), "")
 
     def unpickle(self, node: PickledNode) -> Any:
@@ -164,21 +159,13 @@ class Diff:
 
     def error(self, *, strict: bool) -> StateMismatchError | None:
         """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
+        advice = adapt.wrapped(self.missing, self.unexpected)
         incomplete = bool(self.missing or self.unexpected)
         # If nothing was restored, the state would pass for a restored one.
-        nothing = self.disjoint or (self.missing and (not self.matched or adapt.wrapped(self.missing, self.unexpected)))
-        return self._error(strict) if self.mismatched or (strict and incomplete) or nothing else None
-
-    def actions(self) -> dict[str, Action]:
-        """Return what is done with each part of the state that is restored, by paths."""
-        filled: list[Fill | Wanted] = [*self.fills, *self.resharded]
-        actions: dict[str, Action] = {each.path: "fill" for each in filled}
-        steps = [*self.steps, *self.last]
-        return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
-
-    def _error(self, strict: bool) -> StateMismatchError:
+        nothing = self.disjoint or (self.missing and (not self.matched or advice))
+        if not (self.mismatched or (strict and incomplete) or nothing):
+            return None
         make = partial(StateMismatchError, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched)
-        advice = adapt.wrapped(self.missing, self.unexpected)
         if not self.mismatched and not advice:
             if self.disjoint:
                 advice = (
@@ -197,6 +184,12 @@ class Diff:
             advice += f"; to restore all but {refused}: take it out of the state, and call restore(state, strict=False)"
         return make(f"{make()}{advice}")
 
+    def actions(self) -> dict[str, Action]:
+        """Return what is done with each part of the state that is restored, by paths."""
+        actions: dict[str, Action] = {each.path: "fill" for each in self.fills}
+        steps = [*self.steps, *self.last]
+        return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
+
 
 class Rules(NamedTuple):
     """The arguments of :func:`.bind.match` that say which differences count."""
@@ -210,9 +203,7 @@ class Rules(NamedTuple):
 
 def diff(tree: LiveTree, manifest: Manifest, rules: Rules) -> Diff:
     """Return how a live state differs from a stored one, and what a restore does."""
-    walk = _Walk(tree, manifest, rules)
-    walk.outermost()
-    return walk.found
+    return _Walk(tree, manifest, rules).outermost()
 
 
 class _Walk:
@@ -226,8 +217,9 @@ class _Walk:
         self.found = Diff(tree, manifest, not _SPECIAL.isdisjoint(map(type, nodes.walk(manifest.skeleton))))
         self._unread = 0  # leaves of the checkpoint that the state lacks
         self._names = cache(partial(adapt.names_in, tree.state))
+        self._taken: set[int] = set()  # identities of the stored nodes of tensors on several ranks that are filled
 
-    def outermost(self) -> None:
+    def outermost(self) -> Diff:
         """Compare the values under the outermost names."""
         found, state = self.found, self._tree.state
         container = state if isinstance(state, MutableMapping) else None
@@ -238,6 +230,7 @@ class _Walk:
                 found.disjoint.append(path)
             number = count(node)
             found.counts[path] = number - (self._unread - unread), number
+        return found
 
     # -- values that are filled in place or replaced
 
@@ -294,7 +287,7 @@ class _Walk:
             found.steps.append(Put(node, path, container, key))
         elif has_parts(node):
             self._differs(live, node, path)
-        elif isinstance(live, Opaque) or (known is not None and not known.is_savable) or _ENCODE(live) != _ENCODE(node):
+        elif (known is not None and not known.is_savable) or _ENCODE(live) != _ENCODE(node):
             found.mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
     def _array(self, live: Any, node: Node, path: str, *, strict: bool = True) -> None:
@@ -302,7 +295,7 @@ class _Walk:
         found.matched += 1
         if isinstance(live, torch.Tensor):
             found.trained.append(live)
-        if type(node) is ShardedNode or (type(live) not in KINDS and (is_sharded(live) or isinstance(live, FlatShard))):
+        if type(node) is ShardedNode or _lies_in_boxes(live):
             plain = isinstance(node, ShardedNode) and node.plain and type(live) in (np.ndarray, torch.Tensor)
             if strict or not plain or self._fits(live, node):  # else it is made anew
                 self._sharded(live, node, path)
@@ -311,7 +304,7 @@ class _Walk:
         elif isinstance(node, ArrayNode):
             trouble = difference(self._tensors[node.index], live, self._rules.dtype)
             if not trouble:
-                found.fills.append(Fill(path, node.index, live, strict))
+                found.fills.append(Fill(path, node, live, strict))
             elif strict:
                 found.mismatched.append(f"{path} ({trouble})")
         elif strict:
@@ -325,58 +318,32 @@ class _Walk:
             about, stored = (_ENCODE(structs.replace(each, items=[], stride=())) for each in (own, node))
             trouble = "" if about == stored else f"another shape or context of a {node.name} here"
         if not trouble:
-            indices = [item.index for item in node.items if isinstance(item, ArrayNode)]
-            pairs = [*zip(indices, tensors, strict=True)]
-            found = ((index, difference(self._tensors[index], part)) for index, part in pairs)
-            trouble = next((f"{node.names[at]}: {each}" for at, (_, each) in enumerate(found) if each), "")
+            items = [item for item in node.items if isinstance(item, ArrayNode)]
+            pairs = [*zip(node.names, items, tensors, strict=True)]
+            found = ((name, difference(self._tensors[item.index], part)) for name, item, part in pairs)
+            trouble = next((f"{name}: {each}" for name, each in found if each), "")
         if trouble:
             if strict:
                 self.found.mismatched.append(f"{path} ({trouble})")
             return
-        for name, (index, part) in zip(node.names, pairs, strict=True):
-            self.found.fills.append(Fill(paths.child(path, name), index, part, strict))
+        self.found.fills += [Fill(paths.child(path, name), item, part, strict) for name, item, part in pairs]
         self.found.composed[id(node)] = live
 
-    def _sharded(self, live: Any, node: Node, path: str) -> None:
-        """Compare a tensor that lies, or lay, on several ranks with the stored one, here or on any rank.
+    def _sharded(self, live: Any, node: Node, path: str, made_on: torch.device | None = None) -> None:
+        """Compare a tensor that lies, or lay, on several ranks with the stored one; its boxes are compared by ``bind``.
 
         Nothing can be made in its place, so every difference is a mismatch.
         """
-        found = self.found
         if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, (torch.Tensor, FlatShard)):
             self._differs(live, node, path)
             return
-        children = node.boxes if isinstance(node, ShardedNode) else (node,)
-        stored = [self._tensors[child.index] for child in children]
-        shape = node.shape if isinstance(node, ShardedNode) else stored[0].shape
+        shape = node.shape if isinstance(node, ShardedNode) else self._tensors[node.index].shape
         if tuple(live.shape) != shape:
-            found.mismatched.append(f"{path} (the shape {tuple(live.shape)} here, {shape} in the checkpoint)")
+            here = f"the shape {tuple(live.shape)} here, {shape} in the checkpoint"
+            self.found.mismatched.append(f"{path} ({here})")
             return
-        views = box_views(live, path)
-        found.made[id(node)] = live
-        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
-            (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
-        ]:
-            troubles = (
-                difference(entry, view, self._rules.dtype) for entry, (_, view) in zip(stored, views, strict=True)
-            )
-            if trouble := next(filter(None, troubles), ""):
-                found.mismatched.append(f"{path} ({trouble})")
-            else:
-                pairs = zip(children, views, strict=True)
-                found.fills += [Fill(path, child.index, view, True, node.mesh) for child, (_, view) in pairs]
-            return
-        if trouble := next(filter(None, (memory_trouble(view) for _, view in views)), ""):
-            found.mismatched.append(f"{path} ({trouble})")
-            return
-        found.elsewhere.update(child.index for child in children)
-        if isinstance(node, ArrayNode):
-            found.plain_made[node.index] = live
-        stored_path = self.found.path_of(node)
-        mesh = node.mesh if isinstance(node, ShardedNode) else None
-        locals_ = [view.detach() for _, view in views]
-        boxes = zip(views, locals_, strict=True)
-        found.resharded += [Wanted(path, stored_path, mesh, shape, box, one, one) for (box, _), one in boxes]
+        self._taken.add(id(node))
+        self.found.fills.append(Fill(path, node, live, made_on=made_on))
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live array has the shape and dtype of a stored one."""
@@ -389,7 +356,7 @@ class _Walk:
     def _give(self, node: Node) -> None:
         """Check that the stored values that are no arrays can be made.
 
-        Plain tensors that all ranks had alike are made here; others are a mismatch, as there is no live tensor.
+        Plain tensors that all ranks had alike are made; others are a mismatch, as there is no live tensor.
         Raises UnsupportedStateError for a pickled value, or a class that is not imported.
         """
         found = self.found
@@ -398,10 +365,11 @@ class _Walk:
                 refuse_pickled(each, self.found.path_of(each))
             elif isinstance(each, ComposedNode):
                 class_of(each, self.found.path_of(each))
-            elif isinstance(each, ShardedNode) and id(each) not in found.made:
+            elif isinstance(each, ShardedNode) and id(each) not in self._taken:
                 path = self.found.path_of(each)
                 if each.plain:
-                    self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
+                    like = torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype), device="meta")
+                    self._sharded(like, each, path, torch.device("cpu"))
                 else:
                     found.mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
 
@@ -492,11 +460,12 @@ class _Walk:
         self._pair(live.child, node)
         for where, value, parameter in alike:
             plain = isinstance(value, ArrayNode) and (type(parameter) in KINDS or not is_sharded(parameter))
-            if plain or id(value) in found.made:
+            if plain or id(value) in self._taken:
                 continue
             dtype = self._tensors[value.index].dtype if isinstance(value, ArrayNode) else value.dtype
-            made = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype))
-            self._sharded(made, value, f"{path}.state.{where}")
+            like = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype), device="meta")
+            made_on = None if parameter.is_meta else parameter.device  # if it is, that is a mismatch
+            self._sharded(like, value, f"{path}.state.{where}", made_on)
         return node
 
     def _pair(self, live: Any, node: Node) -> None:
@@ -539,18 +508,15 @@ class _Walk:
         names = [prefix + name for name in paths.components(keys)]
         if isinstance(live, MappingNode) and live.keys == node.keys and len(live.keys) == len(node.values):
             return [*zip(keys, items, node.values, names, strict=True)]
-        stored = {key: (name, child) for key, name, child in entries(node)}
-        common = []
-        for key, value, below in zip(keys, items, names, strict=True):
-            if key in stored:
-                common.append((key, value, stored.pop(key)[1], below))
-            elif not str(key).startswith(ignored):
-                found.missing.append(below)
-        unread = [pair for key, pair in stored.items() if not str(key).startswith(ignored)]
-        unexpected = (prefix + name for name, _ in unread)
-        found.unexpected += [each for each in unexpected if each not in self._rules.added]
-        self._unread += sum(count(child) for _, child in unread)
-        return common
+        ours = dict(zip(keys, zip(items, names, strict=True), strict=True))
+        both, lacking, unread = paired(ours, {key: (prefix + name, child) for key, name, child in entries(node)})
+        found.missing += [below for key, (_, below) in lacking.items() if not str(key).startswith(ignored)]
+        for key, (below, child) in unread.items():
+            if not str(key).startswith(ignored):
+                if below not in self._rules.added:
+                    found.unexpected.append(below)
+                self._unread += count(child)
+        return [(key, value, child, below) for key, ((value, below), (_, child)) in both.items()]
 
     def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):
@@ -567,11 +533,15 @@ class _Walk:
         self.found.mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
 
 
+def _lies_in_boxes(value: Any) -> bool:
+    return type(value) not in KINDS and (is_sharded(value) or isinstance(value, FlatShard))
+
+
 def _entries_of(live: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the keys of a live mapping, and the nodes of its values; of anything else, nothing."""
     if isinstance(live, MappingNode):
         return mapping_keys(live), live.values
-    return (live.keys, live.items) if isinstance(live, Opaque) and not isinstance(live.keys, range) else ([], [])
+    return live if isinstance(live, Opaque) else ([], [])
 
 
 def _beside(live: Any, node: Node) -> Iterator[tuple[Any, Node]]:
@@ -582,11 +552,9 @@ def _beside(live: Any, node: Node) -> Iterator[tuple[Any, Node]]:
         there = dict(zip(*_entries_of(live), strict=True))
         return zip([there.get(key, _NOWHERE) for key in mapping_keys(node)], node.values, strict=True)
     if not isinstance(node, (ListNode, nodes.TupleNode)):
-        return zip((), (), strict=True)
-    sequence = isinstance(live, (ListNode, nodes.TupleNode)) or (
-        isinstance(live, Opaque) and isinstance(live.keys, range)
-    )
-    return zip(chain(live.items if sequence else (), repeat(_NOWHERE)), node.items, strict=False)
+        return iter(())
+    items = live.items if isinstance(live, (ListNode, nodes.TupleNode)) else ()
+    return zip(chain(items, repeat(_NOWHERE)), node.items, strict=False)
 
 
 def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:

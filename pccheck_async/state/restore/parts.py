@@ -28,9 +28,9 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.state import paths
 from pccheck_async.state.boxes import Box
+from pccheck_async.state.leaves import HOST
 from pccheck_async.state.restore.arrays import Target, Targets
 from pccheck_async.state.restore.tree import entries, has_parts, leaves
-from pccheck_async.state.sources import HOST
 
 _Ranges = tuple[range, ...]
 
@@ -109,11 +109,6 @@ def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
     return found
 
 
-def sharded_paths(manifest: Manifest) -> dict[int, str]:
-    """Return the paths of the tensors that lie on several ranks, by the identity of their nodes."""
-    return {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
-
-
 def reshard(
     wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int
 ) -> tuple[dict[int, Targets], list[str]]:
@@ -137,6 +132,7 @@ def reshard(
                     boxes.setdefault((box.offsets, box.entry.shape), box)
         if trouble := _trouble(one, boxes.values()):
             troubles.append(f"{one.path} ({trouble})")
+        if trouble or one.local.is_meta:  # of a dry run, which makes no tensor
             continue
         if one.local.nbytes:  # tensors that were tied when they were saved lie in one place there
             places = {(box.part, box.offsets, box.start + box.entry.offset, box.entry.stride) for box in boxes.values()}

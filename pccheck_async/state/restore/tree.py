@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -183,6 +183,15 @@ def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
     return []
 
 
+def paired(
+    one: Mapping[Any, Any], other: Mapping[Any, Any]
+) -> tuple[dict[Any, tuple[Any, Any]], dict[Any, Any], dict[Any, Any]]:
+    """Return the entries that both of two states have, with both values, and those that only one of them has."""
+    both = {key: (value, other[key]) for key, value in one.items() if key in other}
+    lone = {key: value for key, value in one.items() if key not in both}
+    return both, lone, {key: value for key, value in other.items() if key not in both}
+
+
 def below(node: Node) -> list[tuple[str, Node]]:
     """Return name and node of each entry (see :func:`entries`), also inside a Stateful's state; empty for leaves."""
     return [(name, child) for _, name, child in entries(opened(node))]
@@ -195,6 +204,11 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path, opened(node)
     for name, child in inside:
         yield from leaves(child, paths.child(path, name))
+
+
+def paths_by_node(node: Node) -> dict[int, str]:
+    """Return the path of every leaf by the identities of its node and of those below it."""
+    return {id(each): path for path, leaf in leaves(node) for each in nodes.walk(leaf)}
 
 
 def check_classes(node: Node) -> None:

@@ -62,9 +62,9 @@ _SHARD: Final = (
 
 
 def _advice(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torch.distributed"):
-        return _SHARD  # without importing DTensor, which takes a second
-    if isinstance(value, FlatShard):
+    # The module's name: importing DTensor takes a second.
+    sharded = isinstance(value, torch.Tensor) and type(value).__module__.startswith("torch.distributed")
+    if sharded or isinstance(value, FlatShard):
         return _SHARD
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         return _COMPOSED

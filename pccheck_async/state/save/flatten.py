@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 from msgspec import structs
@@ -22,19 +21,15 @@ from pccheck_async.state import paths, values
 from pccheck_async.state.ambient import without_modes
 from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import patterns
-from pccheck_async.state.cache import tree_cache as cached
-from pccheck_async.state.cache.patterns import NEVER, Depends, Items, Pattern, Read, Reader, compare, readable, remade
-from pccheck_async.state.cache.tree_cache import CHANGING, Outline, same_objects
+from pccheck_async.state.cache.patterns import NEVER, Depends, Items, Outline, Pattern, Read, same_objects
 from pccheck_async.state.foreign import find_class, is_composed, pickle
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.owners import Named, Tally
-from pccheck_async.state.stateful import is_stateful, live_state, refuse_unstepped
+from pccheck_async.state.stateful import is_stateful, refuse_unstepped
 
 _EXPLICIT = (FlatShard, PlannedBoxes)
 """Types that determine by themselves which boxes this rank saves."""
-_ARRAYS = (torch.Tensor, np.ndarray, FlatShard)
-"""Types that a restore fills."""
 _OWN_NODES = values.VERBATIM - {int}
 _LEAST, _MOST = values.SMALL_INTS
 
@@ -63,13 +58,18 @@ def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickl
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path, with advice.
     """
-    flat = _flatten(state, None, _Flattener(tally, allow_pickle=allow_pickle))
+    flat = flatten_unchecked(state, tally=tally, allow_pickle=allow_pickle, remembers=False)
     flat.leaves.check()
     return flat
 
 
 def flatten_unchecked(
-    state: Mapping[str, Any], last: Outline | None = None, *, tally: Tally | None = None, allow_pickle: bool = False
+    state: Mapping[str, Any],
+    last: Outline | None = None,
+    *,
+    tally: Tally | None = None,
+    allow_pickle: bool = False,
+    remembers: bool = True,
 ) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
@@ -78,71 +78,16 @@ def flatten_unchecked(
     Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
     Values of other types are pickled with ``allow_pickle``, and else refused.
     """
-    return _flatten(state, last, _Flattener(tally, allow_pickle=allow_pickle, remembers=compare is not None))
-
-
-def _flatten(state: Mapping[str, Any], last: Outline | None, flattener: _Flattener) -> FlatState:
+    flattener = Flattener(tally, allow_pickle=allow_pickle, remembers=remembers and patterns.compare is not None)
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
     try:
         root, outline = flattener.root(state, last)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
     has = flattener.has_sharded, flattener.has_composed
     return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.pickled, *has)
-
-
-class Opaque:
-    """A live value that cannot be saved as it is, in a tree for a restore; of a container the keys and what is inside.
-
-    Attributes:
-        keys: Of a mapping, or numbers of items.
-        items: The nodes of what is inside.
-    """
-
-    __slots__ = ("items", "keys")
-
-    def __init__(self, keys: Sequence[Any] = (), items: Sequence[Any] = ()) -> None:
-        self.keys = keys
-        self.items = items
-
-
-class Live(NamedTuple):
-    """A live container or object, by its node in a tree."""
-
-    path: str
-    value: Any
-    has_parts: bool
-    """Whether there are arrays or objects in it."""
-    is_savable: bool
-    state: Any = None
-    """Of an object: the result of its ``state_dict()``."""
-
-
-@dataclass(slots=True, eq=False)
-class LiveTree:
-    """A live state, flattened to be compared with stored ones."""
-
-    state: Mapping[str, Any]
-    skeleton: Any  # like that of :class:`FlatState`, with an :class:`Opaque` for each value that cannot be saved
-    leaves: Leaves  # of any class that may be filled: tensors on several ranks and composed ones are one leaf each
-    lives: dict[int, Live]  # by the identity of their nodes
-
-
-def flatten_live(state: Mapping[str, Any]) -> LiveTree:
-    """Flatten ``state`` to restore into it, on the calling thread, calling ``state_dict()`` of every Stateful in it.
-
-    Nothing is refused: what saving would refuse may be replaced by the stored value, or take a part of it.
-    """
-    flattener = _Flattener(None, lives={})
-    try:
-        root, _ = flattener.mapping(state, "", 1, DictNode)
-    except RecursionError:
-        raise _too_deep() from None
-    assert flattener.lives is not None
-    flattener.lives[id(root)] = Live("", state, True, True)
-    return LiveTree(state, root, flattener.leaves, flattener.lives)
 
 
 def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]:
@@ -180,7 +125,7 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
             f"{path}: a {full_name(value)} cannot be saved: {trouble} (an engine with allow_pickle=True pickles it)"
         )
     assert isinstance(flat.skeleton, DictNode)
-    items: list[Node] = [*map(cached.array_node, range(len(tensors)))]
+    items: list[Node] = [*map(patterns.array_node, range(len(tensors)))]
     shape, stride = tuple(value.shape), tuple(value.stride())
     names, plain = [*names], flat.skeleton.values[0]
     return ComposedNode(items, names, plain, kind.__module__, kind.__qualname__, shape, stride), tensors
@@ -197,7 +142,8 @@ def check_outermost(state: object) -> None:
         raise UnsupportedStateError(f"the state has the key {key!r}; the keys of the outermost mapping are strings")
 
 
-def _too_deep() -> UnsupportedStateError:
+def too_deep() -> UnsupportedStateError:
+    """Return the error for a state that a walk found no end of."""
     return UnsupportedStateError("the state is nested too deeply for Python's stack")
 
 
@@ -211,33 +157,24 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
         raise
 
 
-class _Flattener:
+class Flattener:
     """One walk over a state.
 
     Every value has a node and a pattern. All plain values are listed in the order of the walk; a container without
     arrays is one plain value, unless its content is compared, too (``_outlined``).
     """
 
-    def __init__(
-        self,
-        tally: Tally | None,
-        *,
-        allow_pickle: bool = False,
-        remembers: bool = False,
-        lives: dict[int, Live] | None = None,
-    ) -> None:
+    def __init__(self, tally: Tally | None = None, *, allow_pickle: bool = False, remembers: bool = False) -> None:
         self._tally = tally
         self._allow_pickle = allow_pickle
         self._remembers = remembers
-        self.lives = lives  # to restore into; None: to save
-        self._refused = 0  # values so far that cannot be saved
         self.pickled: list[str] = []
         self.leaves = Leaves()
         self.objects: list[Any] = []
         self.has_sharded = self.has_composed = False
-        self._open: set[int] = set()  # identities of the containers between the root and here
+        self.open: set[int] = set()  # identities of the containers between the root and here
         self._outlined = False
-        self._asked = 0  # Statefuls between the root and here: their states are as new as can be
+        self.asked = 0  # Statefuls between the root and here: their states are as new as can be
         self._answers: list[tuple[Any, Any]] = []  # objects that were asked lately, and their states
         self._again: list[tuple[Any, Any]] = []  # those of them that will come again
         self._plain: list[Any] = []
@@ -251,29 +188,29 @@ class _Flattener:
         if type(state) is OrderedDict:
             _refuse_attributes(state, "", allowed=("_metadata",))
             make, attributes = skeleton.OrderedDictNode, [*vars(state).values()]
-        keys, values = [*state], [*attributes, *state.values()]
+        keys, items = [*state], [*attributes, *state.values()]
         if last is None or not self._remembers or not last.holds(make, len(attributes), keys):
             last = None
-            key_nodes, names = _keys(keys, "", 1)
+            key_nodes, names = values.key_nodes(keys, "", 1), paths.components(keys)
         else:
             key_nodes, names = last.key_nodes, last.names
-            root = self._same(values, last)
+            root = self._same(items, last)
             if root is not None:
                 return root, last
         new = Outline(make, len(attributes), keys, key_nodes, names)
         below: list[Pattern] = []
         at = 0
-        while at < len(values):
+        while at < len(items):
             if last is not None and last.leaves_at[at] == len(self.leaves):
-                stop = self._match(values, last, at, new)
+                stop = self._match(items, last, at, new)
                 below += last.patterns[at:stop]
                 at = stop
-            if at < len(values):
+            if at < len(items):
                 new.leaves_at.append(len(self.leaves))
                 new.plain_at.append(len(self._plain))
                 self._outlined = at < len(attributes)
                 path = "<_metadata>" if self._outlined else names[at - len(attributes)]
-                node, pattern = self.node(values[at], path, 2)
+                node, pattern = self.node(items[at], path, 2)
                 new.nodes.append(node)
                 below.append(pattern)
                 at += 1
@@ -290,21 +227,17 @@ class _Flattener:
         new.plain_at.append(len(self._plain))
         same = last is not None and same_objects(below, last.patterns)
         new.patterns, new.root = last.patterns if last is not None and same else (*below,), root
-        new.paths, new.detached, new.plain, new.places = (
-            self.leaves.paths,
-            self.leaves.detached,
-            self._plain,
-            self._places,
-        )
+        new.paths, new.detached = self.leaves.paths, self.leaves.detached
+        new.plain, new.places = self._plain, self._places
         new.classes = self._classes if last is None else last.classes | self._classes
         return root, new
 
     def _same(self, items: list[Any], last: Outline) -> Node:
         """Return the node of a state of which at most outermost plain values changed; None for any other."""
-        assert compare is not None
+        assert patterns.compare is not None
         leaves, found = self.leaves, list[Any]()
         nodes, root = last.nodes, last.root
-        if compare(items, last.patterns, 0, leaves.values, found, self._ask) < len(items):
+        if patterns.compare(items, last.patterns, 0, leaves.values, found, self._ask) < len(items):
             root = None
         elif not same_objects(found, last.plain):
             nodes = nodes.copy()
@@ -328,10 +261,10 @@ class _Flattener:
 
     def _match(self, values: list[Any], last: Outline, at: int, new: Outline) -> int:
         """Take the items from ``at`` on that match ``last``; return the number of the first that does not."""
-        assert compare is not None
+        assert patterns.compare is not None
         leaves, found = self.leaves, list[Any]()
         self._answers = []
-        stop = compare(values, last.patterns, at, leaves.values, found, self._ask)
+        stop = patterns.compare(values, last.patterns, at, leaves.values, found, self._ask)
         leaves.paths += last.paths[last.leaves_at[at] : last.leaves_at[stop]]
         first, fresh = last.plain_at[at], dict[int, Node]()
         known = last.plain[first : last.plain_at[stop]]
@@ -351,7 +284,9 @@ class _Flattener:
         numbers, shift = [*fresh], len(self._plain) - first
         nodes, plain_at = last.nodes[at:stop], last.plain_at[at:stop]
         for item in {bisect_right(last.plain_at, number) - 1 for number in numbers}:
-            nodes[item - at] = remade(last.patterns[item], last.nodes[item], last.plain_at[item], numbers, fresh)
+            nodes[item - at] = patterns.remade(
+                last.patterns[item], last.nodes[item], last.plain_at[item], numbers, fresh
+            )
         new.leaves_at += last.leaves_at[at:stop]
         new.plain_at += [place + shift for place in plain_at] if shift else plain_at
         new.nodes += nodes
@@ -369,44 +304,36 @@ class _Flattener:
         if convert is not None:
             return convert(value), True
         leaves, plain = len(self.leaves), len(self._plain)
-        around, self._asked = self._asked, asked
+        around, self.asked = self.asked, asked
         node, pattern = self.node(value, path, depth)
-        self._asked = around
-        self._forget(leaves, plain)
-        return node, pattern is None
-
-    def _forget(self, leaves: int, plain: int) -> None:
-        """Take back all leaves and plain values but the first ones."""
+        self.asked = around
+        # The leaves and plain values in it are taken back.
         del self.leaves.values[leaves:], self.leaves.paths[leaves:]
         del self._plain[plain:], self._places[plain:]
         self.leaves.detached = [each for each in self.leaves.detached if each.start < leaves]
         for number in [number for number in self.leaves.wrappers if number >= leaves]:
             del self.leaves.wrappers[number]
+        return node, pattern is None
 
     def _remember(self, value: Any, path: str, depth: int) -> None:
         if not self._remembers:
             return
         self._plain.append(_kept(value))
-        self._places.append((path, depth, self._asked))
+        self._places.append((path, depth, self.asked))
 
     def node(self, value: Any, path: str, depth: int) -> Visited:
+        """Visit one value."""
+        (node,), (pattern,) = self.each([path], [value], "", depth - 1)
+        return node, pattern
+
+    def other(self, value: Any, path: str, depth: int) -> Visited:
+        """Visit a value that is neither plain nor an array of this rank alone."""
         kind = type(value)
-        convert = values.ATOMS.get(kind)
-        if convert is not None:
-            self._remember(value, path, depth)
-            return convert(value), None
-        holders = None if self._tally is None or kind not in KINDS else self._replicas(value, path)
-        if kind in KINDS and holders is None:
-            self.leaves.paths.append(path)
-            self.leaves.values.append(value)
-            return cached.array_node(len(self.leaves) - 1), kind
-        if self.lives is not None:
-            return self.live(value, path, depth)
         if isinstance(value, (np.generic, np.dtype)):
             self._remember(value, path, depth)
             return values.numpy_value(value, path), None
         if kind in KINDS or (self._tally is not None and (kind in _EXPLICIT or is_sharded(value))):
-            return self.sharded(value, path, holders), NEVER
+            return self._sharded(value, path), NEVER
         leaves, plain = len(self.leaves), len(self._plain)
         node, pattern = self.container(value, path, depth)
         if pattern is None and len(self.leaves) > leaves:
@@ -417,41 +344,6 @@ class _Flattener:
             self._remember(value, path, depth)
         return node, pattern
 
-    def live(self, value: Any, path: str, depth: int) -> Visited:
-        """The node of a value to restore into."""
-        arrays, lives = self.leaves.values, self.lives
-        node: Any = value
-        assert lives is not None
-        if isinstance(value, _ARRAYS):
-            self.leaves.paths.append(path)
-            arrays.append(node)
-            return cached.array_node(len(arrays) - 1), None
-        parts, refused = len(arrays) + len(self.objects), self._refused
-        try:
-            if isinstance(value, (np.generic, np.dtype)):
-                return values.numpy_value(value, path), None
-            node, _ = self.container(value, path, depth)
-        except UnsupportedStateError:
-            if is_stateful(value):
-                raise
-            self._refused += 1
-            node = self.opaque(value, path, depth)
-        if type(node) is not StatefulNode:
-            has_parts = len(arrays) + len(self.objects) > parts
-            lives[id(node)] = Live(path, value, has_parts, self._refused == refused)
-        return node, None
-
-    def opaque(self, value: Any, path: str, depth: int) -> Opaque:
-        """The node of a value that cannot be saved."""
-        if depth > skeleton.MAX_DEPTH or id(value) in self._open or not isinstance(value, (Mapping, list, tuple)):
-            return Opaque()
-        self._open.add(id(value))
-        keys = list(value) if isinstance(value, Mapping) else range(len(value))
-        items = [value[key] for key in keys]
-        nodes, _ = self.each(paths.components(keys), items, path + "." if path else "", depth)
-        self._open.discard(id(value))
-        return Opaque(keys, nodes)
-
     def _replicas(self, value: Any, path: str) -> Holders | None:
         return (
             self._tally.holders_of_replica(path)
@@ -459,9 +351,9 @@ class _Flattener:
             else None
         )
 
-    def sharded(self, value: Any, path: str, holders: Holders | None) -> Node:
+    def _sharded(self, value: Any, path: str) -> Node:
         """The boxes of a tensor on several ranks that this one saves, each a leaf."""
-        leaves, tally = self.leaves, self._tally
+        leaves, tally, holders = self.leaves, self._tally, self._replicas(value, path)
         assert tally is not None
         plain, explicit = not is_sharded(value), isinstance(value, _EXPLICIT)
         if holders is not None:
@@ -483,39 +375,40 @@ class _Flattener:
         self.has_sharded = True
         offsets = tuple(box.offsets for box, _ in views)
         replicated = plain and not explicit
-        return cached.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
+        return patterns.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
 
     def container(self, value: Any, path: str, depth: int) -> Visited:
+        """Visit a container, an object, or a value that is refused."""
         kind = type(value)
         if depth > skeleton.MAX_DEPTH:
             raise UnsupportedStateError(f"{path}: nested more than {skeleton.MAX_DEPTH} levels deep; flatten it")
-        if id(value) in self._open:
+        if id(value) in self.open:
             raise UnsupportedStateError(f"{path}: a {kind.__qualname__} that contains itself cannot be saved")
-        self._open.add(id(value))
+        self.open.add(id(value))
         try:
             if kind is dict:
-                unstepped = "param_groups" in value and not self._asked and self.lives is None
+                unstepped = "param_groups" in value and not self.asked
                 if unstepped:
                     refuse_unstepped(value, path)
                 node, pattern = self.mapping(value, path, depth, DictNode)
                 # What refuses such a dict is no part of the pattern.
                 return node, NEVER if unstepped and not value.get("state") else pattern
             if kind is list or kind is tuple:
-                return self.sequence(value, path, depth)
+                return self._sequence(value, path, depth)
             if kind is OrderedDict:
-                return self.ordered(value, path, depth)
+                return self._ordered(value, path, depth)
             if kind is Counter:
                 _refuse_attributes(value, path, allowed=())
                 return self.mapping(value, path, depth, skeleton.CounterNode)[0], None
             if kind is set:
-                return skeleton.SetNode(_set(value, path, depth)), None
+                return skeleton.SetNode(values.set_nodes(value, path, depth)), None
             if kind is frozenset:
-                return skeleton.FrozenSetNode(_set(value, path, depth)), None
+                return skeleton.FrozenSetNode(values.set_nodes(value, path, depth)), None
             if is_stateful(value):
                 return self.object(value, path, depth)
             if is_composed(value):
                 try:
-                    return self.composed(value, path), NEVER
+                    return self._composed(value, path), NEVER
                 except UnsupportedStateError:
                     if not self._allow_pickle:
                         raise
@@ -524,9 +417,9 @@ class _Flattener:
             self.pickled.append(path)
             return pickle(value, full_name(value), path), None
         finally:
-            self._open.discard(id(value))
+            self.open.discard(id(value))
 
-    def composed(self, value: torch.Tensor, path: str) -> Node:
+    def _composed(self, value: torch.Tensor, path: str) -> Node:
         """The tensors that it is composed of, each a leaf; it counts their changes."""
         node, tensors = take_apart(value, path)
         if value.requires_grad or isinstance(value, torch.nn.Parameter):
@@ -538,9 +431,9 @@ class _Flattener:
         self.leaves.paths += [paths.child(path, name) for name in node.names]
         self.leaves.values += tensors
         self.has_composed = True
-        return structs.replace(node, items=[*map(cached.array_node, range(first, len(self.leaves)))])
+        return structs.replace(node, items=[*map(patterns.array_node, range(first, len(self.leaves)))])
 
-    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Visited:
+    def _ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
         outer, self._outlined = self._outlined, True
         nodes, below = self.each(["<_metadata>"], [*vars(value).values()], path + "." if path else "", depth)
@@ -552,7 +445,7 @@ class _Flattener:
             )
         return node, inside
 
-    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Visited:
+    def _sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Visited:
         make = ListNode if type(value) is list else TupleNode
         kinds = set(map(type, value))
         if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
@@ -561,8 +454,9 @@ class _Flattener:
         return make(nodes), self._pattern(below, partial(patterns.sequence, type(value)))
 
     def mapping(self, value: Any, path: str, depth: int, make: Any, *metadata: list[Node]) -> Visited:
+        """Visit a mapping, of which ``make`` makes the node."""
         keys = [*value]
-        key_nodes, names = _keys(keys, path, depth)
+        key_nodes, names = values.key_nodes(keys, path, depth), paths.components(keys)
         nodes, below = self.each(names, [*value.values()], path + "." if path else "", depth)
         return make(key_nodes, nodes, *metadata), self._pattern(below, partial(patterns.items, type(value), keys))
 
@@ -574,9 +468,9 @@ class _Flattener:
     def each(
         self, names: Iterable[str], items: Iterable[Any], prefix: str, depth: int
     ) -> tuple[list[Node], list[Pattern]]:
+        """Visit the items of a container at ``depth``; ``prefix`` is its path with a dot."""
         nodes: list[Node] = []
         below: list[Pattern] = []
-        visit = self.node if self.lives is None else self.live
         atoms, arrays, known, tally = values.ATOMS, self.leaves.values, self.leaves.paths, self._tally
         for name, item in zip(names, items, strict=False):
             kind = type(item)
@@ -588,27 +482,26 @@ class _Flattener:
                 if self._remembers:
                     self._remember(item, prefix + name, depth + 1)
             elif kind in KINDS and (tally is None or self._replicas(item, prefix + name) is None):
-                node, pattern = cached.array_node(len(arrays)), kind
+                node, pattern = patterns.array_node(len(arrays)), kind
                 arrays.append(item)
                 known.append(prefix + name)
             else:
-                node, pattern = visit(item, prefix + name, depth + 1)
+                node, pattern = self.other(item, prefix + name, depth + 1)
             nodes.append(node)
             below.append(pattern)
         return nodes, below
 
     def object(self, value: Any, path: str, depth: int) -> Visited:
+        """Visit an object with a state of its own."""
         state = self._ask(value, path)
         leaves, plain, outer = len(self.leaves), len(self._plain), self._outlined
-        reads = self._remembers and self._tally is None and readable(type(value)) is not None
+        reads = self._remembers and self._tally is None and patterns.readable(type(value)) is not None
         self._outlined = outer or (reads and isinstance(value, torch.optim.Optimizer))
-        self._asked += 1
+        self.asked += 1
         child, below = self.node(state, path, depth + 1)
-        self._asked -= 1
+        self.asked -= 1
         self._outlined = outer
         node = StatefulNode(child)
-        if self.lives is not None:
-            self.lives[id(node)] = Live(path, value, True, True, state)
         if below is None or below is NEVER:
             return node, below
         read = self._read(value, state, below, leaves, plain) if reads else None
@@ -621,8 +514,7 @@ class _Flattener:
                 return state
         self.objects.append(value)
         with naming_owner("state_dict", path, value):
-            keeps_vars = self.lives is not None and isinstance(value, torch.nn.Module)
-            state = live_state(value) if keeps_vars else value.state_dict()
+            state = value.state_dict()
         self._answers.append((value, state))
         return state
 
@@ -631,15 +523,15 @@ class _Flattener:
 
         ``leaves`` and ``plain`` are the numbers of its first ones.
         """
-        reader, found, plain_found = Reader(), list[Any](), list[Any]()
+        reader, found, plain_found = patterns.Reader(), list[Any](), list[Any]()
         fixed: list[int] = []
         pattern: Read | None = None
         if isinstance(value, torch.nn.Module):
             pattern = reader.module(value)
         elif (described := reader.optimizer(value, below)) is not None:
             pattern, fixed = described
-        assert compare is not None
-        if pattern is None or compare([value], (pattern,), 0, found, plain_found, None) != 1:
+        assert patterns.compare is not None
+        if pattern is None or patterns.compare([value], (pattern,), 0, found, plain_found, None) != 1:
             return None
         then = self.leaves.values[leaves:]
         if len(found) != len(then):
@@ -677,57 +569,12 @@ def _kept(value: Any) -> Any:
     """Return what is compared with a plain value at the next save; it is not the same if it can change in place."""
     kind = type(value)
     if kind in values.ATOMS:
-        return CHANGING if kind is bytearray else value
-    return value if kind is tuple and values.VERBATIM.issuperset(map(type, value)) else CHANGING
+        return patterns.CHANGING if kind is bytearray else value
+    return value if kind is tuple and values.VERBATIM.issuperset(map(type, value)) else patterns.CHANGING
 
 
 def _has(pattern: Pattern, below: Iterable[Pattern]) -> bool:
     return any(each is pattern for each in below)
-
-
-def _keys(keys: list[Any], path: str, depth: int) -> tuple[list[Node], list[str]]:
-    """Return the nodes of the keys of one mapping, and their names in paths."""
-    kinds = {*map(type, keys)}
-    nodes: list[Node] = keys
-    if not (kinds == {str} and "".join(keys).isascii()) and not (kinds == {int} and values.all_small(keys)):
-        nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
-    if len(keys) > skeleton.MOST_ALIKE:
-        _check_alike(nodes, keys, path)
-    return nodes, paths.components(keys)
-
-
-def _key(key: Any, path: str, depth: int) -> Node:
-    """The node of a dict's key or a set's item: hashable, without arrays, equal to itself."""
-    if depth > skeleton.MAX_DEPTH:
-        raise UnsupportedStateError(f"{path}: a key nested more than {skeleton.MAX_DEPTH} levels deep")
-    kind = type(key)
-    if kind is tuple:
-        return TupleNode([_key(item, path, depth + 1) for item in key])
-    if kind is frozenset:
-        return skeleton.FrozenSetNode(_set(key, path, depth + 1))
-    if kind in values.ATOMS or (isinstance(key, (np.generic, np.dtype)) and not isinstance(key, np.void)):
-        if not key == key:  # noqa: PLR0124 - NaN, of any type
-            raise UnsupportedStateError(f"{path}: NaN as a key or in a set cannot be saved: it never equals itself")
-        return values.atom(key, path)
-    raise UnsupportedStateError(
-        f"{path}: a {kind.__qualname__} as a key or in a set cannot be saved; use a plain value, or a list for tensors"
-    )
-
-
-def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
-    """The items of a set, in an order that does not change from process to process."""
-    keys = list(items)
-    nodes = [_key(item, path, depth) for item in keys]
-    _check_alike(nodes, keys, path)
-    return sorted(nodes, key=msgspec.msgpack.encode)
-
-
-def _check_alike(nodes: Sequence[Node], keys: Sequence[Any], path: str) -> None:
-    if skeleton.too_alike(nodes, keys):
-        raise UnsupportedStateError(
-            f"{path}: more than {skeleton.MOST_ALIKE} keys or items have the same hash, and could not be read back in "
-            "time that is worth the wait; store them in a list"
-        )
 
 
 def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> None:

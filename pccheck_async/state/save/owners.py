@@ -23,6 +23,7 @@ from pccheck_async.format.skeleton import ArrayNode
 from pccheck_async.state import paths
 from pccheck_async.state.boxes import Holders, alike, hash_of, holders_in
 from pccheck_async.state.cache.memo import Memo
+from pccheck_async.state.cache.patterns import same_objects
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.state.save.replicas import Replica
 from pccheck_async.state.stateful import containers_and_objects
@@ -76,13 +77,14 @@ class Owners:
         ``memo`` is that of the state.
         """
         objects = [(path, part) for path, part in containers_and_objects(state) if isinstance(part, _REPLICATED)]
-        key = [(path, weakref.ref(part), _ids(part)) for path, part in objects]
+        key = [(path, _ids(part)) for path, part in objects]
+        references = [weakref.ref(part) for _, part in objects]  # which ``==`` would compare by code of theirs
         found = None if memo is None else memo.replicas
-        if found is None or found[0] != key:
-            found = key, *_replicas_in(objects)
+        if found is None or found[0] != key or not same_objects(found[1], references):
+            found = key, references, *_replicas_in(objects)
             if memo is not None:
                 memo.replicas = found
-        _, replicas, trained = found
+        _, _, replicas, trained = found
         return Tally(self, replicas, trained, self._differing())
 
     def saved_apart(self, state: Mapping[str, Any], manifest: Manifest) -> dict[str, int]:

@@ -21,8 +21,7 @@ import torch
 
 from pccheck_async.format import crc32
 from pccheck_async.state.boxes import Holders, hash_of
-from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import PackedSource, as_bits
+from pccheck_async.state.leaves import ArrayLeaf, PackedSource, as_bits
 from pccheck_async.state.storages import view_of
 
 _PARTS: Final = 16

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state.sources import HOST, PackedSource, Sources, device_bytes
+from pccheck_async.state.leaves import HOST, PackedSource, Sources, device_bytes
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
 
