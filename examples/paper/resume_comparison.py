@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pccheck_async.cli.demo import Losses, exact, read_losses
+from pccheck_async.cli.demo_losses import Losses, exact, read_losses
 
 OPTIONS = (
     "seed", "training_steps", "checkpoint_freq", "device", "threads", "layers", "width", "heads", "context", "batch",

@@ -7,24 +7,31 @@ import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import pccheck_async as pccheck
-from pccheck_async.cli.output import FAILED, complain, no_plot, printable, reporting, size, terminal
+from pccheck_async.cli.demo_losses import compare_losses, draw, read_losses
+from pccheck_async.cli.output import FAILED, complain, no_file, printable, reporting, size, terminal
 
+NEXT = """
+In your own loop:
+
+    with SyncCheckpointEngine("checkpoints") as engine:
+        restored = engine.restore(state)       # in place; None if nothing is saved yet
+        ...  with engine.step(state, step):    # around each step; saves as often as 3 % of the time allow
+"""
 KILL_ATTEMPTS = 3
 POLL_SECONDS = 0.2
 
@@ -61,16 +68,24 @@ class DemoRun:
 
 @reporting
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
-    interval: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
-    crash_at: Annotated[int, typer.Option(help="The killed run dies in the middle of the save of this step.")] = 40,
+    steps: Annotated[int, typer.Option(min=3, help="Training steps of each run.")] = 60,
+    interval: Annotated[
+        int | None, typer.Option(min=1, help="Steps between two checkpoints (default: a sixth of --steps).")
+    ] = None,
+    crash_at: Annotated[
+        int | None,
+        typer.Option(help="The killed run dies in the middle of the save of this step (default: at two thirds)."),
+    ] = None,
     store: Annotated[
         Path | None, typer.Option(help="Put the runs into a new folder in here (default: the system's place).")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the loss curves (of rank 0) into this file (needs matplotlib).")
+        Path | None, typer.Option(help="Draw the loss curves (of rank 0) into this SVG file (default: a new one).")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the stores and loss files at the end.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Train a model 13 times as large: minutes in place of half a minute.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or auto.")] = "cpu",
     ranks: Annotated[
         int, typer.Option(min=1, help="Train data-parallel in so many processes under torchrun (gloo, on the CPU).")
@@ -84,6 +99,8 @@ def demo(
     Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
     usage.
     """
+    interval = max(1, steps // 6) if interval is None else interval
+    crash_at = max(interval + 1, steps * 2 // 3) if crash_at is None else crash_at
     if not interval < crash_at <= steps:
         raise typer.BadParameter(
             f"--crash-at {crash_at} must lie after the first checkpoint (--interval {interval}) and not after the last "
@@ -91,7 +108,9 @@ def demo(
         )
     if ranks > 1 and device != "cpu":
         raise typer.BadParameter(f"--ranks {ranks} trains on the CPU, not with --device {device}")
-    if problem := no_plot(plot) or (ranks > 1 and no_torchrun()):
+    if plot is not None and plot.suffix != ".svg":
+        raise typer.BadParameter(f"--plot {plot}: the picture is an SVG file")
+    if problem := no_file("--plot", plot) or (ranks > 1 and no_torchrun()):
         complain(problem)
         return 2
     console = terminal(markup=True)
@@ -99,9 +118,18 @@ def demo(
         store.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=store))
     options = [f"--steps={steps}", f"--interval={interval}", f"--device={device}"]
-    if ranks > 1:  # they share the cores
-        options += ["--layers=2", "--width=128", "--threads=1"]
+    if not full:
+        options += ["--layers=2", "--width=128", "--context=64", "--threads=1"]
+    elif ranks > 1:  # they share the cores
+        options += ["--threads=1"]
+    on = f" on {ranks} ranks" if ranks > 1 else ""
+    duration = "some minutes" if full else "about half a minute" if steps <= 60 else "a minute or more"
     try:
+        console.print(
+            f"Training a small GPT on the sources of Python's standard library{on}, three times: "
+            f"uninterrupted, killed in the middle of the save of step {crash_at}, and resumed. That takes "
+            f"{duration} on two cores.\n"
+        )
         return 0 if _demonstrate(console, folder, options, steps, crash_at, plot, ranks) else FAILED
     except RunFailedError as error:
         why, *last_lines = error.args
@@ -130,10 +158,6 @@ def no_torchrun() -> str | None:
 def _demonstrate(
     console: Console, folder: Path, options: list[str], steps: int, crash_at: int, plot: Path | None, ranks: int
 ) -> bool:
-    console.print(
-        f"Training a small GPT on the sources of Python's standard library{f' on {ranks} ranks' if ranks > 1 else ''}, "
-        f"three times: uninterrupted, killed in the middle of the save of step {crash_at}, and resumed.\n"
-    )
     began = time.monotonic()
     uninterrupted = DemoRun("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv", ranks)
     _train(uninterrupted, options, console)
@@ -181,12 +205,17 @@ def _demonstrate(
     )
     for path in different[:10]:
         console.print(f"  different: {path}", markup=False)
-    if plot is not None:
-        draw(plot, *rows[0], crash_at, durable.step)
-        console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
+    if plot is None:
+        number, name = tempfile.mkstemp(prefix="pccheck-demo-", suffix=".svg")
+        os.close(number)
+        plot = Path(name)
+    plot.write_text(draw(*rows[0], crash_at, durable.step), encoding="utf-8")
+    console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
     all_equal = all(each.all_equal for each in losses) and not different
     verdict = "[bold green]Every bit is equal." if all_equal else "[bold red]The runs differ."
     console.print(f"{verdict}[/] ({time.monotonic() - began:.0f} s)")
+    if all_equal:
+        console.print(NEXT, soft_wrap=True, markup=False)
     return all_equal
 
 
@@ -216,13 +245,15 @@ def _train(run: DemoRun, options: list[str], console: Console, *, killed: bool =
     # The installed package, also where the current folder is a checkout of the sources.
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     told = run.newest()
-    with run.log.open("wb") as log:
+    steps = int(options[0].partition("=")[2])
+    with run.log.open("wb") as log, _progress(console, run.name, steps) as show:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
         )
         try:
             while process.poll() is None:
                 told = _tell(console, run, told)
+                show(max(read_losses(run.loss_files[0]), default=0))
                 time.sleep(POLL_SECONDS)
             _tell(console, run, told)
         finally:
@@ -239,6 +270,15 @@ def _train(run: DemoRun, options: list[str], console: Console, *, killed: bool =
         )
 
 
+@contextmanager
+def _progress(console: Console, name: str, steps: int) -> Iterator[Callable[[int], None]]:
+    """A bar, on terminals only, that is moved by the number of the newest step."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{name}: starting", total=steps)
+        yield lambda step: progress.update(task, completed=step, description=f"{name}{':' if step else ': starting'}")
+
+
 def _tell(console: Console, run: DemoRun, told: pccheck.CheckpointInfo | None) -> pccheck.CheckpointInfo | None:
     """Print a line if a checkpoint newer than the last one printed is durable, and return the newest."""
     newest = run.newest()
@@ -246,88 +286,3 @@ def _tell(console: Console, run: DemoRun, told: pccheck.CheckpointInfo | None) -
         loss = newest.metadata["loss"]
         console.print(f"{run.name + ':':<14} the checkpoint of step {newest.step} is durable, loss {loss:.4f}")
     return newest
-
-
-# -- losses, row by row, by their bits
-
-
-class Loss(NamedTuple):
-    """A row of a loss file: the loss in decimal for people, its float32 bits for comparing."""
-
-    loss: float
-    bits: str
-
-
-Losses = Mapping[int, Loss]
-
-
-def read_losses(path: Path) -> Losses:
-    """Read a loss file (columns step, loss, bits), which may be missing or still be written."""
-    if not path.exists():
-        return {}
-    rows = (line.split(",") for line in path.read_text().splitlines()[1:])
-    return {int(row[0]): Loss(float(row[1]), row[2]) for row in rows if len(row) == 3 and len(row[2]) == 8}
-
-
-class LossComparison(NamedTuple):
-    """Steps of which both the killed run (as far as it came) and the resumed run have the uninterrupted run's bits."""
-
-    equal: int
-    all_equal: bool
-    table: Table
-
-
-def compare_losses(
-    uninterrupted: Losses, killed: Losses, resumed: Losses, steps: int, crash_at: int, restored: int
-) -> LossComparison:
-    """Compare the losses of every step, and tabulate some of them."""
-    stride = steps // 60 * 10 or max(1, steps // 6)
-    shown = {1, restored, restored + 1, crash_at, crash_at + 1, *range(0, steps, stride), steps}
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("step", "loss", "uninterrupted", "killed", "resumed", ""):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    equal = 0
-    for step in range(1, steps + 1):
-        rows = uninterrupted.get(step), killed.get(step), resumed.get(step)
-        expected = [row for row, due in zip(rows, (True, step <= crash_at, True), strict=True) if due]
-        same = rows[0] is not None and all(row is not None and row.bits == rows[0].bits for row in expected)
-        equal += same
-        if step in shown or not same:
-            marks = {restored: ", resumed here", crash_at: ", killed here"}
-            table.add_row(
-                str(step),
-                f"{rows[0].loss:.6f}" if rows[0] else "-",
-                *(row.bits if row else "-" for row in rows),
-                ("equal" if same else "[bold red]DIFFERENT[/]") + marks.get(step, ""),
-            )
-    return LossComparison(equal, equal == steps, table)
-
-
-def draw(path: Path, uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int) -> None:
-    """Draw the three loss curves, and below them how far the resumed run is from the uninterrupted one."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    curves, difference = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    styles = (
-        ("uninterrupted", uninterrupted, {"color": "0.75", "linewidth": 6}),
-        ("killed", killed, {"color": "tab:red", "linewidth": 2.5}),
-        ("resumed", {s: row for s, row in resumed.items() if s > restored}, {"color": "tab:blue", "linestyle": "--"}),
-    )
-    for label, losses, style in styles:
-        curves.plot(list(losses), [row.loss for row in losses.values()], label=label, **style)
-    curves.axvline(crash_at, color="tab:red", linestyle=":", label=f"SIGKILL while saving step {crash_at}")
-    curves.axvline(restored, color="tab:blue", linestyle=":", label=f"resumed from step {restored}")
-    curves.set_ylabel("loss")
-    curves.legend()
-    common = [step for step in resumed if step in uninterrupted]
-    difference.plot(common, [exact(resumed[step]) - exact(uninterrupted[step]) for step in common], color="tab:blue")
-    difference.set_ylabel("resumed minus\nuninterrupted")
-    difference.set_xlabel("step")
-    figure.savefig(path)
-
-
-def exact(row: Loss) -> float:
-    """Return the loss from its bits, where the decimals are rounded."""
-    value: float = struct.unpack(">f", bytes.fromhex(row.bits))[0]
-    return value

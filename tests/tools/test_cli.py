@@ -16,6 +16,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 import pccheck_async
 from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app, main
-from pccheck_async.cli.demo import compare_losses, draw, read_losses
+from pccheck_async.cli.demo_losses import compare_losses, draw, read_losses
 from pccheck_async.cli.output import dump, parse_size, size
 from pccheck_async.telemetry import fill_standard_files
 from tests.support.processes import passes_in_a_forked_child
@@ -196,13 +197,11 @@ def test_version() -> None:
     assert result.stdout.split()[-1] == pccheck_async.__version__
 
 
-def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = runner.invoke(app, ["demo", f"--plot={tmp_path / 'missing' / 'a.png'}"])
+@pytest.mark.parametrize("name", ["missing/a.svg", "a.png"])
+def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, name: str) -> None:
+    result = runner.invoke(app, ["demo", f"--plot={tmp_path / name}"])
     assert result.exit_code == 2
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = runner.invoke(app, ["demo", f"--plot={tmp_path / 'a.png'}"])
-    assert result.exit_code == 2
-    assert "matplotlib" in result.stderr
+    assert "--plot" in result.stderr
 
 
 @pytest.mark.slow
@@ -210,15 +209,18 @@ def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pyte
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda command, **popen: start_warm(*command[1:], **popen))
     # At most two saves are in flight: that of step 1 is durable when step 3 is being saved.
-    arguments = ["demo", "--steps=3", "--interval=1", "--crash-at=3", f"--store={tmp_path}", "--keep"]
+    arguments = ["demo", "--steps=3", "--interval=1", "--crash-at=3", f"--store={tmp_path / 'runs'}", "--keep"]
+    arguments.append(f"--plot={tmp_path / 'losses.svg'}")
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "died by SIGKILL in the middle of the save of step 3" in result.stdout
     assert re.search(r"newest\s+durable\s+checkpoint was\s+that of step [12] ", result.stdout)
     assert "Losses: 3 of 3 equal in every bit." in result.stdout
     assert "Every bit is equal." in result.stdout
-    (folder,) = tmp_path.iterdir()
+    assert "with engine.step(state, step)" in result.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
     assert sorted(read_losses(folder / "resumed.csv")) == [1, 2, 3]
+    assert ElementTree.parse(tmp_path / "losses.svg").getroot().tag.endswith("svg")
 
 
 @pytest.mark.campaign
@@ -369,12 +371,16 @@ def test_a_row_being_written_is_not_read(tmp_path: Path) -> None:
     assert read_losses(tmp_path / "missing.csv") == {}
 
 
-@pytest.mark.slow
 def test_draw(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     whole = read_losses(losses(tmp_path, "3f800000", "3f800001", "3f800002"))
-    draw(tmp_path / "losses.png", whole, whole, whole, crash_at=3, restored=1)
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    killed = {step: whole[step] for step in (1, 2)}
+    svg = "{http://www.w3.org/2000/svg}"
+    picture = ElementTree.fromstring(draw(whole, killed, whole, crash_at=2, restored=1))
+    assert [len(curve.get("points", "").split()) for curve in picture.iter(f"{svg}polyline")] == [3, 2, 2]
+    said = [text.text for text in picture.iter(f"{svg}text")]
+    assert "resumed from step 1" in said
+    assert "SIGKILL in the save of step 2" in said
+    ElementTree.fromstring(draw({}, {}, {}, crash_at=2, restored=1))
 
 
 @pytest.mark.parametrize(

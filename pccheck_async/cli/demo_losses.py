@@ -1,0 +1,124 @@
+"""The losses of the runs of ``pccheck demo``, row by row: read, compared by their bits, drawn."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+_STYLES: Final = {
+    "uninterrupted": 'stroke="#bbb" stroke-width="7"',
+    "killed": 'stroke="#c0392b" stroke-width="3"',
+    "resumed": 'stroke="#1f6fb2" stroke-width="3" stroke-dasharray="9 5"',
+}
+
+
+class Loss(NamedTuple):
+    """A row of a loss file: the loss in decimal for people, its float32 bits for comparing."""
+
+    loss: float
+    bits: str
+
+
+Losses = Mapping[int, Loss]
+
+
+def read_losses(path: Path) -> Losses:
+    """Read a loss file (columns step, loss, bits), which may be missing or still be written."""
+    if not path.exists():
+        return {}
+    rows = (line.split(",") for line in path.read_text().splitlines()[1:])
+    return {int(row[0]): Loss(float(row[1]), row[2]) for row in rows if len(row) == 3 and len(row[2]) == 8}
+
+
+class LossComparison(NamedTuple):
+    """Steps of which both the killed run (as far as it came) and the resumed run have the uninterrupted run's bits."""
+
+    equal: int
+    all_equal: bool
+    table: Table
+
+
+def compare_losses(
+    uninterrupted: Losses, killed: Losses, resumed: Losses, steps: int, crash_at: int, restored: int
+) -> LossComparison:
+    """Compare the losses of every step, and tabulate some of them."""
+    stride = steps // 60 * 10 or max(1, steps // 6)
+    shown = {1, restored, restored + 1, crash_at, crash_at + 1, *range(0, steps, stride), steps}
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("step", "loss", "uninterrupted", "killed", "resumed", ""):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    equal = 0
+    for step in range(1, steps + 1):
+        rows = uninterrupted.get(step), killed.get(step), resumed.get(step)
+        expected = [row for row, due in zip(rows, (True, step <= crash_at, True), strict=True) if due]
+        same = rows[0] is not None and all(row is not None and row.bits == rows[0].bits for row in expected)
+        equal += same
+        if step in shown or not same:
+            marks = {restored: ", resumed here", crash_at: ", killed here"}
+            table.add_row(
+                str(step),
+                f"{rows[0].loss:.6f}" if rows[0] else "-",
+                *(row.bits if row else "-" for row in rows),
+                ("equal" if same else "[bold red]DIFFERENT[/]") + marks.get(step, ""),
+            )
+    return LossComparison(equal, equal == steps, table)
+
+
+def draw(uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int) -> str:
+    """Return the three loss curves as an SVG picture."""
+    width, height, left, top, right, bottom = 900, 480, 64, 48, 24, 56
+    steps = [*uninterrupted, *killed, *resumed] or [1]
+    values = [row.loss for row in (*uninterrupted.values(), *killed.values(), *resumed.values())] or [0.0]
+    low, high, last = min(values), max(values), max(2, *steps)
+
+    def x(step: float) -> float:
+        return left + (width - left - right) * (step - 1) / (last - 1)
+
+    def y(value: float) -> float:
+        return top + (height - top - bottom) * (high - value) / ((high - low) or 1)
+
+    def curve(losses: Losses, style: str) -> str:
+        points = " ".join(f"{x(step):.1f},{y(row.loss):.1f}" for step, row in losses.items())
+        return f'<polyline fill="none" points="{points}" {style}/>'
+
+    def mark(step: int, colour: str, text: str, at: int) -> str:
+        side = f'x="{x(step) - 6:.1f}" text-anchor="end"' if x(step) > width / 2 else f'x="{x(step) + 6:.1f}"'
+        line = f'<path d="M{x(step):.1f} {top}V{height - bottom}" stroke="{colour}" stroke-dasharray="3 4"/>'
+        return f'{line}<text {side} y="{at}" fill="{colour}">{text}</text>'
+
+    axes = [f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#777"/>']
+    for part in range(6):
+        value, step = low + (high - low) * part / 5, round(1 + (last - 1) * part / 5)
+        axes.append(f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+        axes.append(f'<text x="{x(step):.1f}" y="{height - bottom + 20}" text-anchor="middle">{step}</text>')
+    legend = "".join(
+        f'<path d="M{left + 230 * place} 20h36" {style}/><text x="{left + 230 * place + 44}" y="24">{name}</text>'
+        for place, (name, style) in enumerate(_STYLES.items())
+    )
+    after = {step: row for step, row in resumed.items() if step > restored}
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            'font-family="sans-serif" font-size="13" fill="#333">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            *axes,
+            f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle">step</text>',
+            f'<text transform="translate(16 {height / 2}) rotate(-90)" text-anchor="middle">loss</text>',
+            mark(crash_at, "#c0392b", f"SIGKILL in the save of step {crash_at}", top + 14),
+            mark(restored, "#1f6fb2", f"resumed from step {restored}", top + 34),
+            *map(curve, (uninterrupted, killed, after), _STYLES.values()),
+            legend,
+            "</svg>\n",
+        ]
+    )
+
+
+def exact(row: Loss) -> float:
+    """Return the loss from its bits, where the decimals are rounded."""
+    value: float = struct.unpack(">f", bytes.fromhex(row.bits))[0]
+    return value
