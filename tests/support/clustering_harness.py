@@ -62,6 +62,7 @@ class Program:
 
     def run(self, store: Path, *more: str, kill: tuple[int, float] | None = None) -> Ended:
         """Run to the end, or until so many seconds after it said that it saves the iteration, whichever is first."""
+        pytest.importorskip("sklearn.datasets")  # else each fork imports it
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from examples.paper.lab.methods.shelf import ShelfInPlace
 from examples.paper.lab.table import Row
 from tests.support.clustering_harness import Ended, Program
 
-pytest.importorskip("sklearn")
-
-pytestmark = pytest.mark.usefixtures("one_thread")  # forked children have none but their first
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),  # forked children have none but their first
+    pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn"),  # which takes a second to import
+]
 
 FLAGS = ("--k=3", "--samples=200", "--tolerance=0", "--max-iterations=6")
 PROGRAMS = {"kmeans": Program("kmeans", FLAGS), "gmm": Program("gmm", (*FLAGS, "--threads=1"))}
