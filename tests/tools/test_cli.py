@@ -207,7 +207,8 @@ def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("dynamo")
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.Popen", lambda command, **popen: start_warm(*command[1:], **popen))
+    small = ("--layers=2", "--width=128", "--threads=1")  # as beside other ranks
+    monkeypatch.setattr("subprocess.Popen", lambda command, **popen: start_warm(*command[1:], *small, **popen))
     # At most two saves are in flight: that of step 1 is durable when step 3 is being saved.
     arguments = ["demo", "--steps=3", "--interval=1", "--crash-at=3", f"--store={tmp_path / 'runs'}", "--keep"]
     arguments.append(f"--plot={tmp_path / 'losses.svg'}")
