@@ -141,7 +141,7 @@ def recover_store(
         names = await medium.names()  # only now: the previous holder of the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
         if not numbers and COMMIT_NAME not in names:
-            return await _recover_group(opened, Path(path), write, search or slots is not None)
+            return await _recover_group(opened, Path(path), names, write, search or slots is not None)
         facts = await medium.prepare(create=False)
         identity_state, identity = await _identity(medium)
         commit = await read_commit(medium)
@@ -189,11 +189,17 @@ def recover_store(
     return call_once(recover())
 
 
-async def _recover_group(opened: OpenMedium, folder: Path, write: bool, search: bool) -> Recovery:
+async def _recover_group(
+    opened: OpenMedium, folder: Path, names: Collection[str], write: bool, search: bool
+) -> Recovery:
     """Examine ``group.json`` and the records of all ranks; with ``write`` make the former anew if it is not valid.
 
     Raises the error of :func:`no_store` if the folder has neither.
     """
+    if GROUP_NAME not in names and (IDENTITY_NAME in names or not read_place(folder).stores):
+        raise no_store(opened, folder, "no store, nor parts of one")
+    if search:
+        raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
     state: FileState = "valid"
     try:
         state = "missing" if stored_domain(folder) is None else "valid"
@@ -205,18 +211,13 @@ async def _recover_group(opened: OpenMedium, folder: Path, write: bool, search: 
         if is_exhausted(error) or is_forbidden(error):
             raise
         state = "damaged"
-    place, medium = read_place(folder), opened.medium
-    if state == "missing" and not place.stores:
-        raise no_store(opened, folder, "no store, nor parts of one")
-    if search:
-        raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
-    recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME)
+    recovery = Recovery(state, "valid", (), tuple(read_place(folder).infos), identity_name=GROUP_NAME)
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)
     # Any number will do: ranks that open this folder together only compare the numbers that they read.
     files = {GROUP_NAME: encode_domain(secrets.token_hex(16))}
-    kept = await _replace_files(medium, await medium.names(), files)
+    kept = await _replace_files(opened.medium, names, files)
     return replace(recovery, written=(GROUP_NAME,), kept=kept)
 
 

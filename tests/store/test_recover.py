@@ -569,3 +569,12 @@ def test_what_a_recovery_wrote_survives_the_loss_of_power(identity: str) -> None
     recover_store("x", write=True, io=CrashWriter(disk))
     for image in power_loss_images(disk.snapshot(), sector=512, limit=64):
         assert [info.step for info in list_checkpoints("x", io=ImageWriter(image))] == [2, 1]
+
+
+def test_nothing_but_an_identity_is_left(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for path in tmp_path.iterdir():
+        if path.name != "store.json":
+            path.unlink()
+    with pytest.raises(NoCheckpointError, match="holds no store, nor parts of one"):
+        recover_store(tmp_path)
