@@ -190,6 +190,14 @@ def test_optimized_tensors_that_are_no_leaves_are_looked_at_each_time() -> None:
         memory = memory.detach()
 
 
+def test_an_optimizer_of_fewer_tensors_is_not_taken_for_one_whose_others_are_no_leaves() -> None:
+    weight, other = torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(8))
+    run = Run(weight, other.detach())
+    for _ in range(3):
+        assert run.lazy(torch.optim.SGD([weight, other], lr=0.1)) == [True, True]
+        assert run.lazy(torch.optim.SGD([weight], lr=0.1)) == [True, False]
+
+
 def test_modules_in_modules_are_looked_at() -> None:
     plain, table = torch.nn.Embedding(2, 2), torch.nn.EmbeddingBag(2, 2, max_norm=1.0)
     module = torch.nn.ModuleDict({"plain": plain, "inside": torch.nn.Sequential(torch.nn.ReLU(), table)})
