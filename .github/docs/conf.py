@@ -5,6 +5,7 @@ Build it in the root of a checkout, with the package installed: ``sphinx-build -
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ html_copy_source = False
 templates_path = ["."]
 html_additional_pages = {"index": "start.html"}
 
+REFERENCE = ["saving", "state", "reading", "policies", "stores", "shelf", "errors"]
 CONTENTS = """
 ```{{toctree}}
 :caption: {caption}
@@ -55,12 +57,10 @@ def add_contents(app: Any, name: str, source: list[str]) -> None:
         return
     root = Path(app.srcdir)
 
-    def pages(folder: str) -> list[str]:
-        return [f"{folder}/{page.stem}" for page in sorted((root / folder).glob("*.md"))]
-
+    guide = re.findall(r"\((\w+)\.md\)", (root / "examples/guide/index.md").read_text())
     contents = {
-        "Guide": dict.fromkeys(["examples/guide/index", *pages("examples/guide")]),
-        "Reference": pages(".github/docs/reference"),
+        "Guide": [f"examples/guide/{page}" for page in ("index", *dict.fromkeys(guide))],
+        "Reference": [f".github/docs/reference/{page}" for page in REFERENCE],
         "Project": [".github/CONTRIBUTING", ".github/SECURITY", "examples/paper/README"],
     }
     for caption, names in contents.items():
