@@ -5,8 +5,8 @@ checkpoint. Nothing is imported before it is used.
 
 Saving: :class:`CheckpointEngine` (``async with``) and :class:`SyncCheckpointEngine` (``with``) have the same verbs.
 ``checkpoint`` returns a :class:`PendingCheckpoint` when the state is captured and may change; awaited, that gives the
-:class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy` says
-so, ``attach`` lets captures overlap with training, ``restore`` fills a live state.
+:class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy`
+decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state.
 
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.

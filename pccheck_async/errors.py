@@ -23,7 +23,7 @@ _ESCAPES = r" (in a path, \. is a dot inside a key)"
 
 
 def explained(message: str) -> str:
-    r"""Return a message, with what ``\.`` means in the paths that it names."""
+    r"""Return a message, with an explanation of ``\.`` if a path in it has that."""
     return message if r"\." not in message or _ESCAPES in message else message + _ESCAPES
 
 
@@ -48,7 +48,7 @@ class WriteError(CheckpointError, OSError):
 
 
 class DurabilityUnknownError(WriteError):
-    """A flush failed, or a step after one: nobody knows what of it a power loss would leave."""
+    """A flush failed, or a step after one: it is unknown which bytes a power loss would leave."""
 
     @classmethod
     def of(cls, error: OSError) -> Self:
@@ -67,7 +67,7 @@ class StoreError(CheckpointError):
 
 
 class CorruptStoreError(StoreError):
-    """Bytes on storage are not what was written, or not what this version understands."""
+    """Bytes on storage differ from the bytes written, or this version does not understand them."""
 
 
 class DamagedError(CorruptStoreError):
@@ -79,10 +79,10 @@ class NoCheckpointError(StoreError):
 
 
 class StoreFailedError(StoreError, WriteError):
-    """A flush or a commit record failed, so nothing more is committed; what was committed stays readable.
+    """A flush or a commit record failed, so nothing more is committed; committed checkpoints stay readable.
 
     Raised for that first failure and for everything after it, with its ``errno`` and ``filename``. A plain
-    :class:`WriteError` fails only what it is raised for: the next checkpoint may succeed.
+    :class:`WriteError` fails only the checkpoint that it is raised for: the next one may succeed.
     """
 
 
@@ -107,7 +107,7 @@ class StateMismatchError(_PathError, ValueError):
         mismatched: Paths both have with another shape, dtype, type or arguments, each with what was found.
 
     Args:
-        message: What to say instead of listing the three.
+        message: The text in place of a list of the three.
         missing: See above.
         unexpected: See above.
         mismatched: See above.
@@ -140,7 +140,7 @@ class TornCaptureError(_PathError):
     """The live state changed while it was captured; nothing of that checkpoint was committed.
 
     Attributes:
-        paths: The leaves that are known to have changed, as far as they can be told.
+        paths: The leaves that are known to have changed; others may have, too.
     """
 
     def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
@@ -149,10 +149,10 @@ class TornCaptureError(_PathError):
 
 
 class InfeasibleError(CheckpointError, ValueError):
-    """No settings fit the machine; the message says what is missing, and what to do.
+    """No settings fit the machine; the message names the lack and a remedy.
 
     Attributes:
-        constraints: What binds: "storage", "memory", "cpu" or "record".
+        constraints: The limits that were reached: "storage", "memory", "cpu" or "record".
     """
 
     def __init__(self, message: str, *, constraints: Sequence[str] = ()) -> None:
@@ -165,14 +165,14 @@ class InvalidTuningError(CheckpointError, ValueError):
 
 
 class GroupError(CheckpointError):
-    """Ranks of a group disagree, or one of them is gone: what waits for them fails; nothing is dropped."""
+    """Ranks of a group disagree, or one of them is gone: calls that wait for them fail; nothing is dropped."""
 
 
 class ReplicasDifferError(GroupError):
-    """Ranks have different ones of what they are believed to have alike, and this checkpoint is aborted.
+    """Ranks differ in tensors that they are believed to have alike (replicas): this checkpoint is aborted.
 
-    In the next one each rank saves its own. Only who waits for this one gets the error; a run goes on, with a
-    warning in the log.
+    In the next checkpoint each rank saves its own tensors. Only a caller that waits for this one gets the error; a run
+    goes on, with a warning in the log.
     """
 
 
@@ -215,7 +215,7 @@ def lock_error(error: OSError) -> OSError:
 
 
 def machine_error(error: OSError | RuntimeError, what: str) -> ReadError:
-    """Map the error of starting threads or an event loop: it says nothing of a store."""
+    """Map the error of starting threads or an event loop: no store is at fault."""
     number = error.errno if isinstance(error, OSError) and error.errno is not None else _errno.EAGAIN
     todo = _ADVICE.get(number, "see ulimit -u and the cgroup's pids.max")
     return ReadError(number, f"{what} cannot be started ({getattr(error, 'strerror', None) or error}); {todo}")
@@ -238,7 +238,7 @@ def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether a system call lacked descriptors or memory, which says nothing about the bytes stored."""
+    """Whether a system call lacked descriptors or memory: the bytes stored may be whole."""
     return isinstance(error, OSError) and error.errno in (_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM)
 
 

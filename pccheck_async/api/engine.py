@@ -292,8 +292,8 @@ class CheckpointEngine(EngineBase):
                 rank r modulo the old number. Globs over paths: "modulo" for these alone.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
                 if a damaged checkpoint is passed over). It must be quick.
-            dry_run: Compare only: nothing is changed and no array is read, and the result says what a restore does
-                (``actions``) and why it would fail (``error``). In a group all ranks call it, and each gets its own.
+            dry_run: Compare only: nothing is changed and no array is read, and the result has a restore's ``actions``
+                and the ``error`` that it would raise. In a group all ranks call it, and each gets its own.
 
         Returns:
             The restored checkpoint; None if the store is empty.

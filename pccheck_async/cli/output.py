@@ -199,7 +199,7 @@ def parse_size(text: str) -> int:
     """Return a size in bytes: "1073741824", "1GiB" and "1.5 GB" (units of 1000 bytes)."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; say it like 500MB, 1.5GiB or 1073741824")
+        raise typer.BadParameter(f"{text!r} is no size; write it like 500MB, 1.5GiB or 1073741824")
     number, unit, binary = match.groups()
     nbytes = float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " ")
     if not 1 <= nbytes < 1 << 63:

@@ -359,8 +359,8 @@ def diff(
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
 
-    Of groups, tensors that lie on several ranks are compared in full, even if they are divided differently; of what
-    each rank has for itself, that of --rank alone. Verifies all bytes that it reads and writes nothing. Safe while a
+    Tensors that lie on several ranks of a group are compared in full, even if divided differently; values that each
+    rank has for itself, for --rank alone. Verifies all bytes that it reads and writes nothing. Safe while a
     trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
@@ -408,11 +408,11 @@ def _compared(comparison: pccheck.Comparison) -> Iterator[str | Table]:
         f"One: step {comparison.one.step}, counter {comparison.one.counter}. Other: step {comparison.other.step}, "
         f"counter {comparison.other.counter}. {size(comparison.nbytes)} of tensors compared."
     )
-    ranks = [f"that of rank {rank}" for rank in (comparison.rank, comparison.other_rank) if rank is not None]
+    ranks = [f"those of rank {rank}" for rank in (comparison.rank, comparison.other_rank) if rank is not None]
     if ranks:
         what, *others = dict.fromkeys(ranks)
         beside = f" with {others[0]}" if others else ""
-        yield f"Of what each rank has for itself, {what} was compared{beside}: --rank and --other-rank choose."
+        yield f"Each rank has values of its own; {what} were compared{beside}: --rank and --other-rank choose."
     same = comparison.leaves - sum(each.change != "container" for each in comparison.differences)
     which = f"{same} of {comparison.leaves}" if comparison.differences else f"All {comparison.leaves}"
     yield f"{which} leaves are equal in every bit."
@@ -493,7 +493,7 @@ def rm(
     """
     steps, names = steps or [], names or []
     if not steps and not names:
-        raise typer.BadParameter("say which: steps, or --name")
+        raise typer.BadParameter("give steps, or --name")
     place = read_place(path)
     if not (infos := place.infos):
         raise place.nothing(None)
@@ -614,7 +614,7 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
     if recovery.missing:
         yield (
             f"LOST: {', '.join(recovery.missing)}, which the newest record names. A trainer falls back to the newest "
-            f"checkpoint that is whole: `pccheck verify {path} --all` says which are."
+            f"checkpoint that is whole: `pccheck verify {path} --all` lists them."
         )
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
@@ -710,16 +710,16 @@ def import_(
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
     source: Annotated[
         Literal["lightning", "transformers", "torch", "safetensors", "dcp"] | None,
-        typer.Option("--from", help="The format (default: what it looks like)."),
+        typer.Option("--from", help="The format (default: as detected)."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
+        int | None, typer.Option(help="The step of the new checkpoint (default: the one in the file, or a count).")
     ] = None,
     root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
     skip_unreadable: Annotated[
         bool,
         typer.Option(
-            "--skip-unreadable", help="Leave out what cannot be read without running code, such as a configuration."
+            "--skip-unreadable", help="Leave out values that can be read only by running code, such as a configuration."
         ),
     ] = False,
     json: Json = False,

@@ -80,7 +80,7 @@ def tune(
         nbytes = place.infos[0].nbytes
     if nbytes is None:
         why = place.nothing(None)
-        complain(f"no committed checkpoint to take the size from, so say it with --size: {why}")
+        complain(f"no committed checkpoint to take the size from, so give it with --size: {why}")
         return status_of(why)
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     stderr = terminal(stderr=True)

@@ -49,7 +49,7 @@ def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
         _nested(content.entries, content.paths)  # else it would raise after all was read
     except (CheckpointError, OSError, MemoryError):
         raise
-    except Exception as error:  # damaged pickles lead to anything
+    except Exception as error:  # a damaged pickle may raise any exception
         what = str(error) if isinstance(error, _BadError) else f"{type(error).__name__}: {error}"
         raise CorruptStoreError(f"{file} is damaged: {what}") from error
     content.check_files(folder)

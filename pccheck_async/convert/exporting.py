@@ -136,7 +136,7 @@ def export_checkpoint(
     if to not in formats:
         raise ValueError(f"to is {', '.join(map(repr, formats))}, not {to!r}")
     if to in _WHOLE and (keys is not None or root is not None):
-        raise ValueError(f"what a trainer resumes from is the whole checkpoint: no keys and no root for {to!r}")
+        raise ValueError(f"a trainer resumes from the whole checkpoint: no keys and no root for {to!r}")
     if max_file_size is not None and (to != "safetensors" or max_file_size < 1):
         raise ValueError(f"max_file_size is at least one byte, and for 'safetensors'; not {max_file_size} for {to!r}")
     if metadata is not None:

@@ -163,7 +163,7 @@ def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
         raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
     looks = _look(name)
     if source is None and looks is None:
-        raise UnsupportedStateError(f"{name} is of no format that can be told; say of which (--from, source=...)")
+        raise UnsupportedStateError(f"the format of {name} is not recognised; give it (--from, source=...)")
     if looks is not None and source not in (None, looks, *_ALSO[name.is_dir()].get(looks, ())):
         what = (
             f"is a folder of {_FOLDERS[looks]}" if name.is_dir() else f"begins like a file of {looks}, not of {source}"

@@ -132,7 +132,7 @@ def read_file(file: Path, reading: Reading) -> Any:
     except NotReadableError as error:
         if head.startswith(b"\x80") and head[1] != _PROTOCOL:
             raise UnsupportedStateError(
-                f"{file} was saved with pickle_protocol={head[1]}, and what torch reads without running code in it is "
+                f"{file} was saved with pickle_protocol={head[1]}, and torch reads without running code in it only "
                 f"protocol {_PROTOCOL}: where you trust it, save torch.load(FILE, weights_only=False) anew"
             ) from error
         what = ", ".join(_unknown_names(file)) or error
@@ -141,7 +141,7 @@ def read_file(file: Path, reading: Reading) -> Any:
             "skip_unreadable=True (--skip-unreadable)"
         ) from error
     if unreadable and _without_unreadable(held, "", reading.missing) is _Unreadable:
-        raise UnsupportedStateError(f"{file} holds nothing but what cannot be read without running code in it")
+        raise UnsupportedStateError(f"{file} holds no value that can be read without running code in it")
     return held
 
 

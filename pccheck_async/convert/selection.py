@@ -71,7 +71,10 @@ class Selection:
         self.refused += [f"{path} {trouble}" for path, trouble in troubles.items() if trouble]
 
     def saved_by(self, adapter: str, *parts: str) -> dict[str, Node]:
-        """Return the parts, by name, that the callback of ``integrations`` saved. Raises UnsupportedStateError."""
+        """Return the outermost nodes, by name, of a checkpoint that the PCcheckCallback of ``adapter`` saved.
+
+        Raises UnsupportedStateError if one of ``parts`` is missing: such a callback saves all of them.
+        """
         there = dict(below(self.node))
         if lacking := [part for part in parts if part not in there]:
             raise UnsupportedStateError(
@@ -163,7 +166,9 @@ def _key(node: Node, path: str, selection: Selection) -> Node:
 def _scalar(node: NumpyScalarNode, path: str, selection: Selection) -> Node:
     scalar = from_node(node)
     kind = np.dtype(node.dtype).kind
-    value: Hashable = str(scalar) if kind == "U" else bytes(scalar) if kind == "S" else scalar.item()  # keeps its NULs
+    value: Hashable = (
+        str.__str__(scalar) if kind == "U" else bytes(scalar) if kind == "S" else scalar.item()
+    )  # keeps its NULs
     if kind not in "biufcSU" or isinstance(value, np.generic):
         selection.refused.append(f"{path} (a numpy scalar of dtype {node.dtype})")
         return None

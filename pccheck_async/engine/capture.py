@@ -189,7 +189,7 @@ class StateReader:
         flat = flatten_unchecked(state, memo.outline, tally=tally, allow_pickle=self.allow_pickle)
         if flat.pickled and not self._told_pickled:
             self._told_pickled = True
-            text = "allow_pickle: %d values are pickled, whoever unpickles them runs code of theirs: %s"
+            text = "allow_pickle: %d values are pickled, and unpickling them runs code of theirs: %s"
             write("pickled", text, len(flat.pickled), ", ".join(flat.pickled[:5]))
         with no_functions(), no_dispatch():
             layout, memo.layout = cached_layout(flat.leaves, memo.layout)

@@ -372,7 +372,8 @@ class EngineCore:
                 self._check_place(name, replace=replace)
                 # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
-                # Uses up a counter before the scheduler gets it: else an interrupt in between gives it away twice.
+                # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
+                # two checkpoints would have it.
                 pending = self.in_flight.add(step, name, state_seconds)
                 self._unrestored = []
                 if assembly.publisher is not None:

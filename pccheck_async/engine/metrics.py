@@ -74,7 +74,7 @@ METRICS = (
     Metric("latest_timestamp_seconds", "gauge", "When it was captured.", lambda s: s.latest and s.latest.time),
     Metric("save_seconds", "histogram", "From admission to durable.", lambda s: s.save_seconds),
     Metric("capture_seconds", "histogram", "From admission until captured.", lambda s: s.capture_seconds),
-    Metric("stall_seconds", "histogram", "What training was kept waiting, each time.", lambda s: s.stalls, "where"),
+    Metric("stall_seconds", "histogram", "Duration of each wait of training.", lambda s: s.stalls, "where"),
     Metric("state_seconds", "counter", "Time in state_dict() and laying out the state.", lambda s: s.state_seconds),
     Metric("guard_fences", "counter", "Captures that GPUs waited for, not training.", lambda s: s.guard_fences),
     Metric("stage_operations", "counter", "Operations of the stages.", lambda s: _by_stage(s, "count"), "stage"),

@@ -1,4 +1,4 @@
-"""Those who save a checkpoint together: the questions that an engine asks them.
+"""The processes that save a checkpoint together: the questions that an engine asks them.
 
 :class:`Alone` answers for one process, ``Ranks`` of the room ``group`` by agreement with the other ranks.
 """
@@ -109,9 +109,9 @@ class RestoreCandidates(ABC):
 
 
 class Peers(ABC):
-    """Those who save together, as one engine sees them. Methods that are not abstract have nothing to do by default.
+    """The processes that save together, as one engine sees them. Methods that are not abstract do nothing by default.
 
-    Coroutines run on the engine's loop; the other methods on the caller's thread if nothing else is said.
+    Coroutines run on the engine's loop; the other methods on the caller's thread, unless they name another one.
 
     Attributes:
         collective: Whether all ranks save after the same steps: then no clock and no metric of one rank decides.

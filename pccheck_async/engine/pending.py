@@ -371,6 +371,6 @@ class PendingCheckpoint:
         self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
-        """Fail all promises that are not over."""
+        """Called with the error of a failed checkpoint: promises that are over keep their outcome, the others fail."""
         for promise in (self._captured, self._eager_captured, self._durable):
             promise.set_error(error)

@@ -119,7 +119,7 @@ class TrainingHooks:
         """Called when a restore is about to change the state."""
 
     def rejected(self) -> None:
-        """Called after checkpoints were rejected: the state of the steps until now is not to be saved as theirs."""
+        """Called after checkpoints were rejected: no step that began before is saved at its end, or as the last one."""
 
     def closed(self) -> None:
         """Called when the engine was closed."""

@@ -85,7 +85,7 @@ async def restore(
                     differing = await one.fill(caller, state, owners)
                 except UnreadableError as failure:
                     error = failure
-                damaged = bool(begun)  # unless all of it, on every rank, is whole
+                damaged = bool(begun)  # until all chunks, on every rank, are known to be whole
                 if not await candidates.filled(caller, error, differing):
                     continue
                 damaged = False

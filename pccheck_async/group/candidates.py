@@ -145,8 +145,8 @@ class PartSources:
         own, other_world = rank % old, None if old == member.world else (rank, member.world)
         if other_world and rank == 0:
             text = (
-                "this checkpoint is of %d ranks, here are %d: what was each rank's own, rank r restores of rank r "
-                "modulo %d; RNGState stays as it is"
+                "this checkpoint is of %d ranks, here are %d: rank r restores, of the ranks' private values, "
+                "those of rank r modulo %d; RNGState stays as it is"
             )
             write("other_world", text, old, member.world, old, store=os.fspath(self._folder))
         for each, domain in enumerate(places):

@@ -59,9 +59,9 @@ _UNEVEN = (
 
 
 _DIFFERS = (
-    "ranks have different tensors that DistributedDataParallel or replicated= says they have alike, such as {}; in the "
+    "ranks differ in tensors that DistributedDataParallel or replicated= declares to be alike, such as {}; in the "
     "next checkpoint each rank saves its own. Local SGD makes them differ, and GPUs of several kinds may; else ranks "
-    "have drifted apart. trusted_replicas= leaves out what is not to be compared"
+    "have drifted apart. trusted_replicas= excludes tensors from the comparison"
 )
 _MIXED = "some ranks captured it before they knew that replicas differ, others after that"
 

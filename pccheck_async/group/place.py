@@ -325,8 +325,8 @@ class Place:
         if self.of_group:
             raise StoreError(
                 f"{self.path} holds a group's checkpoints, which only its ranks can change together: engine.pin(), "
-                "engine.unpin() and engine.remove() on all of them; keep_last and the other rules drop what is neither "
-                "pinned nor kept"
+                "engine.unpin() and engine.remove() on all of them; keep_last and the other rules drop checkpoints "
+                "that are neither pinned nor kept"
             )
 
     async def close(self) -> None:

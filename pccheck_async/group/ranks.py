@@ -136,7 +136,7 @@ class Ranks(Peers):
 
     def retention(self, config: EngineConfig) -> Retention:
         if config.on_busy == "skip":
-            raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
+            raise ValueError("on_busy='skip' is not for groups: a step that one rank skips is saved by another")
         # Records also name prepared checkpoints.
         self._retention = replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
         return self._retention
@@ -370,8 +370,8 @@ class Ranks(Peers):
 
         async def reject() -> None:
             await self._change(partial(self.member.reject, step, until))
-            # Each rank requests this once its own record is durable. Without it: a rank that has no part of them
-            # returns first, all are killed, and no record has the rejection.
+            # A second request, once this rank's own record is durable. Without it: a rank without a part of those
+            # checkpoints returns first, all ranks are killed, and no record has the rejection.
             await self._change(partial(self.member.was_rejected, step, until))
 
         await uninterrupted(reject())

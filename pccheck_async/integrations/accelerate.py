@@ -151,7 +151,7 @@ class TrackedLoader:
                 if position == steps:
                     return
         finally:
-            self._loader.end()  # which a loader of Accelerate that is left before its end forgets
+            self._loader.end()  # Accelerate does not call it for a loader that is left early
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, batches that the loop got, and the generators when the pass began."""

@@ -226,9 +226,9 @@ class _Snapshot:
 class _Ranks:
     """The ranks' exchange about one tag at a time, by counters in a store that rank 0 serves.
 
-    No collective is called when a tag becomes complete: ranks are at different places of their training then. Under
-    the number of the tag stand how many parts all ranks ``began``, how many are ``durable``, how many ``all`` are (once
-    no more begin), and how it ``ended``.
+    No collective is called when a tag becomes complete: ranks are at different places of their training then. The keys
+    below the number of the tag: ``began`` and ``durable`` count the parts of all ranks, ``all`` is their final number
+    (set once no more begin), ``ended`` is empty if all are durable, and else the reason of a failure.
     """
 
     def __init__(self) -> None:

@@ -213,7 +213,7 @@ class PCcheckCallback(TrainerCallback):
         return epoch, batches
 
     def _stays_stopped(self) -> bool:
-        """Return whether a callback had ended the training that was restored, and the limit is no larger now."""
+        """Whether a callback ended the restored training, and no larger limit or ``resume_stopped`` revives it."""
         why = self._progress.told_to_stop
         if not why or self._resume_stopped or self.restored is None:
             return False

@@ -83,7 +83,7 @@ def probe(folder: Path, create: bool) -> MediumFacts:
         return _buffered(f"O_DIRECT is refused at open ({error.strerror})")
     try:
         memory_alignment, block = direct_alignment(fd)
-        if block > REGION_NBYTES or block & (block - 1):  # XFS: whole allocation units where it copies on write
+        if block > REGION_NBYTES or block & (block - 1):  # such as XFS's allocation units for copy on write
             return _buffered(f"O_DIRECT takes blocks of {block} bytes here; a store's are powers of two up to 64 KiB")
         with map_memory(block) as memory, memoryview(memory)[:block] as view:
             try:

@@ -329,7 +329,7 @@ class WindowedFile:
         if self.closed:
             return
         with suppress(OSError):
-            # Opened anew: the old mappings hold the parent's open file, and so its lock, even after its death.
+            # Opened anew: the inherited mappings keep the parent's open file, and its lock, after the parent's death.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
             for window in list(self.windows):
                 window.keep_in_child(fd)

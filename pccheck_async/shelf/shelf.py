@@ -558,7 +558,7 @@ class Shelf:
                 if name in new and new[name].nbytes and not isinstance(layer.changes[name], StoredVariable):
                     # Crash: the root names contents that were in caches only.
                     file.persist(new[name].offset, new[name].nbytes)
-            # Crash: the root names a directory that was in caches only.
+            # Without this: after a crash the root may name a directory that was in caches only.
             file.store(place.offset, memoryview(data))
             # Crash (where the kernel flushes): the root reaches the disk before the data that it names.
             file.flush()
@@ -620,7 +620,7 @@ class Shelf:
             place = self._space.take_last(used)
             try:
                 self._file.store(place.offset, memoryview(data))
-                self._file.flush()  # crash: the root names a directory that was in caches only
+                self._file.flush()  # without this: a crash may leave a root whose directory was in caches only
             except OSError as error:
                 self._failure = error
                 raise _failed(error, self.path) from error

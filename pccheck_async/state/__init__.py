@@ -3,7 +3,7 @@
 ``save`` takes a live state apart, ``restore`` makes or fills one, ``cache`` makes the second save cheap. It may import
 :mod:`pccheck_async.format`, :mod:`pccheck_async.telemetry` and :mod:`pccheck_async.errors`.
 
-Other rooms take by their modules what is a list of functions: ``restore.tree`` reads skeletons, ``restore.parts`` plans
+Other rooms import these modules whole: ``restore.tree`` reads skeletons, ``restore.parts`` plans
 reading from several ranks' parts, ``tensor_access`` watches memory, ``ambient`` leaves torch's modes, ``foreign`` makes
 values of users' classes, ``values`` plain ones; ``paths`` are names.
 """

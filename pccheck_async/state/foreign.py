@@ -64,7 +64,7 @@ def compose(node: ComposedNode, parts: Mapping[str, Any], context: Any) -> torch
 
 def _not_made(node: ComposedNode, trouble: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"{node.module[:200]}.{node.name[:200]} does not make a tensor of what is stored of one ({trouble}); it may be "
+        f"{node.module[:200]}.{node.name[:200]} does not make a tensor of its stored parts ({trouble}); it may be "
         "of another version than the class that was saved"
     )
 

@@ -89,7 +89,7 @@ def stop_calling(callback: Callback) -> None:
 
 
 def begin_period() -> int:
-    """Return the number of a period that begins now, for :func:`accessed_since`."""
+    """Begin a period of accesses, and return its number for :func:`accessed_since`."""
     global _period  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
     with _lock:
         _period += 1

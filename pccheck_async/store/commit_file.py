@@ -75,7 +75,7 @@ async def read_identity(medium: Medium, folder: str = "") -> Identity | None:
         rebuilt = None if found is None else rebuild_identity(found[0])
         if rebuilt is None:
             raise
-        text = "%s cannot be read (%s): the commit records tell what it says; `pccheck recover --write` writes it anew"
+        text = "%s cannot be read (%s): the commit records replace it; `pccheck recover --write` writes it anew"
         write("identity", text, folder + IDENTITY_NAME, error.strerror, error=str(error))
         return rebuilt[0]
 

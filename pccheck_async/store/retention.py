@@ -33,7 +33,7 @@ class Best:
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
     def among(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return the best of ``entries``, which are newest first; those whose number is NaN are never kept for it."""
+        """Return the best of ``entries``, of equals the first; those without the number, or with NaN, are left out."""
         numbered = [(number, entry) for entry in entries if (number := self.number(entry)) is not None]
         ranked = sorted(
             [one for one in numbered if not math.isnan(one[0])], key=lambda one: one[0], reverse=self.mode == "max"
@@ -124,8 +124,8 @@ class Retention:
     def remove(entries: Sequence[Entry], which: Which, *, force: bool) -> list[Entry]:
         """Return ``entries`` without those that match ``which``.
 
-        Raises NoCheckpointError if there are none, StoreError if none that is not rejected would be left, unless
-        ``force``.
+        Raises NoCheckpointError if none matches; StoreError, unless ``force``, if no checkpoint, or only rejected ones,
+        would be left.
         """
         left = [entry for entry in entries if not entry.matches(which)]
         if len(left) == len(entries):

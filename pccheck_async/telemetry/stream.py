@@ -194,7 +194,7 @@ class Stream:
         return {**counts, "nbytes": totals.durable_bytes, "stall": totals.stall_seconds}
 
     def _write(self, event: Event, others: Iterable[_Line]) -> None:
-        """Write the line of an event, if it has one, and lines about several events."""
+        """Log an event, if it has a level, and then ``others``, lines that are each about several events."""
         with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
             said = asdict(event)
             del said["time"]

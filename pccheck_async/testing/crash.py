@@ -161,7 +161,7 @@ class CrashDisk:
             return self._inodes[self._names[name]]
 
     def create(self, name: str, nbytes: int) -> tuple[Inode, FolderChange]:
-        """Enter a new file of ``nbytes`` zeros. Its name and its size are volatile."""
+        """Create a file of ``nbytes`` zeros; return its inode and its folder entry. Name and size are volatile."""
         with self._guard:
             if name in self._names:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)

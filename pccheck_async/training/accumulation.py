@@ -231,7 +231,7 @@ class Accumulation:
         this = self._watched.get(id(optimizer))
         for each in self._with_parameters_of(optimizer) if this is None else [this]:
             if each.ignored and (length := self._context - each.last) >= each.patience:
-                # One that was ignored for making no step merely has long windows.
+                # It was ignored because it made no step, and now makes one: its windows are only long.
                 each.ignored, each.patience = False, max(2 * length, PATIENCE + 1)
             each.last = self._context
             self._steps += 1

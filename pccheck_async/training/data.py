@@ -221,8 +221,8 @@ class ResumableSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Begin the next ``for`` with ``epoch``, counted by the caller (a trainer).
 
-        It starts at the epoch's beginning; if a position inside this epoch was restored and nothing was loaded
-        since, there. Each further ``for`` is another pass of the same epoch. Inside a loop over :meth:`epochs` the
+        It starts at the restored position if that lies in this epoch and nothing was loaded since, and else at the
+        epoch's beginning. Each further ``for`` is another pass of the same epoch. Inside a loop over :meth:`epochs` the
         number must be that of the epoch underway, and nothing changes.
 
         Raises:

@@ -129,7 +129,7 @@ class Course:
         self._delivered = 0  # batches of the pass, by this process
         self._beside = -1  # batches of epochs of all loaders at its last one
         self.complete = self._ended = self._live = False
-        self._left_alone: bool | None = None  # not because another loader's pass ended; None: not left yet
+        self._left_alone: bool | None = None  # left without another loader's pass having ended; None: not left yet
 
     @property
     def _worked(self) -> bool:

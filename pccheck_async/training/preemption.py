@@ -121,7 +121,7 @@ class _Signals:
             self._put_back(set(self._previous))
 
     def forked(self) -> None:
-        """In a forked child: everything as if there were no engine."""
+        """Called in a forked child: forget the parent's engines and its signal, and put the earlier handlers back."""
         self._pid = os.getpid()
         for each in self.engines:
             each.request = None

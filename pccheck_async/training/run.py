@@ -310,7 +310,7 @@ class TrainingRun(TrainingHooks):
         return saves
 
     def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
-        """Whether to save it because it sets the number of ``keep_best``; the policy may never choose such a step.
+        """Return whether to save a step for its ``keep_best`` metric: the policy may never choose a step that sets it.
 
         Called once after every step. A number that every step sets, such as the training loss, triggers no saves.
         """
@@ -320,7 +320,7 @@ class TrainingRun(TrainingHooks):
         self._with_metric += 1
         if self._with_metric == _EVERY_STEP + 1:
             text = (
-                "%d steps in a row set %r, which keep_best goes by: from now on the interval alone says which are "
+                "%d steps in a row set %r, which keep_best goes by: from now on the interval alone chooses which are "
                 "saved, and this_step.save(), until a step does not set it"
             )
             write("metric_each_step", text, _EVERY_STEP, metric, step=this.step, store=self.core.path)

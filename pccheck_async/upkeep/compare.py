@@ -252,7 +252,7 @@ class _Comparing:
         nbytes = here[1] - here[0]
         alike = _strides(one) == _strides(other) and there[1] - there[0] == nbytes
         if alike and nbytes == one.nbytes:
-            # Every byte is an element's, and the same one's in both: in the order of memory.
+            # Neither has gaps, and both have the same strides: their bytes are compared in the order of memory.
             size = _PIECE_BYTES // one.itemsize * one.itemsize or one.itemsize
             for start in range(0, nbytes, size):
                 stop = min(start + size, nbytes)
@@ -283,7 +283,7 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
 
 
 def _in_order(entry: TensorEntry, extent: memoryview) -> memoryview:
-    """Return the elements of an array one after the other, from the bytes that it views."""
+    """Return the bytes of an array's elements in the order of their indices; ``extent`` is all memory that it views."""
     size = entry.itemsize
     steps = tuple(step * size for step in entry.stride)
     first = entry.offset - entry.extent[0]

@@ -227,7 +227,7 @@ def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -
         raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
     if version == GROUP_VERSION and (recovery.record != "valid" or search):
         raise StoreError(
-            f"{name} holds one rank's parts of a group's checkpoints, and only records that ranks wrote say of which: "
+            f"{name} holds one rank's parts of a group's checkpoints, and only records that ranks wrote name them: "
             "nothing was written; copy the slots that are whole into a folder of their own, without "
             f"{COMMIT_NAME!r} and {IDENTITY_NAME!r}, and recover that as a store of one process"
         )

@@ -599,7 +599,7 @@ def test_recover_of_a_ranks_store(folder: Path) -> None:
         if not search:
             flip(store / "commit", *(70 + (n << 16) for n in range(4)))
         before = (store / "commit").read_bytes()
-        with pytest.raises(StoreError, match="only records that ranks wrote say of which"):
+        with pytest.raises(StoreError, match="only records that ranks wrote name them"):
             recover_store(store, write=True, search=search)
         assert (store / "commit").read_bytes() == before
         assert [info.step for info in recover_store(store, search=search).named] == [4, 3, 2, 1]
@@ -682,10 +682,10 @@ def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
     assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
     said = pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
     assert "All 3 leaves are equal" in said
-    assert "Of what each rank has for itself, that of rank 1 was compared: --rank and --other-rank choose." in said
+    assert "Each rank has values of its own; those of rank 1 were compared: --rank and --other-rank choose." in said
     said = pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
     assert "int 0 -> int 1" in said
-    assert "that of rank 0 was compared with that of rank 1" in said
+    assert "those of rank 0 were compared with those of rank 1" in said
     both = parsed("diff", f"{made}@2", "@2")
     assert (both["equal"], both["rank"], both["other_rank"]) == (True, 0, 0)
     alone = pccheck("diff", tmp_path / "copy", tmp_path / "copy")

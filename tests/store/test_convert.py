@@ -364,6 +364,13 @@ def test_tensors_in_files_of_safetensors_are_aligned_whatever_the_length_of_thei
         assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
 
 
+@pytest.mark.parametrize("text", ["a\0", "\0\0", "a\0b"])
+def test_a_numpy_string_keeps_its_nuls(tmp_path: Path, text: str) -> None:
+    save(tmp_path / "s", {"text": np.str_(text), "bytes": np.bytes_(text.encode())})
+    export_checkpoint(tmp_path / "s", tmp_path / "t.pt", to="torch")
+    assert torch.load(tmp_path / "t.pt") == {"text": text, "bytes": text.encode()}
+
+
 def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     state = training_state() | {"odd": odd_state()}
@@ -1251,7 +1258,7 @@ def test_archives_that_torch_save_did_not_write(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_protocol_of_pickle_that_torch_does_not_read_is_named(tmp_path: Path, protocol: int, new: bool) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=new)
-    with pytest.raises(UnsupportedStateError, match=f"was saved with pickle_protocol={protocol}, and what torch reads"):
+    with pytest.raises(UnsupportedStateError, match=f"was saved with pickle_protocol={protocol}, and torch reads"):
         import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
 
 
@@ -1378,7 +1385,7 @@ def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(tmp_path: Path,
     for name in ("hyper_parameters.config", "hyper_parameters.list", "config"):
         assert f"missing: {name} (cannot be read without running code in the file)" in done.stderr
     torch.save([1, Config()], tmp_path / "t.pt")
-    with pytest.raises(UnsupportedStateError, match="holds nothing but what cannot be read"):
+    with pytest.raises(UnsupportedStateError, match="holds no value that can be read"):
         import_checkpoint(tmp_path / "t.pt", tmp_path / "s", root="x", skip_unreadable=True)
     torch.save({"w": torch.ones(3), "evil": Evil()}, tmp_path / "t.pt")  # no honest file names what is in this module
     with pytest.raises(UnsupportedStateError, match="mkdir"):

@@ -10,7 +10,7 @@ import torch
 
 from pccheck_async import list_checkpoints, load_sync
 from pccheck_async.cli import demo_trainer as gpt
-from pccheck_async.cli.demo import read_losses
+from pccheck_async.cli.demo_losses import read_losses
 from tests.support.state_strategies import difference
 from tests.support.warm import run_warm
 

@@ -14,7 +14,7 @@ import torch
 from examples.paper import actor_learner as learner
 from examples.paper import cart_pole as pole
 from pccheck_async import list_checkpoints, load_sync
-from pccheck_async.cli.demo import read_losses
+from pccheck_async.cli.demo_losses import read_losses
 from tests.support.state_strategies import difference
 from tests.support.warm import run_warm, start_warm
 

@@ -19,7 +19,7 @@ import torch
 from examples.paper import methods
 from examples.paper import resume_comparison as comparison
 from examples.paper import validate_resume as validate
-from pccheck_async.cli.demo import Loss
+from pccheck_async.cli.demo_losses import Loss
 
 STEPS, EVERY = 13, 4
 TINY = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 4, "threads": 1, "device": "cpu", "seed": 4}

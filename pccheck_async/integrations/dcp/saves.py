@@ -43,13 +43,13 @@ class Settings:
 class Saves:
     """The saves under one root, one after the other. DCP goes through each in *rounds*, all ranks alike.
 
-    A round that began uses up one counter of the group on every rank, also on a rank on which DCP writes nothing:
-    the others cannot know that rank.
+    Each round uses up one counter of the group on every rank. A rank on which DCP comes to write nothing fails the
+    checkpoint of the round: the others cannot know of it, and all ranks have to count alike.
 
     Attributes:
         step: Of the round.
         name: Of the round's checkpoint.
-        alone: Whether no other rank saves; while it is open.
+        alone: Whether no other rank saves; set while the engine is open.
     """
 
     alone: bool
@@ -83,7 +83,7 @@ class Saves:
         self._writing = True
 
     def fail(self, error: BaseException) -> None:
-        """Fail the round's checkpoint on all ranks, where nothing of it was written here."""
+        """Fail the round's checkpoint on all ranks. Called where nothing of it was written on this rank."""
         if self._core is not None:
             self._core.fail_checkpoint(self._step, error)
 

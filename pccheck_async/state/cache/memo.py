@@ -1,8 +1,8 @@
-"""The memo of a state: what a second save of the same structure need not find out again.
+"""The memo of a state: the findings of one save that later saves of the same structure reuse.
 
 The outline of the state, the layout of its leaves with all that follows from it (:class:`.storages.Known`: plan, copy
 table, lazy sources, bytes of the manifest), and which leaves stay constant. States that are saved in turn by one engine
-(the two networks of a GAN, a learner and its target) have a memo each. Which leaves were torn says something about the
+(the two networks of a GAN, a learner and its target) have a memo each. Which leaves were torn depends on the
 code around them: all memos of an engine share it, and a state that changes its structure keeps it.
 """
 

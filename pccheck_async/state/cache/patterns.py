@@ -9,7 +9,7 @@ A pattern is None for a plain value, a type for an array of exactly this type, `
 
 Modules and optimizers whose classes leave ``state_dict()`` as torch has it, and that have no hooks on it, are asked for
 their state once. From then on their attributes are read in its place, as torch reads them, and compared with the
-pattern: whatever could give ``state_dict()`` another structure is part of that, or of the class (:func:`readable`).
+pattern. Everything that determines the structure of ``state_dict()`` is in it, or in the class (:func:`readable`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ _DICTS: Final = (dict, OrderedDict)
 
 
 def _depends(names: tuple[str, ...], attributes: tuple[str, ...]) -> Callable[[type], tuple[Any, ...]]:
-    """Return the function that gets what states depend on in a class: these names of it, and whether it has attributes.
+    """Return a function that gets the facts states depend on: these names of a class, and whether it has attributes.
 
     A property may be in place of an attribute of its objects.
     """
@@ -191,13 +191,13 @@ _READ: Final[Mapping[type, Callable[[type], tuple[Any, ...]]]] = {
     torch.nn.Module: _depends((*_OF_MODULES, *_VERSION), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
     Optimizer: _depends(_OF_OPTIMIZERS, (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
-"""By base class: what states depend on in a class; its objects have the attributes that ``state_dict()`` reads."""
+"""The facts of a class that states depend on, by base class; objects have the attributes ``state_dict()`` reads."""
 _OF_TORCH: Final = {base: of(base) for base, of in _READ.items()}
 _LEAVES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def readable(kind: type) -> Depends | None:
-    """Return what the states of a class's objects depend on; None if they are no modules or optimizers like torch's."""
+    """Return the facts of a class states depend on; None if it is no class of modules or optimizers like torch's."""
     base = next((base for base in _READ if issubclass(kind, base)), None)
     if base is None:
         return None

@@ -303,7 +303,7 @@ def _renumbered(
     named = any(group.names for group in stored_groups) or not _are_numbers(kept)
     known = names() if named else {}
     numbers: dict[Hashable, int | None] = {}  # by the stored groups' names for the parameters
-    aliases: dict[Hashable, int | None] = {}  # by other names of theirs; None for a name of several
+    aliases: dict[Hashable, int | None] = {}  # by the parameters' other names; None for a name that several have
     mismatches, made = [], []
     for index, group in enumerate(stored_groups):
         here, own_names = groups[index]["params"], groups[index].get("param_names", ())

@@ -63,7 +63,7 @@ class Fill(NamedTuple):
     node: ArrayNode | ShardedNode
     array: Any
     strict: bool = True  # it is filled itself; else another may take its place
-    made_on: torch.device | None = None  # of a tensor that is yet to be made, like ``array``, which has no memory
+    made_on: torch.device | None = None  # the device for a tensor that is yet to be made; ``array`` is meta then
 
     @property
     def in_boxes(self) -> bool:

@@ -58,8 +58,8 @@ class LiveTree:
 def live_tree(state: Mapping[str, Any]) -> LiveTree:
     """Flatten ``state`` to restore into it, on the calling thread, calling ``state_dict()`` of every Stateful in it.
 
-    Called once for all checkpoints that are compared with it. What saving would refuse may be replaced by the stored
-    value, or take a part of it. Raises UnsupportedStateError only as :func:`.bind.match` does.
+    Called once for all checkpoints that are compared with it. Values that saving would refuse may be replaced by the
+    stored value, or take a part of it. Raises UnsupportedStateError only as :func:`.bind.match` does.
     """
     refuse_tracing("restore")
     check_outermost(state)

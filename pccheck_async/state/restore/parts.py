@@ -49,13 +49,13 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """Live memory that takes a box of a tensor.
+    """A box of a tensor in the live state, and the memory that a restore fills with it.
 
     Attributes:
         path: In the state, for messages.
         stored_path: In the checkpoint.
-        mesh: A hash of the ranks it lay on; None if it was a plain tensor: then only the part that this rank
-            restores has it.
+        mesh: A hash of the ranks that it lay on when it was saved; None for a plain tensor, which is taken from the
+            part that this rank restores, and from no other.
         box: Of the tensor.
         local: The tensor to fill, of the box's shape.
         into: The memory that its bytes are read into: its own, or of a copy (see :meth:`placed`).

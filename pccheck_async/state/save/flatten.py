@@ -73,7 +73,7 @@ def flatten_unchecked(
 ) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
-    What is as it was in ``last``, the outline of any earlier state, is not walked again, and modules and optimizers
+    Values that are as in ``last``, the outline of any earlier state, are not walked again, and modules and optimizers
     like torch's own are read in place of their ``state_dict()`` (:mod:`.state.cache.patterns`).
     Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
     Values of other types are pickled with ``allow_pickle``, and else refused.
@@ -566,7 +566,7 @@ def _is_detached(one: Any, tensor: torch.Tensor) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """Return what is compared with a plain value at the next save; it is not the same if it can change in place."""
+    """Return the object the next save compares with a plain value: ``CHANGING``, equal to none, if it can change."""
     kind = type(value)
     if kind in values.ATOMS:
         return patterns.CHANGING if kind is bytearray else value

@@ -248,7 +248,7 @@ class OverheadMeter:
             self._unsure = 0
         self._tails.append(self._idle)
         if self._idle.count:
-            # Of a short tail the mean is noisy: it counts with those before it.
+            # The mean of a short tail is noisy: the tails before it are averaged with it.
             self._clean.add(self._reference().mean)
         if len(self._samples) > 2:
             middle = statistics.median(self._samples)

@@ -290,7 +290,7 @@ class _Pinning:
         await self._waiting.call(self._register, address_of(view), view.nbytes)
 
     def unpin_all(self) -> None:
-        """Unregister all memory; no device copies any more."""
+        """Unregister all memory. Called when no device copies any more."""
         slabs, self._slabs = self._slabs, []
         self.active = False
         for slab in slabs:

@@ -143,7 +143,7 @@ def read_all(fd: int, offset: int, into: memoryview) -> int:
                 try:
                     got = _patiently(os.preadv, fd, [part], offset + done)
                 except OSError as error:
-                    # A direct read ended inside a sector: that is the end of the file, and some refuse to go on there.
+                    # A direct read ended inside a sector: at the file's end. Some filesystems refuse to go on there.
                     if error.errno == errno.EINVAL and done % _SMALLEST_SECTOR:
                         break
                     raise
