@@ -6,6 +6,7 @@ import argparse
 import enum
 import logging
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,20 @@ def test_tensors_in_them_go_where_the_others_go(run: Path) -> None:
     place: Callable[..., Any] | str
     for place in ("meta", lambda storage, _: storage):
         assert load_sync(run, allow_pickle=True, device=place)["scaler"].scale.is_meta == (place == "meta")
+
+
+def test_a_value_among_the_attributes_of_an_ordered_dict_is_named_like_the_others(tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        ordered = OrderedDict(w=torch.ones(2))
+        ordered._metadata = {"scaler": Scaler(3.0)}  # type: ignore[attr-defined]
+        return {"o": ordered}
+
+    with SyncCheckpointEngine(tmp_path, allow_pickle=True) as engine:
+        engine.checkpoint(state()).result()
+    unpickled.clear()
+    with pytest.raises(UnsupportedStateError, match=r"^o\.<_metadata>\.scaler: a pickled"):
+        load_sync(tmp_path)
+    assert not unpickled
+    found = load_sync(tmp_path, allow_pickle=True)["o"]
+    assert found._metadata["scaler"].scale == 3.0
+    assert torch.equal(found["w"], torch.ones(2))

@@ -207,8 +207,20 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def paths_by_node(node: Node) -> dict[int, str]:
-    """Return the path of every leaf by the identities of its node and of those below it."""
-    return {id(each): path for path, leaf in leaves(node) for each in nodes.walk(leaf)}
+    """Return the path of every leaf by the identities of its node and of those below it.
+
+    Attributes of an OrderedDict, which are no leaves, have the path that flattening gives them.
+    """
+    found, waiting = dict[int, str](), [("", node)]
+    while waiting:
+        path, node = waiting.pop()
+        inside, node = below(node), opened(node)
+        if not inside:
+            found.update(dict.fromkeys(map(id, nodes.walk(node)), path))
+        if isinstance(node, nodes.OrderedDictNode):
+            waiting += [(paths.child(path, "<_metadata>"), each) for each in node.metadata]
+        waiting += [(paths.child(path, name), child) for name, child in inside]
+    return found
 
 
 def check_classes(node: Node) -> None:
