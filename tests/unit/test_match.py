@@ -1373,3 +1373,13 @@ def test_a_dry_run_makes_no_tensors_that_ranks_have_alike() -> None:
     saved.fill(restoration)
     assert state["saved"]["replica"].equal(torch.arange(4.0))  # type: ignore[index]
     assert not state["saved"]["replica"].is_inference()  # type: ignore[index]
+
+
+def test_the_actions_of_a_dry_run_leave_out_a_tensor_of_several_ranks_that_differs() -> None:
+    owners = Owners(0, [0], [0], ["a", "b", "c"])
+    saved = save({name: torch.arange(4.0) for name in "abc"}, owners=owners)
+    live = {"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.float64), "c": torch.zeros(4, device="meta")}
+    plan = match(live, saved.decoded, dry_run=True)
+    assert plan.error is not None
+    assert [each.partition(" ")[0] for each in plan.error.mismatched] == ["b", "c"]
+    assert plan.actions == {"a": "fill"}

@@ -256,9 +256,7 @@ class _Binding:
         self._is_filled = False
         self.resharded: list[Wanted] = []  # boxes that are others here than in this rank's part
         with without_modes():
-            for fill in found.fills:
-                if fill.made_on is None:
-                    self._take(fill)
+            found.fills = [fill for fill in found.fills if fill.made_on is not None or self._take(fill)]
 
     def take_new(self, *, with_memory: bool) -> None:
         """Make the tensors on several ranks that there are none of here; for a dry run, without memory."""
@@ -268,10 +266,11 @@ class _Binding:
                     array = torch.empty_like(fill.array, device=fill.made_on) if with_memory else fill.array
                     self._take(fill._replace(array=array))
 
-    def _take(self, fill: Fill) -> None:
+    def _take(self, fill: Fill) -> bool:
         """Fill the boxes of a tensor from the same ones of this rank's part, else from any that parts have.
 
-        A plain tensor or array is one box, which covers everything.
+        A plain tensor or array is one box, which covers everything. False for a tensor that differs from the stored
+        one, which is noted.
         """
         node, array, tensors = fill.node, fill.array, self._manifest.tensors
         children = node.boxes if isinstance(node, ShardedNode) else (node,)
@@ -287,18 +286,19 @@ class _Binding:
             troubles = map(cast, stored, views) if same else map(memory_trouble, views)
             if fill.made_on is None and (trouble := next(filter(None, troubles), "")):
                 self._found.mismatched.append(f"{fill.path} ({trouble})")
-                return
+                return False
             self._in_boxes[id(node)] = array
         if same:
             for child, entry, view in zip(children, stored, views, strict=True):
                 self._live[child.index] = _Live(fill, child.index, view, entry, self._by_address)
-            return
+            return True
         self._elsewhere.update(child.index for child in children)
         if isinstance(node, ArrayNode):
             self._arrays[node.index] = array
         mesh, stored_path = (node.mesh if isinstance(node, ShardedNode) else None), self._found.path_of(node)
         for box, local in zip(boxes, map(torch.Tensor.detach, views), strict=True):
             self.resharded.append(Wanted(fill.path, stored_path, mesh, tuple(array.shape), box, local, local))
+        return True
 
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return the paths of strict ones, each with the other's."""
