@@ -21,6 +21,7 @@ from pccheck_async.errors import (
 )
 from pccheck_async.format import Key, Which
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
+from pccheck_async.group.control import Client
 from pccheck_async.group.elsewhere import ReceivedPart, send_part
 from pccheck_async.group.member import Member
 from pccheck_async.group.view import Complete
@@ -124,17 +125,15 @@ class PartSources:
         store: This rank's.
         opened: The medium of the group's folder, which is prepared.
         folder: That folder.
-        another: Returns one more client of the group's store.
+        client: This rank's.
     """
 
-    def __init__(
-        self, member: Member, store: Store, opened: OpenMedium, folder: Path, another: Callable[[], Any]
-    ) -> None:
+    def __init__(self, member: Member, store: Store, opened: OpenMedium, folder: Path, client: Client) -> None:
         self._member = member
         self._store = store
         self._opened = opened
         self._folder = folder
-        self._another = another
+        self._client = client
 
     def candidate(self, key: Key) -> RestoreCandidate | None:
         """Return a checkpoint, of which this rank restores one part; None if that is gone."""
@@ -160,7 +159,7 @@ class PartSources:
             return None
         elif own not in sources:
             prefix, name = self._prefix(rank), rank_name(rank)
-            sources[own] = ReceivedPart(self._another(), prefix, self._opened, self._folder, name)
+            sources[own] = ReceivedPart(self._client, prefix, self._opened, self._folder, name)
         return RestoreCandidate(sources, own, elsewhere, other_world=other_world)
 
     def sendings(self, key: Key) -> Iterator[Coroutine[Any, Any, None]]:
@@ -172,7 +171,7 @@ class PartSources:
             source = rank % found.world
             if (domain := found.places[source]) != home and homes.index(domain) == self._member.rank:
                 part = FolderPart(self._opened, rank_name(source), key)
-                yield send_part(self._another(), self._prefix(rank), part)
+                yield send_part(self._client, self._prefix(rank), part)
 
     def _complete(self, key: Key) -> Complete | None:
         complete = self._member.view.complete if self._member.view is not None else ()

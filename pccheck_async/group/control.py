@@ -276,6 +276,14 @@ class Client:
         """Return one more client of the store, for another waiting thread."""
         return reach(self._address, only=self._inbox.host)
 
+    def set(self, key: str, data: bytes) -> None:
+        """Set a key of the store, over a connection that nothing waits in: one more may need descriptors.
+
+        An error is not raised: the connection is lost, which :meth:`another` and ``lost`` report.
+        """
+        with suppress(*_LOST):
+            self._waker.set(key, data)  # type: ignore[arg-type]
+
     def post(self, message: AnyMessage) -> None:
         """Put a message into the inbox, after those before it. Returns at once."""
         self._outgoing.put(message)
@@ -285,8 +293,7 @@ class Client:
         self._outgoing.put(None)
         self._threads[0].join()
         self._closing = True  # first: a thread that passes the number that is read next sees it
-        with suppress(*_LOST):
-            self._waker.set(self._key(self._learned), b"")  # type: ignore[arg-type]
+        self.set(self._key(self._learned), b"")
         self._threads[1].join()
 
     def _key(self, number: int) -> str:

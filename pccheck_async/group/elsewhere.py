@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pccheck_async.errors import DamagedError, ReadError
+from pccheck_async.errors import CheckpointError, CorruptStoreError, DamagedError, GroupError, ReadError
 from pccheck_async.format import Entry
+from pccheck_async.group.control import Client
 from pccheck_async.medium import File
+from pccheck_async.medium.files import map_error
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import Source
 from pccheck_async.transfer import aligned_buffer
@@ -30,7 +33,14 @@ _PREFIX: Final = ".fetched-"
 _PIECE_BYTES: Final = 4 << 20
 _AHEAD: Final = 4
 """Pieces that may wait on rank 0's host for their receiver."""
-_STORE_ERRORS: Final = (RuntimeError, OSError)
+_STOPPED: Final = b"-"
+"""In place of an acknowledgement: the receiver takes no more pieces."""
+_KINDS: Final[dict[str, type[CheckpointError]]] = {
+    "damaged": DamagedError,
+    "corrupt": CorruptStoreError,
+    "unread": ReadError,
+}
+"""Of a sender's errors; any other one says nothing of the part."""
 
 
 def remove_fetched(folder: Path) -> None:
@@ -40,82 +50,116 @@ def remove_fetched(folder: Path) -> None:
             left.unlink()
 
 
-async def send_part(store: Any, prefix: str, source: Source) -> None:
-    """Send a part to the rank that receives under ``prefix``; an error is sent, too.
+async def send_part(client: Client, prefix: str, source: Source) -> None:
+    """Send a part to the rank that receives under ``prefix``, or the error of reading it; ends early with the receiver.
 
-    ``store`` is a client of the group's store for this call alone.
+    ``client`` is this rank's; the part goes over a connection of its own.
     """
     number = 0
 
-    def put_blocking(data: bytes) -> None:
+    def put_blocking(store: TCPStore, data: bytes) -> bool:
         nonlocal number
         if number >= _AHEAD:
-            store.get(f"{prefix}/taken/{number - _AHEAD}")
-            store.delete_key(f"{prefix}/taken/{number - _AHEAD}")
-        store.set(f"{prefix}/{number}", data)
+            taken = f"{prefix}/taken/{number - _AHEAD}"
+            if store.get(taken) == _STOPPED:
+                return False
+            store.delete_key(taken)
+        store.set(f"{prefix}/{number}", b"+" + data)  # type: ignore[arg-type]
         number += 1
+        return True
 
-    async def put(data: bytes) -> None:
-        await asyncio.to_thread(put_blocking, data)
-
-    try:
+    async def pieces() -> AsyncIterator[bytes]:
         file = await source.acquire()
-        await put(b"+" + msgspec.msgpack.encode((source.entry, source.block_bytes, file.nbytes)))
+        yield msgspec.msgpack.encode((source.entry, source.block_bytes, file.nbytes))
         view = aligned_buffer(_PIECE_BYTES)
         for start in range(0, file.nbytes, _PIECE_BYTES):
-            got = await source.medium.read(file, start, view[: min(_PIECE_BYTES, file.nbytes - start)])
-            await put(b"+" + bytes(view[:got]))
-    except (DamagedError, ReadError) as error:
-        await put(b"-" + str(error).encode())
+            piece = view[: min(_PIECE_BYTES, file.nbytes - start)]
+            if await source.medium.read(file, start, piece) != len(piece):
+                raise DamagedError(f"{file.name} is too short")
+            yield bytes(piece)
+
+    try:
+        store = await asyncio.to_thread(client.another)
+        async for piece in pieces():
+            if not await asyncio.to_thread(put_blocking, store, piece):
+                break
+    except Exception as error:  # noqa: BLE001 - else the receiver waits for ever
+        await asyncio.to_thread(client.set, f"{prefix}/{number}", b"-" + _encode(error))
     finally:
         await source.close()
+
+
+def _encode(error: Exception) -> bytes:
+    """Encode an error of a sender, with its errno: a lack of descriptors says nothing of the part."""
+    kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
+    arguments: tuple[object, ...] = (str(error),)
+    if isinstance(error, ReadError) and error.errno is not None:
+        arguments = (error.errno, error.strerror, error.filename)
+    return msgspec.msgpack.encode((kind, arguments))
+
+
+def _decode(data: bytes) -> CheckpointError:
+    kind, arguments = msgspec.msgpack.decode(data, type=tuple[str, tuple[int | str | None, ...]])
+    return _KINDS.get(kind, GroupError)(*arguments)
 
 
 class ReceivedPart(Source):
     """A part on another host, received into a file here.
 
     Args:
-        store: A client of the group's store for this part alone.
+        client: This rank's; the part comes over a connection of its own.
         prefix: Of the keys under which it is sent.
         opened: The medium of the group's folder, which is prepared.
         root: That folder.
         folder: The name of this rank's folder in it, for the file.
     """
 
-    def __init__(self, store: Any, prefix: str, opened: OpenMedium, root: Path, folder: str) -> None:
-        self._store = store
+    def __init__(self, client: Client, prefix: str, opened: OpenMedium, root: Path, folder: str) -> None:
+        self._client = client
         self._prefix = prefix
         self.medium = opened.medium
         self._name = f"{folder}/{_PREFIX}{secrets.token_hex(8)}"
         self._path = root / self._name
 
     async def acquire(self) -> File:
-        """Receive all of it. Raises DamagedError with the sender's error, ReadError if the connection is lost."""
+        """Receive all of it.
+
+        Raises the sender's DamagedError, ReadError or CorruptStoreError; StoreFullError, WriteError: the file cannot be
+        written; GroupError: the connection is lost.
+        """
         try:
             await asyncio.to_thread(self._receive)
-        except _STORE_ERRORS as error:
-            raise ReadError(f"the part was not received: {str(error).splitlines()[0]}") from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise map_error(error, self._path) from error
+        except RuntimeError as error:
+            raise GroupError(f"the part was not received: {str(error).splitlines()[0]}") from error
         self._file = await self.medium.open(self._name, writable=False)
         return self._file
 
     def _receive(self) -> None:
-        remove_fetched(self._path.parent)
-        pieces = self._pieces()
-        with self._path.open("xb") as file:
-            self.entry, self.block_bytes, nbytes = msgspec.msgpack.decode(next(pieces), type=tuple[Entry, int, int])
-            while file.tell() < nbytes:
-                file.write(next(pieces))
+        self._taken = 0
+        try:
+            pieces = self._pieces(self._client.another())
+            remove_fetched(self._path.parent)
+            with self._path.open("xb") as file:
+                self.entry, self.block_bytes, nbytes = msgspec.msgpack.decode(next(pieces), type=tuple[Entry, int, int])
+                while file.tell() < nbytes:
+                    file.write(next(pieces))
+        except BaseException:
+            self._client.set(f"{self._prefix}/taken/{self._taken}", _STOPPED)
+            raise
 
-    def _pieces(self) -> Iterator[bytes]:
-        number = 0
+    def _pieces(self, store: TCPStore) -> Iterator[bytes]:
         while True:
-            data = self._store.get(f"{self._prefix}/{number}")
-            self._store.delete_key(f"{self._prefix}/{number}")
-            self._store.set(f"{self._prefix}/taken/{number}", b"")
+            data = store.get(f"{self._prefix}/{self._taken}")
+            store.delete_key(f"{self._prefix}/{self._taken}")
             if data[:1] != b"+":
-                raise DamagedError(data[1:].decode())
+                raise _decode(data[1:])
+            store.set(f"{self._prefix}/taken/{self._taken}", b"")  # type: ignore[arg-type]
+            self._taken += 1
             yield data[1:]
-            number += 1
 
     async def close(self) -> None:
         """Remove the file."""

@@ -178,7 +178,7 @@ class Ranks(Peers):
         await opened.medium.prepare(create=False)
         learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
         self._client = client = await self._call(Client, self.address, group.rank, learn, lost)
-        self._parts = PartSources(member, store, opened, folder, client.another)
+        self._parts = PartSources(member, store, opened, folder, client)
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(folder, config)))
         await self._opened
         if self._server is not None:

@@ -1,0 +1,121 @@
+"""A part that another host sends: what goes wrong on either side ends both, and says what it says of the part."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from pccheck_async import CheckpointError, CorruptStoreError, DamagedError, ReadError, SyncCheckpointEngine
+from pccheck_async.errors import is_exhausted
+from pccheck_async.format import Key, Run
+from pccheck_async.format.record import COMMIT_NAME, slot_name
+from pccheck_async.group.control import Client, Meeting
+from pccheck_async.group.elsewhere import ReceivedPart, send_part
+from pccheck_async.group.place import open_folder
+from pccheck_async.store import FolderPart, rank_name
+from tests.support.limits import limited_descriptors
+
+NBYTES = 24 << 20
+"""More pieces than may wait for their receiver."""
+
+
+class limited_files(AbstractContextManager[None]):  # noqa: N801
+    """No file grows beyond so many bytes, as under ``ulimit -f``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._nbytes, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def received(
+    folder: Path, sender: AbstractContextManager[None], receiver: AbstractContextManager[None]
+) -> CheckpointError | int:
+    """Send the part of rank 0 to rank 1; return the received bytes, or the receiver's error. Both sides end."""
+    meeting = Meeting()
+    client = Client(meeting.address, 0, lambda _: None, lambda _: None)
+
+    async def main() -> CheckpointError | int:
+        async with await open_folder(folder, "auto") as opened:
+            await opened.medium.prepare(create=False)
+            source = FolderPart(opened, rank_name(0), Key(0, Run(0, 0, 0)))
+            part = ReceivedPart(client, "part", opened, folder, rank_name(1))
+            with sender:
+                sending = asyncio.create_task(send_part(client, "part", source))
+                await asyncio.sleep(0)
+                if not isinstance(sender, nullcontext):
+                    await asyncio.wait((sending,))
+            with receiver:
+                try:
+                    return (await part.acquire()).nbytes
+                except CheckpointError as error:
+                    return error
+                finally:
+                    await part.close()
+                    await sending
+
+    try:
+        return asyncio.run(main())
+    finally:
+        client.close()
+        assert not [*folder.glob("*/.fetched-*")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with SyncCheckpointEngine(tmp_path / rank_name(0)) as engine:
+        engine.checkpoint({"x": bytearray(NBYTES)}, step=1).result(60)
+    (tmp_path / rank_name(1)).mkdir()
+    return tmp_path
+
+
+def test_a_part_arrives(folder: Path) -> None:
+    got = received(folder, nullcontext(), nullcontext())
+    assert isinstance(got, int)
+    assert got > NBYTES
+
+
+def test_a_sender_out_of_descriptors_says_nothing_of_the_part(folder: Path) -> None:
+    error = received(folder, limited_descriptors(0), nullcontext())
+    assert isinstance(error, ReadError)
+    assert error.errno == errno.EMFILE
+    assert is_exhausted(error)
+
+
+def test_a_receiver_out_of_descriptors_says_nothing_of_the_part(folder: Path) -> None:
+    error = received(folder, nullcontext(), limited_descriptors(0))
+    assert isinstance(error, ReadError)
+    assert is_exhausted(error)
+
+
+def test_a_receiver_out_of_space_says_nothing_of_the_part(folder: Path) -> None:
+    error = received(folder, nullcontext(), limited_files(6 << 20))
+    assert not isinstance(error, DamagedError | ReadError), error  # each costs the checkpoint
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EFBIG
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (lambda folder: (folder / COMMIT_NAME).unlink(), CorruptStoreError),
+        (lambda folder: [path.unlink() for path in folder.glob(slot_name(0)[:4] + "*")], DamagedError),
+    ],
+)
+def test_an_error_of_the_sender_is_the_receivers(
+    folder: Path, spoil: Callable[[Path], object], kind: type[Exception]
+) -> None:
+    spoil(folder / rank_name(0))
+    error = received(folder, nullcontext(), nullcontext())
+    assert type(error) is kind
