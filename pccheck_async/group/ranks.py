@@ -126,6 +126,7 @@ class Ranks(Peers):
         self._restoring: asyncio.Queue[RestoreAction] = asyncio.Queue()
         self._server: Server | None = None  # on rank 0
         self._client: Client | None = None
+        self._said_hello = False
         self._checkpoints: dict[int, _Checkpoint] = {}
         self._changes: dict[int, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,6 +180,7 @@ class Ranks(Peers):
         learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
         self._client = client = await self._call(Client, self.address, group.rank, learn, lost)
         self._parts = PartSources(member, store, opened, folder, client)
+        self._said_hello = True
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(folder, config)))
         await self._opened
         if self._server is not None:
@@ -206,7 +208,7 @@ class Ranks(Peers):
                 write("incomplete", text, one.step, one.lacking, hosts, store=os.fspath(self._folder))
 
     def unopened(self, error: BaseException) -> None:
-        if hasattr(self, "member"):  # this rank said hello, and leaves
+        if self._said_hello:  # this rank leaves
             return
         failed = Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True)
         if self._server is not None:

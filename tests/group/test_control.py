@@ -17,6 +17,7 @@ import torch
 from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import CheckpointError, Group, GroupError, ReadError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group import Ranks
 from pccheck_async.group.control import Client, Server, reach
 from pccheck_async.group.coordinator import Coordinator
@@ -176,6 +177,28 @@ def test_a_store_that_a_rank_cannot_open_is_an_error_of_all(tmp_path: Path, rank
 
     told = run_ranks(2, rank_main)
     assert "it is a file" in told[rank]
+    assert "cannot open its store" in told[1 - rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(2))
+def test_a_folder_that_a_rank_cannot_join_in_is_an_error_of_all(tmp_path: Path, rank: int) -> None:
+    """Its store is open by then, and it has not said hello."""
+    for each in range(2):
+        (tmp_path / str(each) / "run").mkdir(parents=True)
+    (tmp_path / str(rank) / "run" / GROUP_NAME).write_text("junk")
+
+    def rank_main(group: Group) -> str:
+        engine = SyncCheckpointEngine(tmp_path / str(group.rank) / "run", group=group)
+        with pytest.raises(CheckpointError) as raised:
+            engine.open()
+        ended = FileStore(str(tmp_path / "ended"), 2)
+        ended.set(str(group.rank), "")
+        ended.wait(["0", "1"])
+        return str(raised.value)
+
+    told = run_ranks(2, rank_main)
+    assert GROUP_NAME in told[rank]
     assert "cannot open its store" in told[1 - rank]
 
 
