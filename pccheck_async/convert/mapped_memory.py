@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from pccheck_async.medium.folder import reserve
 from pccheck_async.medium.mapping import map_file
 
 __all__ = ["give_back", "given_back", "tensors_in_a_file"]
@@ -38,7 +38,7 @@ def tensors_in_a_file(folder: Path, wanted: Sequence[tuple[Sequence[int], torch.
         return [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
     there = next(above for above in (folder, *folder.absolute().parents) if above.is_dir())
     with tempfile.TemporaryFile(dir=there) as file:
-        os.posix_fallocate(file.fileno(), 0, whole)  # else a full disk would be a SIGBUS
+        reserve(file.fileno(), whole)  # else a full disk would be a SIGBUS
         memory = map_file(file.fileno(), whole, sync=False)
     tensors, start = [], 0
     for size, (shape, dtype) in zip(sizes, wanted, strict=True):

@@ -14,7 +14,7 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.medium.base import MOST_SMALL_BYTES
 from pccheck_async.transfer import ForkLock, map_memory
 
-__all__ = ["Folder", "open_regular", "sync"]
+__all__ = ["Folder", "open_regular", "reserve", "sync"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -100,25 +100,13 @@ class Folder:
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = self._remembered(lambda: os.open(self._named(name), flags, _MODE, dir_fd=self._handle))
         try:
-            if nbytes:
-                self._reserve(fd, nbytes)
+            if nbytes and (why := reserve(fd, nbytes)):
+                self.zeros = why
         except BaseException:
             self.close_file(fd)
             self.unlink(name)
             raise
         return fd
-
-    def _reserve(self, fd: int, nbytes: int) -> None:
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in _NO_RESERVATION:
-                raise
-            self.zeros = error.strerror or str(error)
-            with map_memory(_ZEROS_NBYTES) as memory, memoryview(memory) as zeros:
-                done = 0
-                while done < nbytes:
-                    done += os.pwrite(fd, zeros[: min(len(zeros), nbytes - done)], done)
 
     def close_file(self, fd: int) -> None:
         """Close a descriptor of :meth:`open` or :meth:`make`."""
@@ -160,6 +148,24 @@ class Folder:
             fd = opening()
             self._fds.add(fd)
         return fd
+
+
+def reserve(fd: int, nbytes: int) -> str:
+    """Reserve the space of an open file up to ``nbytes``, which become its size.
+
+    Returns why zeros were written for it; empty if the filesystem reserves space. Raises OSError: there is no space.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_RESERVATION:
+            raise
+        with map_memory(_ZEROS_NBYTES) as memory, memoryview(memory) as zeros:
+            done = os.fstat(fd).st_size
+            while done < nbytes:
+                done += os.pwrite(fd, zeros[: min(len(zeros), nbytes - done)], done)
+        return error.strerror or str(error)
+    return ""
 
 
 def sync(path: Path) -> None:

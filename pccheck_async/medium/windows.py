@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
-from pccheck_async.medium.folder import open_regular
+from pccheck_async.medium.folder import open_regular, reserve
 from pccheck_async.medium.mapped import kind_of_folder
 from pccheck_async.medium.mapping import Kind, Mapping
 from pccheck_async.transfer import PAGE_BYTES, ForkLock, abandoned_in_child
@@ -44,7 +44,6 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _HUGE_BYTES = 2 << 20
 """Windows of this size begin at multiples of it: then whole page tables are moved, not their entries."""
 _FAILED = ctypes.c_void_p(-1).value
-_ZEROS = bytes(1 << 20)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
@@ -352,13 +351,7 @@ def _open_nameless(folder: Path) -> tuple[int, str]:
 def _reserve(fd: int, nbytes: int, path: Path) -> None:
     """Reserve space, so that no store faults for want of it."""
     try:
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            for offset in range(os.fstat(fd).st_size, nbytes, len(_ZEROS)):
-                os.pwrite(fd, _ZEROS[: nbytes - offset], offset)
+        reserve(fd, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFullError(error.errno, f"there is no space for {nbytes} bytes", os.fspath(path)) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -193,6 +195,30 @@ def test_space_is_reserved(filled: Path) -> None:
     assert filled.stat().st_blocks * 512 >= MIB
     with Shelf(filled, 2 * MIB):
         assert filled.stat().st_blocks * 512 >= 2 * MIB
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_space_is_reserved_by_zeros_where_there_is_no_other_way(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    path = tmp_path / "shelf"
+    with Shelf(path, MIB) as shelf:
+        shelf["x"] = 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB - PAGE_BYTES, before[1]))
+    try:
+        with pytest.raises(StoreFullError):  # the last write ends early, and is no error yet
+            Shelf(path, 2 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == MIB
+    with Shelf(path, 2 * MIB) as shelf:
+        assert path.stat().st_blocks * 512 >= 2 * MIB
+        assert shelf["x"] == 1
 
 
 @pytest.mark.parametrize(
