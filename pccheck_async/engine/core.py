@@ -566,7 +566,7 @@ class EngineCore:
                 await caller.wait(pending.captured_future())  # the restore would tear its capture
         self.guard.wait()
         restored = await restore(
-            caller, assembly, self.captures.owners, self.peers.candidates(which), state, progress,
+            caller, assembly, self.captures.owners, self.peers.candidates(which, dry_run=dry_run), state, progress,
             strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private, dry_run=dry_run,
         )  # fmt: skip
         if restored is None and which is not None:

@@ -203,8 +203,11 @@ class Peers(ABC):
     # -- committed checkpoints
 
     @abstractmethod
-    def candidates(self, which: Which) -> RestoreCandidates:
-        """Return the checkpoints that a restore may take: the newest ones, or that of a step or name."""
+    def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
+        """Return the checkpoints that a restore may take: the newest ones, or that of a step or name.
+
+        Those that a dry run finds damaged are kept.
+        """
 
     @property
     @abstractmethod
@@ -280,8 +283,8 @@ class Alone(Peers):
     async def prepared(self, counter: int) -> bool:
         return False
 
-    def candidates(self, which: Which) -> RestoreCandidates:
-        return _OwnCandidates(self._store, self._path, which)
+    def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
+        return _OwnCandidates(self._store, self._path, which, dry_run)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -310,12 +313,13 @@ class Alone(Peers):
 class _OwnCandidates(RestoreCandidates):
     """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last."""
 
-    def __init__(self, store: Store, path: str, which: Which) -> None:
+    def __init__(self, store: Store, path: str, which: Which, dry_run: bool) -> None:
         committed = store.committed
         if error := only_rejected((*committed.record.entries, *committed.adopted), which, path):
             raise error
         self._store = store
         self._which = which
+        self._dry_run = dry_run
         self._fallback = Fallback(which)
 
     def _find(self) -> tuple[Entry, bool] | None:
@@ -341,7 +345,8 @@ class _OwnCandidates(RestoreCandidates):
             return True
         if not isinstance(error, DroppedMeanwhileError | UnreadableError):
             raise error
-        if isinstance(error, UnreadableError) and isinstance(error.error, DamagedError) and not self._superseded:
+        damaged = isinstance(error, UnreadableError) and isinstance(error.error, DamagedError)
+        if damaged and not self._superseded and not self._dry_run:
             await caller.run(self._store.note_damaged(self._entry))
         self._fallback.failed(self._entry, self._superseded, error, self._find)
         return False

@@ -19,7 +19,7 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import Key, Which
+from pccheck_async.format import Key
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client
 from pccheck_async.group.elsewhere import ReceivedPart, send_part
@@ -42,7 +42,7 @@ class AgreedCandidates(RestoreCandidates):
         parts: The sources of its parts.
         do: Carries out actions of the member, on the engine's loop.
         agreed: The actions that the ranks agree on, one for each request and answer.
-        which: Any, a step or a name.
+        ask: Requests the restore.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class AgreedCandidates(RestoreCandidates):
         parts: PartSources,
         do: Callable[[list[Action]], None],
         agreed: asyncio.Queue[RestoreAction],
-        which: Which,
+        ask: Callable[[], list[Action]],
     ) -> None:
         self._member = member
         self._restore = member.restore
         self._parts = parts
         self._do = do
         self._actions = agreed
-        self._which = which
+        self._ask = ask
         self._asked, self._agreed = False, False
         self._next: RestoreAction | None = None
         self._mismatch: Exception | None = None
@@ -68,7 +68,7 @@ class AgreedCandidates(RestoreCandidates):
             if (stopped := self._member.stopped) is not None:
                 raise GroupError(stopped.why)
             self._asked = True
-            await caller.run(self._agree(partial(self._restore.request, self._which)))
+            await caller.run(self._agree(self._ask))
         while True:
             match self._next:
                 case MatchManifest(key):

@@ -319,6 +319,7 @@ class RestoreRequest(Message, frozen=True):
 
     index: int
     which: Which
+    dry_run: bool = False
 
 
 class Candidate(GroupDecision, frozen=True):

@@ -328,8 +328,9 @@ class Ranks(Peers):
 
     # -- committed checkpoints
 
-    def candidates(self, which: Which) -> RestoreCandidates:
-        return AgreedCandidates(self.member, self._parts, self._do, self._restoring, which)
+    def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
+        ask = partial(self.member.restore.request, which, dry_run=dry_run)
+        return AgreedCandidates(self.member, self._parts, self._do, self._restoring, ask)
 
     @property
     def entries(self) -> Sequence[Entry]:

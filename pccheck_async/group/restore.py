@@ -45,16 +45,16 @@ class Restore:
     """The last candidate."""
     abandoned: str | None = None
     """Why this rank's call ended while the restore is under way: the member goes on answering, with no caller."""
-    _next: tuple[Which, ...] = ()
+    _next: tuple[tuple[Which, bool], ...] = ()
     """The request that came meanwhile."""
 
-    def request(self, which: Which) -> list[Action]:
+    def request(self, which: Which, dry_run: bool = False) -> list[Action]:
         """Request the newest checkpoint, the newest of a step, or that of a name."""
         if self.abandoned is not None:  # rank 0 begins no other one before that ended
-            self._next = (which,)
+            self._next = ((which, dry_run),)
             return []
         self.index, self.attempt, self.active = self.index + 1, -1, True
-        return [Post(RestoreRequest(self.rank, self.index, which))]
+        return [Post(RestoreRequest(self.rank, self.index, which, dry_run))]
 
     def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
         """Report how the manifest of the candidate compares with the state."""
@@ -91,7 +91,7 @@ class Restore:
                 return []
             self.active, self.abandoned, asked = False, None, self._next
             self._next = ()
-            return self.request(asked[0]) if asked else []
+            return self.request(*asked[0]) if asked else []
         if not self.active or decision.index != self.index:
             return []  # the group broke: this rank's call ended, or it requests nothing any more
         match decision:
@@ -130,6 +130,8 @@ class LeadRestore:
     verified: dict[int, Verified] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
     """Counters of checkpoints that some rank found damaged: the next commit drops them."""
+    passed: set[int] = field(default_factory=set)
+    """Those that a dry run found damaged: it passes them over, and they are kept."""
 
     def receive(
         self,
@@ -191,7 +193,7 @@ class LeadRestore:
 
     def _try_next(self, there: Sequence[There], damage: dict[int, str]) -> list[RestoreDecision]:
         """Propose the newest one that no rank found damaged."""
-        whole = [key for key in self._wanted(there) if key.counter not in self.damaged]
+        whole = [key for key in self._wanted(there) if key.counter not in self.damaged | self.passed]
         asked_again = self.which is not None and damage
         if not whole or asked_again:
             return [self._end("damaged", damage or {-1: "every complete checkpoint is damaged on some rank"})]
@@ -222,7 +224,8 @@ class LeadRestore:
 
     def _fall_back(self, damage: dict[int, str], there: Sequence[There]) -> list[RestoreDecision]:
         assert self.candidate is not None
-        self.damaged.add(self.candidate.counter)
+        dry_run = any(request.dry_run for request in self.requests.values())
+        (self.passed if dry_run else self.damaged).add(self.candidate.counter)
         return self._try_next(there, damage)
 
     def _end(self, reason: Reason, why: dict[int, str]) -> NotRestored:
@@ -232,7 +235,7 @@ class LeadRestore:
 
     def _reset(self) -> None:
         self.index, self.attempt, self.candidate = self.index + 1, 0, None
-        self.requests, self.matches, self.verified = {}, {}, {}
+        self.requests, self.matches, self.verified, self.passed = {}, {}, {}, set()
 
 
 def _asked(which: Which) -> str:

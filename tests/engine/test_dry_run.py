@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,23 @@ def test_each_rank_of_a_group_gets_its_own_plan(tmp_path: Path) -> None:
     assert other == ({"step": "replace"}, ("x (float32 (1,) here, float32 (2,) in the checkpoint)",), False)
 
 
+def saved_after_a_dry_run(folder: Path, group: Group | None = None) -> list[int]:
+    """Save two steps, the second one damaged by a dry run's time; return the steps after a third one."""
+    rank = 0 if group is None else group.rank
+    with SyncCheckpointEngine(folder, group=group, keep_last=3) as engine:
+        for step in (1, 2):
+            engine.checkpoint({"x": rank}, step=step).result(60)
+        if group is None or rank == 1:
+            spoil(folder, rank, manifest=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of the fall-back
+            plan = engine.restore({"x": -1}, dry_run=True)
+        assert plan is not None
+        assert plan.step == 1
+        engine.checkpoint({"x": rank}, step=3).result(60)
+        return [info.step for info in engine.checkpoints()]
+
+
 def damaged_elsewhere(folder: Path, group: Group) -> None:
     state = {"x": torch.ones(5_000) * group.rank}
     with SyncCheckpointEngine(folder, group=group) as engine:
@@ -147,6 +165,15 @@ def damaged_elsewhere(folder: Path, group: Group) -> None:
         for dry_run in (True, False):
             with pytest.raises(DamagedError):
                 engine.restore(state, dry_run=dry_run)
+
+
+def test_a_dry_run_drops_nothing(tmp_path: Path) -> None:
+    assert saved_after_a_dry_run(tmp_path) == [3, 2, 1]
+
+
+@pytest.mark.slow
+def test_a_dry_run_drops_nothing_of_a_group(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(saved_after_a_dry_run, tmp_path)) == [[3, 2, 1]] * 2
 
 
 @pytest.mark.slow

@@ -12,9 +12,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.format.record import slot_name
-from pccheck_async.group import Group
-from pccheck_async.group.folder import seen_stores
-from pccheck_async.store import rank_name
+from pccheck_async.group import Group, read_place
 from tests.support.ranks import meet, meeting_place
 
 __all__ = ["end_ranks", "save_in_group", "spoil", "start_ranks", "state_of_rank"]
@@ -66,10 +64,14 @@ def save_in_group(folder: Path, world: int, *steps: int, keep_last: int = 3, pin
 
 
 def spoil(folder: Path, rank: int, *, manifest: bool = False) -> None:
-    """Flip a byte in the middle of a rank's part of the newest checkpoint, or in its manifest."""
-    store = next(store for store in seen_stores(folder) if store.rank == rank)
-    slot = folder / rank_name(rank) / slot_name(store.parts[0].entry.slot)
-    place = store.parts[0].entry.manifest_offset + 10 if manifest else 1000
+    """Flip a byte in the middle of a rank's part of the newest checkpoint, or in its manifest.
+
+    What one process saved is the part of rank 0.
+    """
+    found = read_place(folder)
+    entry = found.stores[rank][1].entries[0]
+    slot = folder / found.folder(rank) / slot_name(entry.slot)
+    place = entry.manifest_offset + 10 if manifest else 1000
     with slot.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)
