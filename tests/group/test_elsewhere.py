@@ -7,11 +7,23 @@ import errno
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from pccheck_async import CheckpointError, CorruptStoreError, DamagedError, ReadError, SyncCheckpointEngine
+from pccheck_async import (
+    CheckpointError,
+    CorruptStoreError,
+    DamagedError,
+    Group,
+    ReadError,
+    StateMismatchError,
+    StoreFullError,
+    SyncCheckpointEngine,
+)
 from pccheck_async.errors import is_exhausted
 from pccheck_async.format import Key, Run
 from pccheck_async.format.record import COMMIT_NAME, slot_name
@@ -20,6 +32,7 @@ from pccheck_async.group.elsewhere import ReceivedPart, send_part
 from pccheck_async.group.place import open_folder
 from pccheck_async.store import FolderPart, rank_name
 from tests.support.limits import limited_descriptors
+from tests.support.ranks import run_ranks
 
 NBYTES = 24 << 20
 """More pieces than may wait for their receiver."""
@@ -119,3 +132,35 @@ def test_an_error_of_the_sender_is_the_receivers(
     spoil(folder / rank_name(0))
     error = received(folder, nullcontext(), nullcontext())
     assert type(error) is kind
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    return {"x": torch.full((NBYTES,), rank, dtype=torch.uint8)}
+
+
+def saved(folder: Path, group: Group) -> None:
+    with SyncCheckpointEngine(folder / str(group.rank) / "run", group=group, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(of_rank(group.rank), step=step).result(60)
+
+
+def restored_without_space(folder: Path, group: Group) -> tuple[int, list[int]]:
+    """Restore where the other rank saved; at first rank 1 lacks space for what it is sent. Return what is left."""
+    with SyncCheckpointEngine(folder / str(1 - group.rank) / "run", group=group, keep_last=2) as engine:
+        live = {"x": torch.zeros(NBYTES, dtype=torch.uint8)}
+        kind = StoreFullError if group.rank else StateMismatchError
+        with limited_files(6 << 20) if group.rank else nullcontext(), pytest.raises(kind, match="File too large"):
+            engine.restore(live)
+        restored = engine.restore(live)
+        assert restored is not None
+        assert torch.equal(live["x"], of_rank(group.rank)["x"])
+        engine.checkpoint(live, step=3).result(60)
+        return restored.step, [info.step for info in engine.checkpoints()]
+
+
+@pytest.mark.slow
+def test_want_of_space_for_a_received_part_costs_no_checkpoint(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    run_ranks(2, partial(saved, tmp_path))
+    assert run_ranks(2, partial(restored_without_space, tmp_path)) == [(2, [3, 2])] * 2
