@@ -3,8 +3,6 @@
 
 #include <errno.h>
 
-#include "copy.h"
-#include "crc32.h"
 #include "crc32.h"
 #include "guard.h"
 #include "persist.h"
@@ -83,12 +81,6 @@ static int run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
     return -1;
 }
 
-static void gather(void *argument)
-{
-    struct op *op = argument;
-    copy_gather(op->segments, op->segment_count, op->data, op->size, op->sums);
-}
-
 static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct request request = {.op.kind = OP_GATHER};
@@ -100,7 +92,7 @@ static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
     request.op.size = (uint64_t)request.view.len;
     if (request_set_segments(&request, segments, Py_None) == 0 && request_set_sums(&request) == 0) {
         request.op.data = request.view.buf;
-        if (run_guarded(gather, &request.op, request.view.len) == 0)
+        if (run_guarded(op_gather, &request.op, request.view.len) == 0)
             sums = Py_NewRef(request.sums);
     }
     PyBuffer_Release(&request.view);

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "copy.h"
+
 enum op_kind { OP_WRITE, OP_READ, OP_FLUSH, OP_GATHER, OP_SCATTER, OP_CHECKSUM, OP_CHAIN, OP_UNLOCK, OP_LINKED };
 #define OP_KINDS 9
 
@@ -32,6 +34,13 @@ struct op {
 static inline bool op_is_io(const struct op *op)
 {
     return op->kind == OP_WRITE || op->kind == OP_READ || op->kind == OP_FLUSH || op->kind == OP_CHAIN;
+}
+
+/* Perform a gather: for guard_run(), as the buffer may be part of a mapped file. */
+static inline void op_gather(void *argument)
+{
+    const struct op *op = argument;
+    copy_gather(op->segments, op->segment_count, op->data, op->size, op->sums);
 }
 
 /* First in, first out. */

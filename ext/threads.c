@@ -22,12 +22,6 @@ static int64_t now(void)
 
 static void perform(struct op *op);
 
-static void gather(void *argument)
-{
-    struct op *op = argument;
-    copy_gather(op->segments, op->segment_count, op->data, op->size, op->sums);
-}
-
 /* One thread performs all steps of a chain: as separate operations, each would wake up a thread and then its waiter. */
 static int64_t perform_chain(struct op *chain)
 {
@@ -54,7 +48,7 @@ static void perform(struct op *op)
         op->result = transfer_flush(op->fd);
         return;
     case OP_GATHER:
-        op->result = guard_run(gather, op); /* the buffer may be part of a mapped file */
+        op->result = guard_run(op_gather, op);
         return;
     case OP_SCATTER:
         op->result = copy_scatter(op->segments, op->segment_count, op->data, op->size, op->checksum);
