@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import tempfile
 import threading
@@ -15,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from pccheck_async.medium.folder import reserve
-from pccheck_async.medium.mapping import map_file
+from pccheck_async.medium.mapping import libc, map_file
 
 __all__ = ["give_back", "given_back", "tensors_in_a_file"]
 
@@ -23,8 +22,6 @@ _MADV_PAGEOUT: Final = 21
 """From Linux 5.4 on. Nothing is lost by it: pages that are needed again are read again."""
 _SECONDS: Final = 0.05
 _ALIGNMENT: Final = 64
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def tensors_in_a_file(folder: Path, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
@@ -54,7 +51,7 @@ def give_back(tensors: Iterable[torch.Tensor]) -> None:
         start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
         if nbytes > 0:
-            _libc.madvise(start, nbytes, _MADV_PAGEOUT)
+            libc.madvise(start, nbytes, _MADV_PAGEOUT)
 
 
 @contextmanager

@@ -26,10 +26,14 @@ except ImportError:  # built without a compiler: the kernel writes lines back, t
 else:
     INSTRUCTIONS = _ext.PERSIST_IMPLEMENTATION
 
-__all__ = ["INSTRUCTIONS", "Kind", "Mapping", "map_file"]
+__all__ = [
+    "INSTRUCTIONS", "READ_WRITE", "Kind", "Mapping", "last_error", "libc", "map_file", "map_for_this_process",
+    "map_range", "shared_flags", "unmap",
+]  # fmt: skip
 
 Kind = Literal["persistent", "emulated", "cached"]
 
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_SYNC = 0x80000
 _MAP_SHARED_VALIDATE = 0x03
 _MS_SYNC = 4
@@ -40,12 +44,46 @@ _MADV_POPULATE_WRITE = 23
 """From Linux 5.14 on: pages are there before they are stored to, or an error reports that they cannot be."""
 _FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def map_range(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    """Call ``mmap``, and return the address. Raises OSError."""
+    got = libc.mmap(address, nbytes, protection, flags, fd, offset)
+    if got == _FAILED:
+        raise last_error()
+    return int(got)
+
+
+def map_for_this_process(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
+    """Map a range of a file for reading and writing, which forked children and core dumps get none of."""
+    address = map_range(address, nbytes, READ_WRITE, flags, fd, offset)
+    for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
+        libc.madvise(address, nbytes, advice)
+    return address
+
+
+def shared_flags(*, sync: bool) -> int:
+    """Return the flags of a shared mapping; with ``sync`` (MAP_SYNC), stored bytes need no flush of metadata."""
+    return _MAP_SHARED_VALIDATE | _MAP_SYNC if sync else mmap.MAP_SHARED
+
+
+def unmap(address: int, nbytes: int, pid: int) -> None:
+    """Unmap memory of the process ``pid``: a forked child has no such memory, and maybe other memory there."""
+    if os.getpid() == pid:
+        libc.munmap(address, nbytes)
+
+
+def last_error() -> OSError:
+    """Return the error of the last call that this thread made through ``libc``."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
@@ -61,25 +99,10 @@ def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
     Raises:
         OSError: It cannot be mapped: EOPNOTSUPP if ``sync`` is set and the filesystem has no such memory.
     """
-    flags = _MAP_SHARED_VALIDATE | _MAP_SYNC if sync else mmap.MAP_SHARED
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address == _FAILED:
-        raise _error()
-    for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
-        _libc.madvise(address, nbytes, advice)
+    address = map_for_this_process(None, nbytes, shared_flags(sync=sync), fd, 0)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
+    weakref.finalize(memory, unmap, address, nbytes, os.getpid()).atexit = False
     return memoryview(memory).cast("B")
-
-
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no such memory, and maybe other memory there
-        _libc.munmap(address, nbytes)
-
-
-def _error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
 
 
 class Mapping:
@@ -97,8 +120,8 @@ class Mapping:
         self.view = map_file(fd, nbytes, sync=kind == "persistent")
         self.durable = kind != "cached" and bool(INSTRUCTIONS)
         self._address = address_of(self.view)
-        if kind != "cached" and _libc.madvise(self._address, nbytes, _MADV_POPULATE_WRITE) != 0:
-            error = _error()
+        if kind != "cached" and libc.madvise(self._address, nbytes, _MADV_POPULATE_WRITE) != 0:
+            error = last_error()
             if error.errno == errno.EFAULT:  # later it would be SIGBUS
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # EINVAL, of an older kernel: pages come with the first stores.
@@ -114,8 +137,8 @@ class Mapping:
 
     def flush(self) -> None:
         """Make all that was stored durable, where it is not yet."""
-        if not self.durable and _libc.msync(self._address, len(self.view), _MS_SYNC) != 0:
-            raise _error()
+        if not self.durable and libc.msync(self._address, len(self.view), _MS_SYNC) != 0:
+            raise last_error()
 
     def _copy(self, offset: int, data: memoryview) -> None:
         into = self.view[offset : offset + len(data)]

@@ -26,32 +26,31 @@ from typing import Any
 from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
 from pccheck_async.medium.folder import open_regular, reserve
 from pccheck_async.medium.mapped import kind_of_folder
-from pccheck_async.medium.mapping import Kind, Mapping
+from pccheck_async.medium.mapping import (
+    READ_WRITE,
+    Kind,
+    Mapping,
+    last_error,
+    libc,
+    map_for_this_process,
+    map_range,
+    shared_flags,
+    unmap,
+)
 from pccheck_async.transfer import PAGE_BYTES, ForkLock, abandoned_in_child
 
 __all__ = ["Window", "WindowedFile"]
 
 _PROT_NONE = 0
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FIXED = 0x10
-_MAP_SHARED_VALIDATE = 0x03
-_MAP_SYNC = 0x80000
-_MREMAP = 1 | 2 | 4
-"""MAYMOVE, FIXED and DONTUNMAP (Linux 5.13 for files): the old range stays mapped, so that there is never a hole which
-another thread's malloc could fill."""
-_MADV_DONTFORK = 10
-_MADV_DONTDUMP = 16
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MOVE = 1 | 2
+"""Of mremap: MAYMOVE and FIXED."""
+_MOVE_AND_KEEP = _MOVE | 4
+"""With DONTUNMAP (Linux 5.13 for files): the old range stays mapped, so that there is never a hole which another
+thread's malloc could fill."""
 _HUGE_BYTES = 2 << 20
 """Windows of this size begin at multiples of it: then whole page tables are moved, not their entries."""
-_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
-_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
 _opening = ForkLock()
 _DYING_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
@@ -71,17 +70,17 @@ class Window:
         align = _HUGE_BYTES if nbytes >= _HUGE_BYTES else PAGE_BYTES
         step = -(-(nbytes + PAGE_BYTES) // align) * align
         reserved = align + 3 * step
-        start = _map(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        start = map_range(None, reserved, _PROT_NONE, _ANONYMOUS)
         self._address, self._twin, self._spare = (-(-start // align) * align + place * step for place in range(3))
         self._twin_offset = -1
         try:
             file.map_at(self._address, offset, nbytes)
         except BaseException:
-            _libc.munmap(start, reserved)
+            libc.munmap(start, reserved)
             raise
         memory = (ctypes.c_ubyte * nbytes).from_address(self._address)
         memory.window = self  # type: ignore[attr-defined]  # arrays keep it, and the file open and locked
-        weakref.finalize(memory, _unmap, start, reserved, os.getpid()).atexit = False
+        weakref.finalize(memory, unmap, start, reserved, os.getpid()).atexit = False
         self._memory: weakref.ref[Any] | None = weakref.ref(memory)
         self._handed: Any = memory
 
@@ -123,19 +122,19 @@ class Window:
     def detach(self) -> None:
         """Detach the memory from the file: its holders keep it as private memory with the same contents."""
         if self.held:
-            private = _map(None, self.nbytes, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            private = map_range(None, self.nbytes, READ_WRITE, _ANONYMOUS)
             ctypes.memmove(private, self._address, self.nbytes)
-            if _libc.mremap(private, self.nbytes, self.nbytes, 3, self._address) == _FAILED:
-                raise _error()
+            if not _remap(private, self._address, self.nbytes, _MOVE):
+                raise last_error()
             for place in (self._twin, self._spare):
-                _map(place, self.nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)
+                map_range(place, self.nbytes, _PROT_NONE, _ANONYMOUS | _MAP_FIXED)
         self._memory = None
         self._file.windows.discard(self)
 
     def keep_in_child(self, fd: int) -> None:
         """Show the same range in a forked child, which has no such memory yet; stores stay in the child."""
         if self.held:
-            _map(self._address, self.nbytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, self.offset)
+            map_range(self._address, self.nbytes, READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, self.offset)
 
 
 class WindowedFile:
@@ -301,12 +300,8 @@ class WindowedFile:
 
     def map_at(self, address: int, offset: int, nbytes: int) -> None:
         """Map a range of the file at an address, over any mapping there."""
-        flags = mmap.MAP_SHARED if self.writable else mmap.MAP_PRIVATE
-        if self.kind == "persistent":
-            flags = _MAP_SHARED_VALIDATE | _MAP_SYNC
-        _map(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, self.fd, offset)
-        for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
-            _libc.madvise(address, nbytes, advice)
+        flags = shared_flags(sync=self.kind == "persistent") if self.writable else mmap.MAP_PRIVATE
+        map_for_this_process(address, nbytes, flags | _MAP_FIXED, self.fd, offset)
 
     @property
     def closed(self) -> bool:
@@ -358,25 +353,8 @@ def _reserve(fd: int, nbytes: int, path: Path) -> None:
         raise write_error(error, path) from error
 
 
-def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    got = _libc.mmap(address, nbytes, protection, flags, fd, offset)
-    if got == _FAILED:
-        raise _error()
-    return int(got)
-
-
-def _remap(source: int, target: int, nbytes: int) -> bool:
-    return bool(_libc.mremap(source, nbytes, nbytes, _MREMAP, target) == target)
-
-
-def _error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
-
-
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:
-        _libc.munmap(address, nbytes)
+def _remap(source: int, target: int, nbytes: int, flags: int = _MOVE_AND_KEEP) -> bool:
+    return bool(libc.mremap(source, nbytes, nbytes, flags, target) == target)
 
 
 def _close(fd: int, pid: int) -> None:
