@@ -37,6 +37,7 @@ from pccheck_async.format import (
     check_metadata,
     check_name,
     describe_which,
+    matches,
     new_step,
     whole_step,
 )
@@ -519,12 +520,12 @@ class EngineCore:
             raise TypeError("give the step or the name of what is to be removed")
         self.check_alive()
         in_flight = self.in_flight.checkpoints()
-        others = any(which not in (info.step, info.name) for info in self.infos if not info.rejected)
+        others = any(not (info.rejected or matches(which, info.step, info.name)) for info in self.infos)
         for pending in in_flight:
-            if which in (pending.step, pending.name) or not others:
+            if matches(which, pending.step, pending.name) or not others:
                 await caller.wait(pending.ended_future())
         removed = await caller.run(self.peers.remove(which, force=force))
-        self._unrestored = [info for info in self._unrestored if which not in (info.step, info.name)]
+        self._unrestored = [info for info in self._unrestored if not matches(which, info.step, info.name)]
         return [entry.info for entry in removed]
 
     async def reject(self, caller: Caller, step: int) -> list[CheckpointInfo]:

@@ -9,6 +9,7 @@ from pccheck_async.format.arguments import (
     check_name,
     check_step,
     describe_which,
+    matches,
     new_step,
     which_one,
     whole_step,
@@ -21,6 +22,6 @@ from pccheck_async.format.record import Entry, Identity, NewerFormatError, Recor
 __all__ = [
     "WINDOW_KEY", "Action", "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata",
     "NewerFormatError", "Parts", "Record", "Restored", "Run", "Which", "align", "check_count", "check_metadata",
-    "check_name", "check_step", "combine", "crc32", "describe_which", "name_in", "new_step", "piece_sums", "which_one",
-    "whole_step",
+    "check_name", "check_step", "combine", "crc32", "describe_which", "matches", "name_in", "new_step", "piece_sums",
+    "which_one", "whole_step",
 ]  # fmt: skip

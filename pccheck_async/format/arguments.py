@@ -30,6 +30,11 @@ def check_name(name: object) -> str:
     return name
 
 
+def matches(which: Which, step: int, name: str | None) -> bool:
+    """Whether a checkpoint of this step and name is the requested one."""
+    return which in (None, step, name)
+
+
 def describe_which(which: Which) -> str:
     """Return the words that follow "checkpoint" in a message."""
     if which is None:

@@ -47,6 +47,7 @@ from msgspec.structs import replace
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import checksum
+from pccheck_async.format.arguments import matches
 from pccheck_async.format.info import CheckpointInfo, Metadata, Which
 from pccheck_async.format.parts import Parts
 
@@ -158,7 +159,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     def matches(self, which: Which) -> bool:
         """Whether this entry matches the requested step or name."""
-        return which is None or which == (self.name if isinstance(which, str) else self.step)
+        return matches(which, self.step, self.name)
 
 
 class Record(msgspec.Struct, frozen=True):

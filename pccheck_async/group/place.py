@@ -27,7 +27,7 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import CheckpointInfo, Entry, Identity, Key, Record, Run, Which, describe_which
+from pccheck_async.format import CheckpointInfo, Entry, Identity, Key, Record, Run, Which, describe_which, matches
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.group.folder import read_stores, seen_store
 from pccheck_async.group.parts import Applied, Part, SeenStore
@@ -194,7 +194,7 @@ class Place:
         """
         if error := only_rejected([one.entry for one in self.complete], which, self.path):
             return error
-        lacking = [one for one in self.incomplete if which in (None, one.step)]
+        lacking = [one for one in self.incomplete if matches(which, one.step, None)]
         if lacking:
             what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
             return IncompleteCheckpointError(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pccheck_async.format import Which, describe_which
+from pccheck_async.format import Which, describe_which, matches
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import (
     Candidate,
@@ -189,7 +189,7 @@ class LeadRestore:
         return [self._end(reason, {-1: f"{why}; {lacking}" if lacking else why})]
 
     def _wanted(self, there: Sequence[There]) -> list[Key]:
-        return [key for key, *named in there if self.which in (None, *named)]
+        return [key for key, step, name in there if matches(self.which, step, name)]
 
     def _try_next(self, there: Sequence[There], damage: dict[int, str]) -> list[RestoreDecision]:
         """Propose the newest one that no rank found damaged."""
