@@ -34,9 +34,11 @@ class EngineParts:
     """The parts of an engine whose store is open.
 
     Attributes:
+        complete: Whether :meth:`open` made all of them.
         publisher: Of the status file, for other processes; None if the medium is a user's.
     """
 
+    complete = False
     opened: OpenMedium
 
     async def open(
@@ -95,6 +97,7 @@ class EngineParts:
             )
             # Other media need not be folders.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
+            self.complete = True
         except BaseException:
             await opened.close()
             if backend is not None:

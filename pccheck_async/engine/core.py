@@ -91,8 +91,7 @@ class EngineCore:
         self._began = 0.0
         self.captures = StateReader(allow_pickle=config.allow_pickle)
         self.guard = Guard(config.max_stall, self._stop_capture, self.in_flight.note_waited)
-        self._opening = EngineParts()
-        self._assembly: EngineParts | None = None  # once it is open
+        self._assembly = EngineParts()
         self._closed: Promise[Exception | None] = Promise()  # and the error that kept it from closing wholly
 
     @property
@@ -128,7 +127,7 @@ class EngineCore:
                 self.peers.unopened(error)
             finally:
                 try:
-                    if self._assembly is not None:  # opened, and then the caller was cancelled before this returned
+                    if self._assembly.complete:  # opened, and then the caller was cancelled before this returned
                         await caller.run(self._assembly.close())
                 finally:
                     await caller.outlast(self.loop.ask_to_stop())
@@ -139,7 +138,7 @@ class EngineCore:
 
     async def _open(self) -> None:
         work.set(Work(self.path))
-        await self._opening.open(
+        await self._assembly.open(
             self.peers.folder(self.path),
             self.io,
             self.config,
@@ -149,7 +148,7 @@ class EngineCore:
             stream=self.stream,
             collect=self._status,
         )
-        self._assembly = parts = self._opening
+        parts = self._assembly
         self.in_flight.counter, self.captures.owners = await self.peers.join(
             self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with
         )
@@ -242,7 +241,7 @@ class EngineCore:
         """In a forked child: close every descriptor; the engine lives on in the parent only."""
         self.state = "closed"
         forget(self)
-        self._opening.abandon()
+        self._assembly.abandon()
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: a thread that does not exist there may hold any of the locks."""
@@ -254,7 +253,7 @@ class EngineCore:
     def check_alive(self) -> EngineParts:
         """Return the parts of an engine that is open, here, in this process; else raise ClosedError."""
         self.check_process()
-        if self.state == "open" and self._assembly is not None:
+        if self.state == "open":
             return self._assembly
         if self.state in ("new", "opening"):
             raise ClosedError(f"the engine of {self.path} is not open yet; use it as a context manager, or call open()")
@@ -263,7 +262,7 @@ class EngineCore:
     @property
     def assembly(self) -> EngineParts:
         """The parts of an engine that was opened, closed or not: its counts stay readable."""
-        if self._assembly is None:
+        if not self._assembly.complete:
             raise ClosedError(
                 f"the engine of {self.path} was never opened; use it as a context manager, or call open()"
             )
