@@ -48,7 +48,7 @@ from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
-from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
+from pccheck_async.upkeep.salvage import FoundCheckpoint, record_entries, search_slot
 
 __all__ = ["Recovery", "recover_store"]
 
@@ -158,7 +158,7 @@ def recover_store(
             if slots is not None:
                 unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
                 found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
-            entries, notes = arrange(found)
+            entries, notes = record_entries(found)
             entries = _marked_as_before(entries, record)
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:

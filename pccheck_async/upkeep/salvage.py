@@ -19,7 +19,15 @@ from pccheck_async.upkeep.listing import Listing, list_leaves
 from pccheck_async.upkeep.reading import Progress, counting
 from pccheck_async.upkeep.verify import Damage, check_payload
 
-__all__ = ["SIGNATURES", "FoundCheckpoint", "arrange", "find_signatures", "manifest_at", "object_length", "search_slot"]
+__all__ = [
+    "SIGNATURES",
+    "FoundCheckpoint",
+    "find_signatures",
+    "manifest_at",
+    "object_length",
+    "record_entries",
+    "search_slot",
+]
 
 _WINDOW_BYTES = 16 << 20
 _FIRST_LOOK_BYTES = 1 << 20
@@ -172,7 +180,7 @@ class _Search:
         )
 
 
-def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
+def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
     """Return the entries of a new record, newest first, and notes on slots.
 
     Counters order them, as in every record. Of two with one counter the later one counts: the other was written before

@@ -46,7 +46,7 @@ from pccheck_async.testing import (
 )
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep import recover
-from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
+from pccheck_async.upkeep.salvage import FoundCheckpoint, record_entries
 from tests.support.damage import BadBlocks
 from tests.support.state_strategies import difference
 
@@ -467,20 +467,20 @@ def found(slot: int, counter: int, time: float) -> FoundCheckpoint:
 
 
 def test_the_order_of_what_was_found() -> None:
-    entries, notes = arrange([found(0, 5, 50.0), found(1, 7, 70.0), found(2, 6, 60.0)])
+    entries, notes = record_entries([found(0, 5, 50.0), found(1, 7, 70.0), found(2, 6, 60.0)])
     assert [entry.counter for entry in entries] == [7, 6, 5]
     assert notes == {}
-    entries, notes = arrange([found(0, 5, 50.0), found(1, 6, 55.0), found(2, 6, 60.0)])
+    entries, notes = record_entries([found(0, 5, 50.0), found(1, 6, 55.0), found(2, 6, 60.0)])
     assert [entry.slot for entry in entries] == [2, 0]
     assert list(notes) == [1]
-    entries, notes = arrange([found(0, 9, 50.0), found(1, 6, 60.0)])  # of a run that went back, or another clock
+    entries, notes = record_entries([found(0, 9, 50.0), found(1, 6, 60.0)])  # of a run that went back, or another clock
     assert [entry.counter for entry in entries] == [9, 6]
     assert list(notes) == [0]
-    entries, notes = arrange([found(n, n, float(n)) for n in range(70)])
+    entries, notes = record_entries([found(n, n, float(n)) for n in range(70)])
     assert [entry.counter for entry in entries] == list(range(69, 5, -1))
     assert set(notes) == set(range(6))
     broken = msgspec.structs.replace(found(0, 1, 1.0).entry or entries[0], time=float("nan"))
-    assert len(arrange([FoundCheckpoint(0, broken.info, 1, (), broken), found(1, 2, 2.0)])[0]) == 2
+    assert len(record_entries([FoundCheckpoint(0, broken.info, 1, (), broken), found(1, 2, 2.0)])[0]) == 2
 
 
 @pytest.mark.slow
