@@ -114,7 +114,8 @@ class SlotWriter:
         rank's next checkpoint, which needs a buffer.
         """
         if len(self._plan.chunks) == 1 and self._reserving is None:
-            self._kept = place.view if place.lease is None else place.lease.view
+            assert place.lease is not None  # without a slot
+            self._kept = place.lease.view
             return
         assert self._reserving is not None
         slot = self._reserving.result() if self._reserving.done() else await asyncio.shield(self._reserving)
