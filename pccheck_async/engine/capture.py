@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.format import align, combine, piece_sums
-from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
+from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.state import (
     Layout,
@@ -71,8 +71,8 @@ class InlineCapture:
     buffer: memoryview
     """Begins with the chunk; room for a manifest behind it."""
     entry: ChunkEntry
-    sums: bytes
-    """Of its pieces."""
+    piece_sums: bytes
+    """The checksums of its pieces."""
     seconds: tuple[float, float]
     """When the copy began and ended (of ``time.perf_counter()``)."""
     free: deque[memoryview]
@@ -206,11 +206,11 @@ class StateReader:
                 sources.release()
             marks = backend.mark_queued_work(sources.devices)
             capture = Capture(flat.skeleton, layout, backend, marks, lazy, captured)
-            capture.has_composed = flat.has_composed
+            capture.has_sharded, capture.has_composed = flat.has_sharded, flat.has_composed
             if tally is not None:
                 capture.differing = tally.differing
                 if flat.has_sharded:
-                    capture.sums, capture.sample = tally.sums, ReplicaSample(tally.replicas, number)
+                    capture.tally_sums, capture.sample = tally.sums, ReplicaSample(tally.replicas, number)
             return capture
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -227,8 +227,9 @@ class Capture:
 
     Attributes:
         skeleton: The tree with every plain value in it.
-        sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None if none does,
-        sample: and of those that others are believed to have alike;
+        has_sharded: Whether there are tensors in it that lie on several ranks;
+        tally_sums: the sums over these (see :class:`Tally`),
+        sample: and those that others are believed to have alike;
         differing: and hashes of ranks whose replicas differ.
         has_composed: Whether there are tensors in it that are composed of others.
         layout: Of the tensors' bytes; holds their storages alive.
@@ -245,7 +246,8 @@ class Capture:
     plan: Plan
     entries: list[ChunkEntry]
     pieces: list[bytes]
-    sums: Mapping[str, int] | None = None
+    has_sharded = False
+    tally_sums: Mapping[str, int] = {}
     sample: ReplicaSample | None = None
     differing: frozenset[int] = frozenset()
     has_composed = False
@@ -281,13 +283,13 @@ class Capture:
         Cancellation: ends once all that was started ended.
         """
         if self.inline is not None:
-            self.plan, self.entries, self.pieces = self.inline.plan, [self.inline.entry], [self.inline.sums]
+            self.plan, self.entries, self.pieces = self.inline.plan, [self.inline.entry], [self.inline.piece_sums]
             return self.plan
         self.plan = plan = planner.plan(self.layout)
         self._chunks, self._on_fence = plan.chunks, on_fence if self._sources.devices else None
         self._fence = _NO_COPIES
         self.entries = [ChunkEntry(chunk.offset, chunk.nbytes, _LARGEST_CHECKSUM) for chunk in plan.chunks]
-        self.pieces = [bytes(SUM_BYTES * -(-chunk.nbytes // PIECE_BYTES)) for chunk in plan.chunks]
+        self.pieces = [bytes(SUM_BYTES * piece_count(chunk.nbytes)) for chunk in plan.chunks]
         self._left = len(plan.chunks)
         self._idle = asyncio.Event()
         live = self._sources

@@ -166,7 +166,8 @@ class Peers(ABC):
     ) -> None:
         """Called for each checkpoint on the engine's loop, in the order of counters.
 
-        ``sums`` and ``differing`` are those of a :class:`~pccheck_async.engine.capture.Capture`.
+        ``sums`` and ``differing`` are ``tally_sums`` and ``differing`` of a
+        :class:`~pccheck_async.engine.capture.Capture`.
         """
 
     def describe(self, error: BaseException) -> str | None:

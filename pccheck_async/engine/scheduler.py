@@ -81,7 +81,7 @@ class Scheduler:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending, capture, refused = job.pending, job.capture, None
         try:
-            self.peers.request(pending.counter, pending.step, job.metadata, capture.sums or {}, capture.differing)
+            self.peers.request(pending.counter, pending.step, job.metadata, capture.tally_sums, capture.differing)
         except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             refused = error
         task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {pending.counter}")
@@ -312,7 +312,7 @@ class Scheduler:
         """Return the manifest; as long as it can become, while there are chunks to capture."""
         capture = job.capture
         manifest = Manifest(
-            version=version_of(capture.skeleton, with_pieces=capture.sums is not None, composed=capture.has_composed),
+            version=version_of(capture.skeleton, with_pieces=capture.has_sharded, composed=capture.has_composed),
             counter=job.pending.counter,
             step=job.pending.step,
             time=capture.time,
@@ -322,6 +322,6 @@ class Scheduler:
             storages=capture.plan.storages,
             chunks=tuple(capture.entries),
             payload_nbytes=capture.plan.payload_nbytes,
-            pieces=None if capture.sums is None else tuple(capture.pieces),
+            pieces=tuple(capture.pieces) if capture.has_sharded else None,
         )
         return encode_again(manifest, capture.layout.known)
