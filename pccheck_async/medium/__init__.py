@@ -7,6 +7,7 @@ commands such as ``pccheck watch`` do not need.
 """
 
 from pccheck_async.medium.base import (
+    LOCK_POLL_SECONDS,
     MOST_SMALL_BYTES,
     File,
     Medium,
@@ -20,6 +21,6 @@ from pccheck_async.medium.base import (
 from pccheck_async.medium.lifetime import forget, made_here, remember
 
 __all__ = [
-    "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium",
-    "forget", "made_here", "read_around", "remember",
+    "LOCK_POLL_SECONDS", "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece",
+    "StepwiseMedium", "forget", "made_here", "read_around", "remember",
 ]  # fmt: skip

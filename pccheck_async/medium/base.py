@@ -14,12 +14,14 @@ from pccheck_async.telemetry import Stage
 from pccheck_async.transfer import PAGE_BYTES, uninterrupted
 
 __all__ = [
-    "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium",
-    "read_around",
+    "LOCK_POLL_SECONDS", "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece",
+    "StepwiseMedium", "read_around",
 ]  # fmt: skip
 
 _NONE = Stage()
 
+LOCK_POLL_SECONDS = 0.01
+"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
 MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
 Piece: TypeAlias = tuple[int, memoryview]

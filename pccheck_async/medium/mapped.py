@@ -16,11 +16,10 @@ from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type
 from pccheck_async.medium.mapping import INSTRUCTIONS, Kind, Mapping, map_file
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.transfer.operations import MOST_BYTES_ON_LOOP
 
 __all__ = ["MappedFiles", "kind_of_folder"]
 
-_MOST_BYTES_ON_LOOP = 256 << 10
-"""Bytes that are stored on the loop's thread: sooner than another thread would wake up."""
 _WHY: dict[Kind, str] = {
     "persistent": "the filesystem maps persistent memory (MAP_SYNC)",
     "emulated": "tmpfs lies in memory: persistent memory is emulated, and nothing survives the power",
@@ -103,7 +102,7 @@ class MappedFiles(StepwiseMedium, Files):
         try:
             if not mapping.settled:
                 await self._settle(file, mapping)
-            if len(data) <= _MOST_BYTES_ON_LOOP:
+            if len(data) <= MOST_BYTES_ON_LOOP:
                 mapping.store(offset, data)
             else:
                 await self._operations.call(mapping.store, offset, data)
@@ -148,4 +147,4 @@ def _at_once(file: File, pieces: Sequence[Piece]) -> bool:
     """Whether pieces of a file become durable without waiting for anything."""
     mapping = file.mapping
     ready = mapping is not None and mapping.durable and mapping.settled
-    return ready and all(len(data) <= _MOST_BYTES_ON_LOOP for _, data in pieces)
+    return ready and all(len(data) <= MOST_BYTES_ON_LOOP for _, data in pieces)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
+from pccheck_async.medium.base import LOCK_POLL_SECONDS
 from pccheck_async.medium.folder import open_regular, reserve
 from pccheck_async.medium.mapped import kind_of_folder
 from pccheck_async.medium.mapping import (
@@ -52,7 +53,7 @@ thread's malloc could fill."""
 _HUGE_BYTES = 2 << 20
 """Windows of this size begin at multiples of it: then whole page tables are moved, not their entries."""
 _opening = ForkLock()
-_DYING_SECONDS, _POLL_SECONDS = 1.0, 0.01
+_DYING_SECONDS = 1.0
 
 
 class Window:
@@ -191,7 +192,7 @@ class WindowedFile:
                     self.close()
                     text = f"{self.path} is open elsewhere; one process writes to it at a time"
                     raise StoreLockedError(text) from None
-            time.sleep(_POLL_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS)
 
     def _is_open_here(self) -> bool:
         """Whether this process has the file open: waiting cannot help."""

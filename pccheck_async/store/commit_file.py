@@ -42,7 +42,7 @@ from pccheck_async.format.record import (
     region_offsets,
     slot_number,
 )
-from pccheck_async.medium import File, Medium, Part, made_here, read_around
+from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium, Part, made_here, read_around
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
 from pccheck_async.store.rank_folders import is_group_folder
@@ -142,8 +142,6 @@ async def read_record(medium: Medium, commit: File, identity: Identity) -> Recor
     return replace(record, before=entries_before(view, identity.id_bytes, record))
 
 
-_POLL_SECONDS = 0.01
-"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
 _OTHER_KIND = {
     FORMAT_VERSION: "holds the checkpoints of one process: open it without group=, or give the group another folder",
     GROUP_VERSION: "holds one rank's parts of a group's checkpoints: open the folder that it is in, with group=",
@@ -279,7 +277,7 @@ async def lock_commit(
             await medium.close(file)
             file = await opening()
         else:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(LOCK_POLL_SECONDS)
 
 
 async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StoreFullError, is_exhausted
 from pccheck_async.format import Record
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
-from pccheck_async.medium import File, Medium
+from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 
@@ -173,10 +173,6 @@ class SlotTable:
         return sorted(self.free(), key=self._rank)[:beyond] if beyond > 0 else []
 
 
-_POLL_SECONDS = 0.01
-"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
-
-
 @dataclass(slots=True, eq=False)
 class SlotLease:
     """A slot that one checkpoint writes into; exclusive, also against other processes. Given back exactly once."""
@@ -241,7 +237,7 @@ class Slots:
                     self.reader_waits += 1
                     text = "a checkpoint waits for %d reader(s) of this store to finish"
                     write("readers", text, len(passed_over))
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(LOCK_POLL_SECONDS)
                 passed_over.clear()
                 continue
             # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.

@@ -13,14 +13,11 @@ import torch
 
 from pccheck_async.state import Sources
 from pccheck_async.transfer.copying.devices import Fenced
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations.base import MOST_BYTES_ON_LOOP, Operations
 from pccheck_async.transfer.plan import PackedPiece, Segments
 from pccheck_async.transfer.pool import Pinning
 
 __all__ = ["CopyBackend", "CopyStatistics"]
-
-_MOST_BYTES_ON_LOOP = 256 << 10
-"""Bytes up to which a chunk is copied on the calling thread: two wake-ups take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class CopyBackend:
         Returns:
             The CRC-32 of each MiB of ``into``, computed from the buffer and not from the source (I8).
         """
-        if len(into) <= _MOST_BYTES_ON_LOOP:
+        if len(into) <= MOST_BYTES_ON_LOOP:
             sums = self.operations.gather_at_once(segments.host, into)
         else:
             sums = await self.operations.gather(segments.host, into, keepalive)

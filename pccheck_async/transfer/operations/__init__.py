@@ -14,7 +14,17 @@ reason for it. A third one on io_uring was removed: it was never faster.
 May import: the format's checksum, and state's marks for threads that touch tensors.
 """
 
-from pccheck_async.transfer.operations.base import ChainStep, Kind, NativeOperations, Operations, Step
+from pccheck_async.transfer.operations.base import (
+    MOST_BYTES_ON_LOOP,
+    ChainStep,
+    Kind,
+    NativeOperations,
+    Operations,
+    Step,
+)
 from pccheck_async.transfer.operations.python import OperationsAtOnce, PythonOperations
 
-__all__ = ["ChainStep", "Kind", "NativeOperations", "Operations", "OperationsAtOnce", "PythonOperations", "Step"]
+__all__ = [
+    "MOST_BYTES_ON_LOOP", "ChainStep", "Kind", "NativeOperations", "Operations", "OperationsAtOnce", "PythonOperations",
+    "Step",
+]  # fmt: skip

@@ -24,9 +24,11 @@ try:
 except ImportError as error:
     _why_not = error
 
-__all__ = ["ChainStep", "Kind", "NativeOperations", "Operations", "Step"]
+__all__ = ["MOST_BYTES_ON_LOOP", "ChainStep", "Kind", "NativeOperations", "Operations", "Step"]
 
 T = TypeVar("T")
+MOST_BYTES_ON_LOOP = 256 << 10
+"""Bytes that are copied on the loop's thread: sooner than another thread would wake up, and then this one again."""
 
 
 class Kind(IntEnum):
