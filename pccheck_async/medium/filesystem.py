@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pccheck_async.format.record import COMMIT_NAME, REGION_NBYTES, slot_number
 from pccheck_async.medium.base import MediumFacts
-from pccheck_async.medium.folder import open_regular
+from pccheck_async.medium.folder import open_new, open_regular
 from pccheck_async.transfer import PAGE_BYTES, map_memory
 
 try:
@@ -105,7 +105,6 @@ def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
 
     Of a group's folder the store of a rank is probed.
     """
-    flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False
     except FileNotFoundError:
@@ -114,14 +113,9 @@ def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
             if commit is None:
                 raise
             return open_regular(commit, os.O_RDONLY | os.O_DIRECT), False
-    try:
-        return os.open(folder, os.O_RDWR | os.O_TMPFILE | flags, 0o600), True
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-            raise
-    probe = folder / f".probe-{os.getpid()}"
-    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
-    probe.unlink()
+    fd, path = open_new(folder, os.O_DIRECT)
+    if path is not None:
+        path.unlink()
     return fd, True
 
 

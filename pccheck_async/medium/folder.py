@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.medium.base import MOST_SMALL_BYTES
 from pccheck_async.transfer import ForkLock, map_memory
 
-__all__ = ["Folder", "open_regular", "reserve", "sync"]
+__all__ = ["Folder", "open_nameless", "open_new", "open_regular", "reserve", "sync"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -148,6 +149,22 @@ class Folder:
             fd = opening()
             self._fds.add(fd)
         return fd
+
+
+def open_nameless(folder: Path, flags: int = 0) -> int:
+    """Open a new file of a folder for reading and writing; it has no name. Raises OSError: there is no such thing."""
+    return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | flags, _MODE)
+
+
+def open_new(folder: Path, flags: int = 0) -> tuple[int, Path | None]:
+    """Open a new file of a folder, without a name if that is possible; else its path is returned, to be removed."""
+    try:
+        return open_nameless(folder, flags), None
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    path = folder / f".new-{secrets.token_hex(8)}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _MODE), path
 
 
 def reserve(fd: int, nbytes: int) -> str:

@@ -13,6 +13,7 @@ from pccheck_async.errors import DurabilityUnknownError
 from pccheck_async.medium.base import File, MediumFacts, Part, Piece, StepwiseMedium
 from pccheck_async.medium.files import REMOVED, Files, map_error
 from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type
+from pccheck_async.medium.folder import open_nameless
 from pccheck_async.medium.mapping import INSTRUCTIONS, Kind, Mapping, map_file
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES
@@ -34,7 +35,7 @@ def kind_of_folder(folder: Path) -> Kind:
     """
     folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     with suppress(OSError):
-        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        fd = open_nameless(folder)
         try:
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             map_file(fd, PAGE_BYTES, sync=True)

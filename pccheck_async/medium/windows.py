@@ -16,7 +16,6 @@ import errno
 import fcntl
 import mmap
 import os
-import tempfile
 import time
 import weakref
 from contextlib import suppress
@@ -25,7 +24,7 @@ from typing import Any
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
 from pccheck_async.medium.base import LOCK_POLL_SECONDS
-from pccheck_async.medium.folder import open_regular, reserve
+from pccheck_async.medium.folder import open_new, open_regular, reserve
 from pccheck_async.medium.mapped import kind_of_folder
 from pccheck_async.medium.mapping import (
     READ_WRITE,
@@ -209,7 +208,7 @@ class WindowedFile:
         """
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fd, temporary = _open_nameless(path.parent)
+            fd, temporary = open_new(path.parent)
             try:
                 _reserve(fd, nbytes, path)
                 os.pwrite(fd, head, 0)
@@ -220,7 +219,7 @@ class WindowedFile:
             finally:
                 os.close(fd)
                 if temporary:
-                    os.unlink(temporary)
+                    temporary.unlink()
         finally:
             os.close(folder)
 
@@ -332,16 +331,6 @@ class WindowedFile:
         with suppress(OSError):
             os.close(self.fd)  # closing leaves the lock to the parent's descriptor
         self.fd = -1
-
-
-def _open_nameless(folder: Path) -> tuple[int, str]:
-    """Open a new file without a name; where there is no such thing, with one, which is returned."""
-    try:
-        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666), ""
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    return tempfile.mkstemp(prefix=".shelf-", dir=folder)
 
 
 def _reserve(fd: int, nbytes: int, path: Path) -> None:

@@ -20,7 +20,7 @@ from pccheck_async.errors import CorruptStoreError, DurabilityUnknownError, Read
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.medium import File, Medium, Part
 from pccheck_async.medium.files import Files
-from pccheck_async.medium.filesystem import filesystem_type
+from pccheck_async.medium.filesystem import filesystem_type, probe
 from pccheck_async.testing import (
     MEDIUM_CHECKS,
     CrashDisk,
@@ -590,6 +590,21 @@ def test_a_device_that_fails_to_read_does_not_refuse_direct_io(
             assert (await writer.prepare(create=False)).direct
 
     asyncio.run(main())
+
+
+def test_a_new_folder_behind_a_link_is_probed_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    assert probe(tmp_path / "link", create=True) == probe(tmp_path / "folder", create=True)
+
+
+def test_a_folder_without_nameless_files_is_probed_by_one_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = probe(tmp_path, create=True)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as a kernel sees it that has no such flag
+    assert probe(tmp_path, create=True) == expected
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
