@@ -36,7 +36,6 @@ from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.store import (
     LOCK_SECONDS,
     CheckpointReader,
-    DroppedMeanwhileError,
     Fallback,
     FolderPart,
     PartReader,
@@ -260,32 +259,30 @@ class Place:
         while (found := find()) is not None:
             entry, superseded = found
             one = next((one for one in self.complete if one.entry is entry), Complete(_ALONE, 1, entry, (0,)))
-            with fallback.trying(entry, superseded, find):
-                parts = {
-                    rank: self.part(one.key, rank, staging, entry, superseded=superseded) for rank in range(one.world)
-                }
-                reader, used = CheckpointReader(parts, self.rank, whole=self.of_group), False
-                try:
-                    with unreadable_errors():
-                        await reader.hold()
-                        if superseded:
-                            await reader.own.verify()
-                        result = await use(reader)
-                    used = True
-                    return result
-                except UnreadableError as unreadable:
-                    if not is_exhausted(unreadable.error):
-                        await self.look()
-                        if not self._still_has(one, superseded):
-                            if time.monotonic() > since + LOCK_SECONDS:
-                                text = f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)"
-                                raise ReadError(text) from unreadable
-                            raise DroppedMeanwhileError("newer ones were committed") from unreadable
-                    since = time.monotonic()  # it is damaged, and finding that out may have taken long
-                    raise
-                finally:
-                    if not (used and keep):
-                        await reader.close()
+            parts = {rank: self.part(one.key, rank, staging, entry, superseded=superseded) for rank in range(one.world)}
+            reader, used = CheckpointReader(parts, self.rank, whole=self.of_group), False
+            try:
+                with unreadable_errors():
+                    await reader.hold()
+                    if superseded:
+                        await reader.own.verify()
+                    result = await use(reader)
+                fallback.succeeded(entry, superseded)
+                used = True
+                return result
+            except UnreadableError as unreadable:
+                if not is_exhausted(unreadable.error):
+                    await self.look()
+                    if not self._still_has(one, superseded):  # newer ones were committed
+                        if time.monotonic() > since + LOCK_SECONDS:
+                            text = f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)"
+                            raise ReadError(text) from unreadable
+                        continue
+                since = time.monotonic()  # it is damaged, and finding that out may have taken long
+                fallback.failed(entry, superseded, unreadable, find)
+            finally:
+                if not (used and keep):
+                    await reader.close()
         raise self.nothing(which)
 
     @property

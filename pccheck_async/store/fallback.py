@@ -68,8 +68,13 @@ class Fallback:
     ::
 
         while (found := find()) is not None:
-            with fallback.trying(*found, find):
-                return read(...)
+            try:
+                result = read(...)
+            except (DroppedMeanwhileError, UnreadableError) as error:
+                fallback.failed(*found, error, find)  # raises if there is nothing left to try
+            else:
+                fallback.succeeded(*found)
+                return result
 
     Superseded checkpoints come last, and only if all of one is whole; but before them, checkpoints that a device failed
     to read are tried once more: a failure that passes must not cost a checkpoint that is kept. If a step or a name was
@@ -85,19 +90,6 @@ class Fallback:
         self.failure: tuple[Entry, Exception] | None = None
         self._falls_back = falls_back and which is None
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
-
-    @contextmanager
-    def trying(self, entry: Entry, superseded: bool, older: Callable[[], tuple[Entry, bool] | None]) -> Iterator[None]:
-        """Read ``entry`` in this context, which swallows the error if the next one has to be tried.
-
-        Arguments and errors are those of :meth:`failed`.
-        """
-        try:
-            yield
-        except (DroppedMeanwhileError, UnreadableError) as error:
-            self.failed(entry, superseded, error, older)
-        else:
-            self.succeeded(entry, superseded)
 
     def succeeded(self, entry: Entry, superseded: bool) -> None:
         """Called when ``entry`` was read: warn if it is an older one that was superseded."""
