@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from pccheck_async.engine import Caller, RestoreCandidate, RestoreCandidates
 from pccheck_async.errors import (
@@ -15,6 +15,7 @@ from pccheck_async.errors import (
     GroupError,
     IncompleteCheckpointError,
     NoCheckpointError,
+    ReadError,
     StateMismatchError,
     StoreError,
     is_exhausted,
@@ -24,6 +25,7 @@ from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArr
 from pccheck_async.group.control import Client
 from pccheck_async.group.elsewhere import ReceivedPart, send_part
 from pccheck_async.group.member import Member
+from pccheck_async.group.messages import MatchOutcome
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
@@ -85,20 +87,21 @@ class AgreedCandidates(RestoreCandidates):
                     raise GroupError(f"the restore cannot go on with {other!r}")
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
-        outcome: Literal["ok", "mismatch", "damaged"] = "ok" if error is None else "mismatch"
+        outcome: MatchOutcome = "ok" if error is None else "mismatch"
         self._mismatch = error
         if isinstance(error, UnreadableError):
             if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
                 self._mismatch = error.error
             else:
-                outcome, self._mismatch = "damaged", None
+                outcome = "unread" if isinstance(error.error, ReadError) else "damaged"
+                self._mismatch = None
         why = "" if error is None else str(error)
         await caller.run(self._agree(partial(self._restore.matched, outcome, why)))
         return isinstance(self._next, FillArrays)
 
     async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
-        damage = None if error is None else str(error)
-        await caller.run(self._agree(partial(self._restore.verified, damage, differing)))
+        damage, unread = (None, False) if error is None else (str(error), isinstance(error.error, ReadError))
+        await caller.run(self._agree(partial(self._restore.verified, damage, differing, unread=unread)))
         self._agreed = isinstance(self._next, ChangeState)
         return self._agreed
 

@@ -330,12 +330,16 @@ class Candidate(GroupDecision, frozen=True):
     key: Key
 
 
+MatchOutcome: TypeAlias = Literal["ok", "mismatch", "damaged", "unread"]
+"""``unread``: a read failed, and may succeed another time."""
+
+
 class Matched(Message, frozen=True):
     """The outcome of a rank's match of the candidate."""
 
     index: int
     attempt: int
-    outcome: Literal["ok", "mismatch", "damaged"]
+    outcome: MatchOutcome
     why: str
 
 
@@ -354,6 +358,8 @@ class Verified(Message, frozen=True):
     damage: str | None
     differing: tuple[int, ...]
     """Hashes of ranks that this one found to have saved different replicas."""
+    unread: bool = False
+    """The damage is a read that failed, and may succeed another time."""
 
 
 class Restored(GroupDecision, frozen=True):

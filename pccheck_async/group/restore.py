@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from pccheck_async.format import Which, describe_which, matches
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import (
     Candidate,
     Matched,
+    MatchOutcome,
     NotRestored,
     Reason,
     Restored,
@@ -56,13 +57,15 @@ class Restore:
         self.index, self.attempt, self.active = self.index + 1, -1, True
         return [Post(RestoreRequest(self.rank, self.index, which, dry_run))]
 
-    def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
+    def matched(self, outcome: MatchOutcome, why: str = "") -> list[Action]:
         """Report how the manifest of the candidate compares with the state."""
         return [Post(Matched(self.rank, self.index, self.attempt, outcome, why))]
 
-    def verified(self, damage: str | None = None, differing: Collection[int] = ()) -> list[Action]:
+    def verified(
+        self, damage: str | None = None, differing: Collection[int] = (), *, unread: bool = False
+    ) -> list[Action]:
         """Report whether all chunks of the candidate are whole, and hashes of ranks that saved different replicas."""
-        return [Post(Verified(self.rank, self.index, self.attempt, damage, tuple(sorted(differing))))]
+        return [Post(Verified(self.rank, self.index, self.attempt, damage, tuple(sorted(differing)), unread))]
 
     def abandon(self, why: str) -> list[Action]:
         """Report that this rank takes no part any more; decisions on this restore are not for the next one."""
@@ -131,7 +134,7 @@ class LeadRestore:
     damaged: set[int] = field(default_factory=set)
     """Counters of checkpoints that some rank found damaged: the next commit drops them."""
     passed: set[int] = field(default_factory=set)
-    """Those that a dry run found damaged: it passes them over, and they are kept."""
+    """Those that this restore passes over, and that are kept: reads failed, or it is a dry run."""
 
     def receive(
         self,
@@ -203,16 +206,16 @@ class LeadRestore:
         return [Candidate(self.index, self.attempt, self.candidate)]
 
     def _conclude_match(self, there: Sequence[There]) -> list[RestoreDecision]:
-        damage = {rank: one.why for rank, one in self.matches.items() if one.outcome == "damaged"}
+        damage = {rank: one.why for rank, one in self.matches.items() if one.outcome in ("damaged", "unread")}
         mismatch = {rank: one.why for rank, one in self.matches.items() if one.outcome == "mismatch"}
         if damage:
-            return self._fall_back(damage, there)
+            return self._fall_back(damage, there, any(one.outcome == "damaged" for one in self.matches.values()))
         return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]
 
     def _conclude(self, candidate: Key, there: Sequence[There]) -> list[RestoreDecision]:
         damage = {rank: one.damage for rank, one in self.verified.items() if one.damage is not None}
         if damage:
-            return self._fall_back(damage, there)
+            return self._fall_back(damage, there, not all(self.verified[rank].unread for rank in damage))
         differing = {ranks for one in self.verified.values() for ranks in one.differing}
         ended = Restored(self.index, candidate, tuple(sorted(differing)))
         self._reset()
@@ -222,10 +225,10 @@ class LeadRestore:
         """End the restore that is under way or comes next; the group is broken."""
         return self._end("disagreement", {-1: why})
 
-    def _fall_back(self, damage: dict[int, str], there: Sequence[There]) -> list[RestoreDecision]:
+    def _fall_back(self, damage: dict[int, str], there: Sequence[There], lost: bool) -> list[RestoreDecision]:
         assert self.candidate is not None
         dry_run = any(request.dry_run for request in self.requests.values())
-        (self.passed if dry_run else self.damaged).add(self.candidate.counter)
+        (self.damaged if lost and not dry_run else self.passed).add(self.candidate.counter)
         return self._try_next(there, damage)
 
     def _end(self, reason: Reason, why: dict[int, str]) -> NotRestored:

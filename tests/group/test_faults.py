@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -14,7 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, Group, GroupError, SyncCheckpointEngine, WriteError
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    Group,
+    GroupError,
+    ReadError,
+    SyncCheckpointEngine,
+    WriteError,
+)
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
@@ -105,6 +114,44 @@ def test_a_flush_that_fails_ends_all_commits_of_the_run_and_drops_nothing(tmp_pa
     found = run_ranks(2, partial(newest, tmp_path))
     assert found[0][0] == found[1][0] >= 1
     assert [value for _, value in found] == [100.0 * found[0][0] + rank for rank in range(2)]
+
+
+class FailsToReadOnce(WrappingWriter):
+    """Fails one read of a slot: the first one after so many, once it is told."""
+
+    left = -1
+
+    async def perform(self, access: Access, call: Any) -> Any:
+        if access.kind == "read" and "slot" in access.name:
+            self.left -= 1
+            if self.left == -1:
+                raise ReadError(errno.EIO, "told to fail", access.name)
+        return await call()
+
+
+def restores_past_a_failure(folder: Path, reads: int, group: Group) -> tuple[int, list[int]]:
+    """Save two steps, restore while a read of rank 1 fails, and save a third one; return what is left."""
+    medium: FailsToReadOnce | None = None
+
+    def make(path: str, operations: Any) -> Medium:
+        nonlocal medium
+        medium = FailsToReadOnce(Files(path, operations))
+        return medium
+
+    with SyncCheckpointEngine(folder, group=group, io=make, keep_last=3) as engine:
+        assert outcomes(engine, group.rank, range(2)) == ["", ""]
+        assert medium is not None
+        if group.rank == 1:
+            medium.left = reads
+        restored = engine.restore(state_of(group.rank, -1))
+        assert restored is not None
+        assert outcomes(engine, group.rank, range(2, 3)) == [""]
+        return restored.step, [info.step for info in engine.checkpoints()]
+
+
+@pytest.mark.parametrize("reads", [0, 1])  # the manifest's is the first
+def test_a_read_that_fails_costs_no_checkpoint(tmp_path: Path, reads: int) -> None:
+    assert run_ranks(2, partial(restores_past_a_failure, tmp_path, reads)) == [(0, [2, 1, 0])] * 2
 
 
 class HoldsOneBack(WrappingWriter):

@@ -153,7 +153,7 @@ def test_known_damage_is_not_tried_again() -> None:
     [
         ("_all_in", lambda self, answers: len(answers) >= self.world - 1),
         ("_conclude_match", lambda self, there: [self._conclude(self.candidate, there)[0]]),  # nothing is verified
-        ("_fall_back", lambda self, damage, there: [Restored(self.index, self.candidate, ())]),  # damage is ignored
+        ("_fall_back", lambda self, damage, *_: [Restored(self.index, self.candidate, ())]),  # damage is ignored
     ],
 )
 def test_changing_the_state_too_early_is_found(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
