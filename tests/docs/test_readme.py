@@ -23,7 +23,7 @@ from tests.support.warm import run_warm
 README = (ROOT / "README.md").read_text()
 OTHERS = [ROOT / ".github" / "CONTRIBUTING.md", ROOT / "examples" / "paper" / "README.md"]
 ALL = {page.relative_to(ROOT).as_posix(): page.read_text() for page in [*PAGES, *OTHERS]}
-MOST_LINES = 230
+MOST_LINES = 170
 
 
 def fenced(after: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_the_readme_is_short_and_begins_with_a_short_change_and_the_commands() -
     assert len(README.splitlines()) <= MOST_LINES
     assert sum(line.startswith("+") for line in fenced("<!-- diff -->")) <= 15
     places = [
-        README.index(what) for what in ("```diff", "<!-- quickstart: run -->", "<!-- quickstart: test -->", "\n## ")
+        README.index(what) for what in ("<!-- quickstart: run -->", "```diff", "<!-- quickstart: test -->", "\n## ")
     ]
     assert places == sorted(places)
 
@@ -158,7 +158,7 @@ def test_links_lead_somewhere() -> None:
 def test_the_index_has_every_page() -> None:
     pages = {page.name for page in PAGES} - {"README.md", "index.md"}
     assert set(re.findall(r"\]\((\w+\.md)\)", ALL["examples/guide/index.md"])) == pages
-    assert set(re.findall(r"\]\(examples/guide/(\w+\.md)", README)) == pages
+    assert set(re.findall(r"\]\(examples/guide/(\w+\.md)", README)) <= pages | {"index.md"}
 
 
 def exists(dotted: str) -> bool:
