@@ -13,146 +13,156 @@ Reading, without an engine and beside a running one: :func:`list_checkpoints`, :
 
 In place, without an engine: :class:`Shelf`, named variables in a mapped file, with transactions.
 
-Looking after stores, as ``pccheck`` does on the command line: :func:`describe_checkpoint`,
-:func:`verify_checkpoints`, :func:`compare_checkpoints`, :func:`copy_checkpoint`, :func:`remove_checkpoints`,
-:func:`pin_checkpoint`, :func:`reject_checkpoints`, :func:`recover_store`, :func:`export_checkpoint`,
-:func:`import_checkpoint`, :func:`read_tuning`.
+Looking after stores, as ``pccheck`` does on the command line: :mod:`pccheck_async.stores`. When a step saves:
+:mod:`pccheck_async.policies`. Statistics and events: :mod:`pccheck_async.statistics`.
 
-Every failure of a checkpoint, a store or a state is a :class:`CheckpointError`; wrong arguments are TypeError or
-ValueError. Events and the log are described in ``telemetry.events`` and
+Every failure of a checkpoint, a store or a state is a :class:`CheckpointError`; :mod:`pccheck_async.errors` has all of
+them. Wrong arguments are TypeError or ValueError. Events and the log are described in ``telemetry.events`` and
 ``telemetry.logs``, metrics and statistics in ``engine.metrics`` and ``engine.statistics``, the bytes on storage in
 ``format.record`` and ``format.manifest``, signals in ``training.preemption``, I/O backends in ``transfer.operations``,
 devices in ``transfer.copying.cuda``, media that fail, crash and hang in ``testing``.
 """
 
+from __future__ import annotations
+
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from pccheck_async.lazy_names import importer
 
 if TYPE_CHECKING:
     from pccheck_async.api import (
         CheckpointEngine,
-        OpenCheckpoint,
-        StoredState,
-        StoredTensor,
         SyncCheckpointEngine,
         list_checkpoints,
         load,
         load_sync,
         open_checkpoint,
     )
-    from pccheck_async.convert import Exported, Imported, export_checkpoint, import_checkpoint
-    from pccheck_async.engine import CheckpointProgress, Decisions, Distribution, EngineStatistics, PendingCheckpoint
+    from pccheck_async.engine import PendingCheckpoint
     from pccheck_async.errors import (
         CheckpointError,
-        ClosedError,
-        CorruptStoreError,
-        DamagedError,
         GroupError,
-        IncompleteCheckpointError,
-        InfeasibleError,
-        InvalidTuningError,
         NoCheckpointError,
-        ReadError,
-        ReplicasDifferError,
         StateMismatchError,
-        StoreError,
-        StoreFailedError,
-        StoreFullError,
-        StoreLockedError,
         TornCaptureError,
-        UnsupportedStateError,
-        WriteError,
     )
     from pccheck_async.format import CheckpointInfo, Restored
     from pccheck_async.group import Group
     from pccheck_async.shelf import Shelf
     from pccheck_async.state import FlatShard, RNGState, Stateful
-    from pccheck_async.store import SpaceNeeded
-    from pccheck_async.telemetry import Stage
     from pccheck_async.training import TrainingStep
     from pccheck_async.training.data import ResumableLoader, ResumableSampler
-    from pccheck_async.training.policy import (
-        Adaptive,
-        CheckFreqInterval,
-        EverySeconds,
-        EverySteps,
-        PCcheckInterval,
-        Policy,
-        YoungDaly,
-    )
-    from pccheck_async.tuning import Measurement, Point, TunedSettings, Tuning, read_tuning
-    from pccheck_async.upkeep import (
-        CheckedCheckpoint,
-        Comparison,
-        Damage,
-        Description,
-        LeafDifference,
-        Recovery,
-        Removal,
-        Verification,
-        compare_checkpoints,
-        copy_checkpoint,
-        describe_checkpoint,
-        pin_checkpoint,
-        recover_store,
-        reject_checkpoints,
-        remove_checkpoints,
-        verify_checkpoints,
-    )
+    from pccheck_async.training.policy import Adaptive, Policy
 
 __all__ = [
-    "Adaptive", "CheckFreqInterval", "CheckedCheckpoint", "CheckpointEngine", "CheckpointError", "CheckpointInfo",
-    "CheckpointProgress", "ClosedError", "Comparison", "CorruptStoreError", "Damage", "DamagedError", "Decisions",
-    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "FlatShard", "Group",
-    "GroupError", "Imported", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
-    "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval", "PendingCheckpoint", "Point", "Policy",
-    "RNGState", "ReadError", "Recovery", "Removal", "ReplicasDifferError", "Restored", "ResumableLoader",
-    "ResumableSampler", "Shelf", "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError",
-    "StoreFailedError", "StoreFullError", "StoreLockedError", "StoredState", "StoredTensor", "SyncCheckpointEngine",
-    "TornCaptureError", "TrainingStep", "TunedSettings", "Tuning", "UnsupportedStateError", "Verification",
-    "WriteError", "YoungDaly", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint",
-    "import_checkpoint", "list_checkpoints", "load", "load_sync", "open_checkpoint", "pin_checkpoint", "read_tuning",
-    "recover_store", "reject_checkpoints", "remove_checkpoints", "verify_checkpoints",
+    "Adaptive", "CheckpointEngine", "CheckpointError", "CheckpointInfo", "FlatShard", "Group", "GroupError",
+    "NoCheckpointError", "PendingCheckpoint", "Policy", "RNGState", "Restored", "ResumableLoader", "ResumableSampler",
+    "Shelf", "StateMismatchError", "Stateful", "SyncCheckpointEngine", "TornCaptureError", "TrainingStep",
+    "list_checkpoints", "load", "load_sync", "open_checkpoint",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "api": (
-        "CheckpointEngine", "OpenCheckpoint", "StoredState", "StoredTensor", "SyncCheckpointEngine", "list_checkpoints",
-        "load", "load_sync", "open_checkpoint",
-    ),
-    "convert": ("Exported", "Imported", "export_checkpoint", "import_checkpoint"),
-    "engine": ("CheckpointProgress", "Decisions", "Distribution", "EngineStatistics", "PendingCheckpoint"),
-    "format": ("CheckpointInfo", "Restored"),
-    "group": ("Group",),
-    "state": ("FlatShard", "RNGState", "Stateful"),
-    "shelf": ("Shelf",),
-    "store": ("SpaceNeeded",),
-    "telemetry": ("Stage",),
-    "training": ("TrainingStep",),
-    "training.data": ("ResumableLoader", "ResumableSampler"),
-    "training.policy": (
-        "Adaptive", "CheckFreqInterval", "EverySeconds", "EverySteps", "PCcheckInterval", "Policy", "YoungDaly",
-    ),
-    "tuning": ("Measurement", "Point", "TunedSettings", "Tuning", "read_tuning"),
-    "upkeep": (
-        "CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal",
-        "Verification", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "pin_checkpoint",
-        "recover_store", "reject_checkpoints", "remove_checkpoints", "verify_checkpoints",
-    ),
-}  # fmt: skip
-"""Where the public names come from; the others are errors."""
+_import = importer(
+    __name__,
+    globals(),
+    {
+        "api": {
+            "CheckpointEngine": "CheckpointEngine",
+            "SyncCheckpointEngine": "SyncCheckpointEngine",
+            "list_checkpoints": "list_checkpoints",
+            "load": "load",
+            "load_sync": "load_sync",
+            "open_checkpoint": "open_checkpoint",
+        },
+        "engine": {"PendingCheckpoint": "PendingCheckpoint"},
+        "errors": {
+            "CheckpointError": "CheckpointError",
+            "GroupError": "GroupError",
+            "NoCheckpointError": "NoCheckpointError",
+            "StateMismatchError": "StateMismatchError",
+            "TornCaptureError": "TornCaptureError",
+        },
+        "format": {"CheckpointInfo": "CheckpointInfo", "Restored": "Restored"},
+        "group": {"Group": "Group"},
+        "shelf": {"Shelf": "Shelf"},
+        "state": {"FlatShard": "FlatShard", "RNGState": "RNGState", "Stateful": "Stateful"},
+        "training": {"TrainingStep": "TrainingStep"},
+        "training.data": {"ResumableLoader": "ResumableLoader", "ResumableSampler": "ResumableSampler"},
+        "training.policy": {"Adaptive": "Adaptive", "Policy": "Policy"},
+    },
+)
+
+_MODULES = ("errors", "policies", "statistics", "stores")
+_MOVED = {
+    "ClosedError": "errors.ClosedError",
+    "CorruptStoreError": "errors.CorruptStoreError",
+    "DamagedError": "errors.DamagedError",
+    "IncompleteCheckpointError": "errors.IncompleteCheckpointError",
+    "InfeasibleError": "errors.InfeasibleError",
+    "InvalidTuningError": "errors.InvalidTuningError",
+    "ReadError": "errors.ReadError",
+    "ReplicasDifferError": "errors.ReplicasDifferError",
+    "StoreError": "errors.StoreError",
+    "StoreFailedError": "errors.StoreFailedError",
+    "StoreFullError": "errors.StoreFullError",
+    "StoreLockedError": "errors.StoreLockedError",
+    "UnsupportedStateError": "errors.UnsupportedStateError",
+    "WriteError": "errors.WriteError",
+    "EverySteps": "policies.EverySteps",
+    "EverySeconds": "policies.EverySeconds",
+    "CheckFreqInterval": "policies.CheckFreqInterval",
+    "PCcheckInterval": "policies.PCcheckInterval",
+    "YoungDaly": "policies.YoungDaly",
+    "CheckpointProgress": "statistics.CheckpointProgress",
+    "Decisions": "statistics.Decisions",
+    "Distribution": "statistics.Distribution",
+    "EngineStatistics": "statistics.EngineStatistics",
+    "Stage": "statistics.Stage",
+    "CheckedCheckpoint": "stores.CheckedCheckpoint",
+    "Comparison": "stores.Comparison",
+    "Damage": "stores.Damage",
+    "Description": "stores.Description",
+    "LeafDifference": "stores.LeafDifference",
+    "Recovery": "stores.Recovery",
+    "Removal": "stores.Removal",
+    "Verification": "stores.Verification",
+    "Exported": "stores.Exported",
+    "Imported": "stores.Imported",
+    "OpenCheckpoint": "stores.OpenCheckpoint",
+    "StoredState": "stores.StoredState",
+    "StoredTensor": "stores.StoredTensor",
+    "SpaceNeeded": "stores.SpaceNeeded",
+    "Tuning": "stores.Tuning",
+    "TunedSettings": "stores.TunedSettings",
+    "Measurement": "stores.Measurement",
+    "Point": "stores.Point",
+    "verify_checkpoints": "stores.verify",
+    "compare_checkpoints": "stores.compare",
+    "copy_checkpoint": "stores.copy",
+    "describe_checkpoint": "stores.describe",
+    "remove_checkpoints": "stores.remove",
+    "pin_checkpoint": "stores.pin",
+    "reject_checkpoints": "stores.reject",
+    "recover_store": "stores.recover",
+    "export_checkpoint": "stores.export",
+    "import_checkpoint": "stores.import_",
+    "read_tuning": "stores.read_tuning",
+}
+"""Names of 0.1, and where they are now."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch takes a second that ``pccheck --help`` need not wait for."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((room for room, names in _HOMES.items() if name in names), "errors")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _MOVED:
+        return _import(name)
+    module, _, new = _MOVED[name].partition(".")
+    text = f"pccheck_async.{name} is pccheck_async.{module}.{new} now; the old name goes with version 2"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return getattr(import_module(f"{__name__}.{module}"), new)
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from typing import Self
 __all__ = [
     "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "DurabilityUnknownError", "GroupError",
     "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "NoCheckpointError", "ReadError",
-    "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError", "StoreLockedError",
+    "ReplicasDifferError", "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError", "StoreLockedError",
     "TornCaptureError", "UnsupportedStateError", "WriteError",
 ]  # fmt: skip
 

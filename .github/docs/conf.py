@@ -40,7 +40,7 @@ html_copy_source = False
 templates_path = ["."]
 html_additional_pages = {"index": "start.html"}
 
-REFERENCE = ["saving", "state", "reading", "policies", "stores", "shelf", "errors"]
+REFERENCE = ["saving", "state", "reading", "policies", "stores", "statistics", "shelf", "errors"]
 CONTENTS = """
 ```{{toctree}}
 :caption: {caption}

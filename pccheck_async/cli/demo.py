@@ -190,9 +190,7 @@ def _demonstrate(
             console.print(*[f"Rank {rank}:"] * (ranks > 1), compared.table)
     console.print(f"Losses: {sum(each.equal for each in losses)} of {ranks * steps} equal in every bit.")
     parts: list[int | None] = [*range(ranks)] if ranks > 1 else [None]
-    states = [
-        pccheck.compare_checkpoints(uninterrupted.store, resumed.store, rank=part, other_rank=part) for part in parts
-    ]
+    states = [pccheck.stores.compare(uninterrupted.store, resumed.store, rank=part, other_rank=part) for part in parts]
     leaves = sum(state.leaves for state in states)
     different = [
         f"rank {rank}: {each.path}" if ranks > 1 else each.path

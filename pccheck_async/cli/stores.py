@@ -158,7 +158,7 @@ def show(
         if rank is not None or step is not None or name is not None:
             raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step nor --name")
         return heat_map(path)
-    description = pccheck.describe_checkpoint(path, step=step, name=name, rank=rank)
+    description = pccheck.stores.describe(path, step=step, name=name, rank=rank)
     if description.differing:
         few = printable(first_few(description.differing))
         complain(f"this is the part of rank 0, and other ranks have different tensors: {few}; see --rank")
@@ -191,7 +191,7 @@ def _sharded_as_json(leaf: ShardedLeaf) -> dict[str, Any]:
     return pick(leaf, "path", "dtype", "shape", "nbytes", replica="is_replica") | {"boxes": boxes}
 
 
-def _described(description: pccheck.Description) -> Iterator[str | Tree]:
+def _described(description: pccheck.stores.Description) -> Iterator[str | Tree]:
     whose = "" if description.rank is None else f", part of rank {description.rank}"
     branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}{whose}")}
 
@@ -273,7 +273,7 @@ def verify(
     if every and (step is not None or name is not None):
         raise typer.BadParameter("--all excludes --step and --name")
     with progress_bar("verifying") as progress:
-        verification = pccheck.verify_checkpoints(path, step=step, name=name, every=every, progress=progress)
+        verification = pccheck.stores.verify(path, step=step, name=name, every=every, progress=progress)
     document = {
         "whole": verification.whole,
         "records": [pick(copy, "offset", "generation", "state", "rank", copy="name") for copy in verification.records],
@@ -296,7 +296,7 @@ def verify(
     return Report(document, lines, 0 if verification.whole else DIFFERENT)
 
 
-def _verified(verification: pccheck.Verification) -> Iterator[str | Table]:
+def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table]:
     rows = table("step", "counter", "size", "chunks", "captured (UTC)", "slot", "", right=4)
     for each in verification.checkpoints:
         verdict = f"{len(each.damage)} damaged" if each.damage else "whole"
@@ -370,7 +370,7 @@ def diff(
     if first.path is None:
         raise typer.BadParameter(f"{one!r} names no folder: the first place is PATH or PATH@STEP")
     with progress_bar("comparing") as progress:
-        comparison = pccheck.compare_checkpoints(
+        comparison = pccheck.stores.compare(
             first.path,
             second.path,
             step=first.step,
@@ -389,7 +389,7 @@ def diff(
     return Report(document, _compared(comparison), DIFFERENT if comparison.differences else 0)
 
 
-def _difference_as_json(each: pccheck.LeafDifference) -> dict[str, Any]:
+def _difference_as_json(each: pccheck.stores.LeafDifference) -> dict[str, Any]:
     facts = pick(each, "path", "change", "one", "other")
     if each.difference is not None:
         facts |= pick(each.difference, elements="total", bits_differ="bits", values_differ="values")
@@ -398,7 +398,7 @@ def _difference_as_json(each: pccheck.LeafDifference) -> dict[str, Any]:
     return facts
 
 
-def _compared(comparison: pccheck.Comparison) -> Iterator[str | Table]:
+def _compared(comparison: pccheck.stores.Comparison) -> Iterator[str | Table]:
     if comparison.differences:
         rows = table("differ", "of", "max abs", "max rel", "what", "leaf", right=4)
         for each in comparison.differences:
@@ -418,7 +418,7 @@ def _compared(comparison: pccheck.Comparison) -> Iterator[str | Table]:
     yield f"{which} leaves are equal in every bit."
 
 
-def _difference(each: pccheck.LeafDifference) -> tuple[str, ...]:
+def _difference(each: pccheck.stores.LeafDifference) -> tuple[str, ...]:
     path, both = printable(each.path) or "(the state)", f"{each.one} -> {each.other}"
     elements = each.difference
     if elements is None or not elements.bits:
@@ -461,7 +461,7 @@ def copy(
     """
     start = time.perf_counter()
     with progress_bar("copying") as progress:
-        info = pccheck.copy_checkpoint(source, target, step=step, name=name, rank=rank, pinned=pin, progress=progress)
+        info = pccheck.stores.copy(source, target, step=step, name=name, rank=rank, pinned=pin, progress=progress)
     seconds = time.perf_counter() - start
     there = read_place(target)
     world = there.complete[0].world
@@ -508,7 +508,7 @@ def rm(
     if not yes and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True):
         complain("nothing was removed")
         return FAILED
-    removal = pccheck.remove_checkpoints(path, steps, names=names, force=force)
+    removal = pccheck.stores.remove(path, steps, names=names, force=force)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
         [f"Removed step {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
@@ -537,7 +537,7 @@ def unpin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
 
 
 def _set_pin(path: Path, step: int, pinned: bool, fate: str) -> Report:
-    info = pccheck.pin_checkpoint(path, step, pinned=pinned)
+    info = pccheck.stores.pin(path, step, pinned=pinned)
     return Report(as_json(info), [f"Step {info.step} (counter {info.counter}) {fate}."])
 
 
@@ -550,7 +550,7 @@ def reject(path: AnyFolder, step: StepNumber, json: Json = False) -> Report:
     Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this step on, 4 the
     store is damaged.
     """
-    rejected = pccheck.reject_checkpoints(path, step)
+    rejected = pccheck.stores.reject(path, step)
     newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)
     return Report(
         {"rejected": [as_json(info) for info in rejected], "newest": as_json(newest)},
@@ -583,7 +583,7 @@ def recover(
     something to write.
     """
     with progress_bar("searching") as progress:
-        recovery = pccheck.recover_store(path, write=write, search=search, slots=slots or None, progress=progress)
+        recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
         **pick(recovery, "needed", "missing", "identity", "record", "written", "kept"),
         "slots": [
@@ -602,7 +602,7 @@ def recover(
     return Report(document, _recovered(recovery, path), status)
 
 
-def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
+def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | Table]:
     if recovery.found:
         rows = table("slot", "step", "counter", "size", "captured (UTC)", "whole", "note", right=4)
         for one in recovery.found:
@@ -667,7 +667,7 @@ def export(
     most = None if max_file_size is None else parse_size(max_file_size)
     if most is not None and to != "safetensors":
         raise typer.BadParameter("--max-file-size is for --to safetensors")
-    exported = pccheck.export_checkpoint(
+    exported = pccheck.stores.export(
         path,
         out,
         to=to,
@@ -688,7 +688,7 @@ def export(
     return Report(document, _exported(exported))
 
 
-def _exported(exported: pccheck.Exported) -> Iterator[str]:
+def _exported(exported: pccheck.stores.Exported) -> Iterator[str]:
     counted = f"{exported.tensors} tensors and {exported.values} plain values"
     yield f"step {exported.info.step}: {counted}, {size(exported.nbytes)}, in {exported.path}"
     for line in exported.changed[:_MOST_CHANGES]:
@@ -730,12 +730,12 @@ def import_(
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage, 3 there is nothing to import, 4 it is damaged.
     """
-    info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root, skip_unreadable=skip_unreadable)
+    info = pccheck.stores.import_(file, path, source=source, step=step, root=root, skip_unreadable=skip_unreadable)
     document = as_json(info) | {"source": info.source, "missing": [printable(line) for line in info.missing]}
     return Report(document, _imported(info, file, path))
 
 
-def _imported(info: pccheck.Imported, file: Path, path: Path) -> Iterator[str]:
+def _imported(info: pccheck.stores.Imported, file: Path, path: Path) -> Iterator[str]:
     yield f"{file} ({info.source}): step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}"
     for line in info.missing:
         complain(f"missing: {line}")

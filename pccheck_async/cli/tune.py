@@ -100,7 +100,7 @@ def tune(
     return Report(msgspec.to_builtins(tuning) | {"path": str(written)}, _tuned(tuning, path, out or path, written))
 
 
-def _tuned(tuning: pccheck.Tuning, path: Path, given: Path, written: Path) -> Iterator[str | Table]:
+def _tuned(tuning: pccheck.stores.Tuning, path: Path, given: Path, written: Path) -> Iterator[str | Table]:
     headings = ("in flight", "writers", "chunk", "durable after", "rate", "capture", "runs")
     measured = table(*headings, "", right=len(headings))
     settings: dict[str, Any] = {**tuning.settings}

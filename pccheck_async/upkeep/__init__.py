@@ -4,7 +4,13 @@ The functions block; call them from asyncio code with ``asyncio.to_thread``. Tho
 read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and the rooms below it.
 """
 
-from pccheck_async.upkeep.change import Removal, pin_checkpoint, reject_checkpoints, remove_checkpoints
+from pccheck_async.upkeep.change import (
+    Removal,
+    pin_checkpoint,
+    reject_checkpoints,
+    remove_checkpoints,
+    unpin_checkpoint,
+)
 from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
 from pccheck_async.upkeep.copying import copy_checkpoint
 from pccheck_async.upkeep.listing import ShardBox, ShardedLeaf, StoredLeaf, list_leaves
@@ -14,5 +20,12 @@ from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification,
 
 __all__ = ["CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal"]
 __all__ += ["ShardBox", "ShardedLeaf", "StoredLeaf", "Verification", "compare_checkpoints", "copy_checkpoint"]
-__all__ += ["describe_checkpoint", "list_leaves", "pin_checkpoint", "recover_store", "reject_checkpoints"]
+__all__ += [
+    "describe_checkpoint",
+    "list_leaves",
+    "pin_checkpoint",
+    "recover_store",
+    "reject_checkpoints",
+    "unpin_checkpoint",
+]
 __all__ += ["remove_checkpoints", "verify_checkpoints"]

@@ -19,7 +19,9 @@ from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import KeepAll, Retention, Store, StoreReader, open_store, rank_name
 from pccheck_async.upkeep.reading import LOCK_SECONDS
 
-__all__ = ["Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints"]
+__all__ = [
+    "Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints", "unpin_checkpoint",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,11 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
             return (await store.pin(number, pinned)).info
 
     return call_once(pin())
+
+
+def unpin_checkpoint(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> CheckpointInfo:
+    """Leave the newest checkpoint of ``step`` to the rules of a trainer again. Durability and errors: as for a pin."""
+    return pin_checkpoint(path, step, pinned=False, io=io)
 
 
 def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:

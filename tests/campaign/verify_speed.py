@@ -1,4 +1,4 @@
-"""``verify_checkpoints`` against the raw read limit of the same disk, in interleaved pairs (see ``speed.py``).
+"""``stores.verify`` against the raw read limit of the same disk, in interleaved pairs (see ``speed.py``).
 
 Run: ``python -m tests.campaign.verify_speed [--folder DIR] [--gib 1] [--pairs 5]``.
 """
@@ -9,7 +9,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from pccheck_async import SyncCheckpointEngine, copy_checkpoint, verify_checkpoints
+from pccheck_async import SyncCheckpointEngine, stores
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
 from tests.campaign.speed import Pairs, build
 
@@ -33,7 +33,7 @@ def main() -> None:
         disk = RawDisk(nbytes)
 
         def verify() -> float:
-            found = verify_checkpoints(store)
+            found = stores.verify(store)
             assert found.whole
             assert found.direct
             return found.seconds
@@ -43,8 +43,8 @@ def main() -> None:
             reads.measure(verify)
         reads.report("verify")
         if args.copy:
-            copied = copy_checkpoint(store, Path(folder) / "copy")
-            assert verify_checkpoints(Path(folder) / "copy").whole
+            copied = stores.copy(store, Path(folder) / "copy")
+            assert stores.verify(Path(folder) / "copy").whole
             print(copied)
 
 

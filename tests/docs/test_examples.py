@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pccheck_async import Shelf, compare_checkpoints, list_checkpoints
+from pccheck_async import Shelf, list_checkpoints, stores
 from tests.support.run_example import EXAMPLES
 from tests.support.state_strategies import difference
 from tests.support.warm import run_warm
@@ -57,8 +57,8 @@ def test_an_example_resumes_with_the_same_bits(name: str, tmp_path: Path) -> Non
     assert int(resumed[1]) == half
     first = 1 if name in COUNTED_FROM_ONE else 0
     run(name, tmp_path / "once", str(2 * (half + 1 - first)))
-    stores = [tmp_path / times / "checkpoints" / name for times in ("twice", "once")]
-    compared = compare_checkpoints(*stores)
+    folders = [tmp_path / times / "checkpoints" / name for times in ("twice", "once")]
+    compared = stores.compare(*folders)
     assert compared.one.step == compared.other.step == 2 * half + 1 - first
     assert compared.leaves >= 3
     different = {difference.path for difference in compared.differences}

@@ -15,21 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import (
-    CheckpointEngine,
-    CheckpointError,
-    ClosedError,
-    StoreFailedError,
-    SyncCheckpointEngine,
-    WriteError,
-    list_checkpoints,
-    load_sync,
-)
+from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import EngineConfig, run
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import until_done
 from pccheck_async.engine.pending import Waiting
+from pccheck_async.errors import ClosedError, StoreFailedError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.telemetry import Stream

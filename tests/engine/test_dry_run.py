@@ -13,15 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import (
-    CheckpointEngine,
-    DamagedError,
-    Group,
-    NoCheckpointError,
-    RNGState,
-    StateMismatchError,
-    SyncCheckpointEngine,
-)
+from pccheck_async import CheckpointEngine, Group, NoCheckpointError, RNGState, StateMismatchError, SyncCheckpointEngine
+from pccheck_async.errors import DamagedError
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
 

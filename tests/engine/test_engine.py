@@ -21,16 +21,15 @@ import torch
 
 from pccheck_async import (
     CheckpointEngine,
-    ClosedError,
     NoCheckpointError,
     StateMismatchError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
     list_checkpoints,
     load,
     load_sync,
 )
 from pccheck_async.api import EngineBase
+from pccheck_async.errors import ClosedError, UnsupportedStateError
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, WriteError, list_checkpoints
+from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async.errors import WriteError
 from pccheck_async.telemetry import Event
 from pccheck_async.telemetry.events import (
     Abandoned,

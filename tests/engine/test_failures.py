@@ -27,27 +27,27 @@ from msgspec import structs
 from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
-    ClosedError,
-    CorruptStoreError,
     NoCheckpointError,
     PendingCheckpoint,
-    ReadError,
-    StoreFailedError,
-    StoreFullError,
-    StoreLockedError,
     SyncCheckpointEngine,
-    WriteError,
-    describe_checkpoint,
     list_checkpoints,
     load_sync,
-    pin_checkpoint,
-    recover_store,
-    verify_checkpoints,
+    stores,
 )
 from pccheck_async.engine import Alone, Peers
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.pending import Waiting
-from pccheck_async.errors import read_error, write_error
+from pccheck_async.errors import (
+    ClosedError,
+    CorruptStoreError,
+    ReadError,
+    StoreFailedError,
+    StoreFullError,
+    StoreLockedError,
+    WriteError,
+    read_error,
+    write_error,
+)
 from pccheck_async.format import Record
 from pccheck_async.format.record import (
     COMMIT_NBYTES,
@@ -228,7 +228,7 @@ def test_a_store_that_was_removed_takes_no_more_commits(tmp_path: Path, io: str)
 def test_a_slot_that_was_removed_fails_its_checkpoint(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
-        committed = describe_checkpoint(tmp_path).slot
+        committed = stores.describe(tmp_path).slot
         (free,) = [path for path in tmp_path.glob("slot-*") if path.name != committed]
         free.unlink()
         with pytest.raises(WriteError, match=free.name):
@@ -437,7 +437,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
             with pytest.raises(StoreLockedError, match="made at"), SyncCheckpointEngine(path, lock_timeout=3600):
                 pass
         with pytest.raises(StoreLockedError, match=held):
-            pin_checkpoint(tmp_path, 1)
+            stores.pin(tmp_path, 1)
         assert engine.checkpoint(state_of(1), step=1).result(60).step == 1
     save(tmp_path, 2)
 
@@ -681,14 +681,14 @@ def test_a_slot_that_cannot_be_opened_costs_what_it_holds(tmp_path: Path, which:
             for step in (2, 3, 4):
                 engine.checkpoint(state_of(step), step=step).result(60)
     assert len(warned) == (2 if which == "newest" else 0)
-    assert verify_checkpoints(tmp_path, io=io, every=True).whole  # what it held was superseded
+    assert stores.verify(tmp_path, io=io, every=True).whole  # what it held was superseded
     assert [info.step for info in list_checkpoints(tmp_path)] == [4, 3]
     assert (tmp_path / ("aside" if isinstance(bad, str) else name)).read_bytes() == before
     if bad == errno.EACCES:  # what may be whole is not left out
         with pytest.raises(ReadError):
-            recover_store(tmp_path, io=io, search=True)
+            stores.recover(tmp_path, io=io, search=True)
     else:
-        assert [info.step for info in recover_store(tmp_path, io=io, search=True).named][:2] == [4, 3]
+        assert [info.step for info in stores.recover(tmp_path, io=io, search=True).named][:2] == [4, 3]
 
 
 @pytest.mark.parametrize("bad", [errno.EMFILE, errno.ENFILE])
@@ -704,7 +704,7 @@ def test_verify_tells_of_a_slot_that_cannot_be_opened(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
     name = slot_of(tmp_path, 1).name
     io: Any = lambda path, operations: BadInode(Files(path, operations), {name}, errno.EIO)  # noqa: E731
-    damages = [damage for one in verify_checkpoints(tmp_path, io=io, every=True).checkpoints for damage in one.damage]
+    damages = [damage for one in stores.verify(tmp_path, io=io, every=True).checkpoints for damage in one.damage]
     assert [(damage.file, damage.what) for damage in damages] == [(name, "slot")]
     assert "Input/output error" in damages[0].reason
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import CheckpointEngine, SyncCheckpointEngine, load_sync
 from pccheck_async.engine import CheckpointProgress
+from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.format import Entry
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.medium import File, Medium

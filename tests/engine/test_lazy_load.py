@@ -24,22 +24,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pccheck_async import (
-    ClosedError,
-    CorruptStoreError,
-    NoCheckpointError,
-    OpenCheckpoint,
-    StoredState,
-    StoredTensor,
-    SyncCheckpointEngine,
-    list_checkpoints,
-    load_sync,
-    open_checkpoint,
-)
+from pccheck_async import NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
+from pccheck_async.errors import ClosedError, CorruptStoreError
 from pccheck_async.format.dtypes import TORCH_DTYPES
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.state.restore.tree import below, leaves, opened
+from pccheck_async.stores import OpenCheckpoint, StoredState, StoredTensor
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from tests.engine.test_failures import flip, slot_of

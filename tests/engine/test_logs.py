@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import pccheck_async
-from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.telemetry import Work, events, logs, work
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
 from tests.engine.test_failures import flip, slot_of, state_of

@@ -18,15 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import (
-    CheckpointEngine,
-    CorruptStoreError,
-    StoreLockedError,
-    SyncCheckpointEngine,
-    WriteError,
-    list_checkpoints,
-    load,
-)
+from pccheck_async import CheckpointEngine, SyncCheckpointEngine, list_checkpoints, load
+from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
 from pccheck_async.training.policy import Decision, EverySteps

@@ -20,19 +20,17 @@ from torch.utils.data import DataLoader
 
 from pccheck_async import (
     CheckpointEngine,
-    ClosedError,
-    DamagedError,
     NoCheckpointError,
     ResumableLoader,
     RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
-    copy_checkpoint,
     list_checkpoints,
     load_sync,
+    stores,
 )
 from pccheck_async.engine import core
+from pccheck_async.errors import ClosedError, DamagedError, UnsupportedStateError
 from pccheck_async.format import whole_step
 from pccheck_async.tuning import tune
 from tests.support.devices import Device
@@ -52,7 +50,7 @@ def test_a_path_that_means_another_place(kind: Callable[..., Any], path: Any, sa
         kind(path)
 
 
-@pytest.mark.parametrize("made", [partial(copy_checkpoint, "here"), lambda path: asyncio.run(tune(path, nbytes=1))])
+@pytest.mark.parametrize("made", [partial(stores.copy, "here"), lambda path: asyncio.run(tune(path, nbytes=1))])
 def test_another_place_to_copy_to_or_to_measure(made: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for path, says in (("~/copies", "expanduser"), ("s3://bucket/copies", "is a URL")):
@@ -121,7 +119,7 @@ def test_a_step_before_the_first_is_refused_and_one_of_an_old_store_is_read(
     monkeypatch.undo()
     assert [info.step for info in list_checkpoints(tmp_path / "old")] == [-1, 0]
     assert load_sync(tmp_path / "old", step=-1) == {"x": 2}
-    assert copy_checkpoint(tmp_path / "old", tmp_path / "new", step=-1).step == -1
+    assert stores.copy(tmp_path / "old", tmp_path / "new", step=-1).step == -1
     with SyncCheckpointEngine(tmp_path / "new") as engine:
         assert engine.pin(-1).pinned
         assert engine.restore({"x": None}, step=-1) is not None

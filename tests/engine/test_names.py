@@ -14,20 +14,14 @@ from typer.testing import CliRunner
 from pccheck_async import (
     CheckpointEngine,
     NoCheckpointError,
-    StoreError,
-    StoreFullError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
-    copy_checkpoint,
-    describe_checkpoint,
-    export_checkpoint,
     list_checkpoints,
     load_sync,
     open_checkpoint,
-    remove_checkpoints,
-    verify_checkpoints,
+    stores,
 )
 from pccheck_async.cli import app
+from pccheck_async.errors import StoreError, StoreFullError, UnsupportedStateError
 from pccheck_async.format.record import MOST_ENTRIES, NAME_KEY
 from pccheck_async.store import StoreReader, at_once
 from tests.engine.test_inline_capture_engine import stuck_engine
@@ -62,19 +56,19 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path) -> None:
         assert load_sync(run, name="epoch=2")["step"] == 2
         with open_checkpoint(run, name="epoch=1") as opened:
             assert (opened["step"], opened.info.name, dict(opened.info.metadata)) == (1, "epoch=1", {"loss": 0.5})
-        assert export_checkpoint(run, out, to="torch", name="epoch=1").info.step == 1
-    assert describe_checkpoint(run, name="epoch=2").info.step == 2
-    assert [one.info.step for one in verify_checkpoints(run, name="epoch=1").checkpoints] == [1]
-    copy_checkpoint(run, tmp_path / "copy", name="epoch=1")
+        assert stores.export(run, out, to="torch", name="epoch=1").info.step == 1
+    assert stores.describe(run, name="epoch=2").info.step == 2
+    assert [one.info.step for one in stores.verify(run, name="epoch=1").checkpoints] == [1]
+    stores.copy(run, tmp_path / "copy", name="epoch=1")
     assert names(tmp_path / "copy") == ["epoch=1"]
     with pytest.raises(ValueError, match="'epoch=1' already"):
-        copy_checkpoint(run, tmp_path / "copy", name="epoch=1")
-    for read in (load_sync, describe_checkpoint, verify_checkpoints):
+        stores.copy(run, tmp_path / "copy", name="epoch=1")
+    for read in (load_sync, stores.describe, stores.verify):
         with pytest.raises(NoCheckpointError, match="named 'epoch=9'"):
             read(run, name="epoch=9")
-    assert [info.name for info in remove_checkpoints(run, names=["epoch=1"]).removed] == ["epoch=1"]
+    assert [info.name for info in stores.remove(run, names=["epoch=1"]).removed] == ["epoch=1"]
     with pytest.raises(NoCheckpointError, match="named 'epoch=1'"):
-        remove_checkpoints(run, [3], names=["epoch=1"])
+        stores.remove(run, [3], names=["epoch=1"])
     assert names(run) == [None, "epoch=2"]
 
 

@@ -24,13 +24,12 @@ from pccheck_async import (
     RNGState,
     SyncCheckpointEngine,
     TornCaptureError,
-    UnsupportedStateError,
-    WriteError,
     list_checkpoints,
     load_sync,
 )
 from pccheck_async.engine import EngineLoop, Guard, PendingCheckpoint
 from pccheck_async.engine.capture import StateReader
+from pccheck_async.errors import UnsupportedStateError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter

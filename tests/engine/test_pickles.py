@@ -15,21 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pccheck_async import (
-    SyncCheckpointEngine,
-    UnsupportedStateError,
-    compare_checkpoints,
-    copy_checkpoint,
-    describe_checkpoint,
-    export_checkpoint,
-    import_checkpoint,
-    list_checkpoints,
-    load_sync,
-    open_checkpoint,
-    recover_store,
-    verify_checkpoints,
-)
+from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.cli import app
+from pccheck_async.errors import UnsupportedStateError
 
 unpickled: list[int] = []
 
@@ -151,25 +139,25 @@ def test_without_being_asked_nothing_is_pickled_or_unpickled(run: Path, tmp_path
 
 @pytest.mark.slow
 def test_what_looks_after_stores_unpickles_nothing(run: Path, tmp_path: Path) -> None:
-    leaves = {leaf.path: leaf for leaf in describe_checkpoint(run).leaves}
+    leaves = {leaf.path: leaf for leaf in stores.describe(run).leaves}
     assert leaves["scaler"].kind == "pickled"
     assert leaves["scaler"].text().startswith("<pickled tests.engine.test_pickles.Scaler, ")
-    assert verify_checkpoints(run, every=True).whole
-    assert [one.path for one in compare_checkpoints(run, step=1, other_step=2).differences] == [
+    assert stores.verify(run, every=True).whole
+    assert [one.path for one in stores.compare(run, step=1, other_step=2).differences] == [
         "w", "scaler", "parameters", "plain"
     ]  # fmt: skip
     assert list_checkpoints(run)
-    copy_checkpoint(run, tmp_path / "copy")
-    recover_store(run, search=True)
+    stores.copy(run, tmp_path / "copy")
+    stores.recover(run, search=True)
     for command in (["ls"], ["show"], ["show", "--json"], ["verify"]):
         assert CliRunner().invoke(app, [command[0], str(run), *command[1:]]).exit_code == 0
     to: Any
     for to in ("torch", "dcp"):
         with pytest.raises(UnsupportedStateError, match=r"a pickled tests\.engine.test_pickles.Scaler"):
-            export_checkpoint(run, tmp_path / to, to=to)
-    export_checkpoint(run, tmp_path / "safetensors", to="safetensors")
+            stores.export(run, tmp_path / to, to=to)
+    stores.export(run, tmp_path / "safetensors", to="safetensors")
     with pytest.raises(UnsupportedStateError, match="a pickled"):
-        import_checkpoint(tmp_path / "safetensors", tmp_path / "imported", source="safetensors")
+        stores.import_(tmp_path / "safetensors", tmp_path / "imported", source="safetensors")
     assert not unpickled
     assert load_sync(tmp_path / "copy", allow_pickle=True)["scaler"].scale == 2.0
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.engine import CheckpointProgress
+from pccheck_async.errors import WriteError
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
 from pccheck_async.testing.probe import probe
 from tests.support.devices import Device

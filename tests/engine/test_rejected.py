@@ -15,13 +15,12 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointInfo,
     NoCheckpointError,
-    StoreError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
     list_checkpoints,
     load_sync,
     open_checkpoint,
 )
+from pccheck_async.errors import StoreError, UnsupportedStateError
 from pccheck_async.store import StoreReader, at_once
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from tests.engine.test_failures import flip, slot_of, state_of

@@ -21,24 +21,16 @@ import torch
 from msgspec import structs
 
 from pccheck_async import (
-    CorruptStoreError,
-    DamagedError,
     NoCheckpointError,
-    ReadError,
     StateMismatchError,
     SyncCheckpointEngine,
-    compare_checkpoints,
-    copy_checkpoint,
-    describe_checkpoint,
-    import_checkpoint,
     list_checkpoints,
     load_sync,
     open_checkpoint,
-    recover_store,
-    remove_checkpoints,
-    verify_checkpoints,
+    stores,
 )
 from pccheck_async.engine import peers
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError
 from pccheck_async.format import Entry, Record, crc32
 from pccheck_async.format.record import decode_identity, encode_record, newest_record, region_offsets, slot_name
 from pccheck_async.medium import File, Medium
@@ -96,10 +88,10 @@ def test_a_state_dict_that_is_the_whole_state_keeps_the_versions_of_its_modules(
         engine.checkpoint(dict(state) if made == "dict" else state, step=1).result(60)
     state["scales"] += 1
     torch.save(model.state_dict(), tmp_path / "t.pt")
-    imported = import_checkpoint(tmp_path / "t.pt", tmp_path / "imported")
-    copy_checkpoint(tmp_path / "imported", tmp_path / "copy")
-    assert verify_checkpoints(tmp_path / "copy").whole
-    assert not compare_checkpoints(tmp_path / "imported", tmp_path / "copy").differences
+    imported = stores.import_(tmp_path / "t.pt", tmp_path / "imported")
+    stores.copy(tmp_path / "imported", tmp_path / "copy")
+    assert stores.verify(tmp_path / "copy").whole
+    assert not stores.compare(tmp_path / "imported", tmp_path / "copy").differences
     with open_checkpoint(tmp_path / "copy") as opened:
         lazily = opened.load()
     for place, loaded, values in (
@@ -119,7 +111,7 @@ def test_a_state_dict_that_is_the_whole_state_keeps_the_versions_of_its_modules(
                 assert info is not None
                 assert live["scales"].tolist() == values
     assert imported.source == "torch"
-    assert recover_store(tmp_path / "copy", search=True).found[0].whole
+    assert stores.recover(tmp_path / "copy", search=True).found[0].whole
 
 
 @pytest.mark.parametrize("io", ["python", "auto"])
@@ -426,7 +418,7 @@ def test_what_this_version_does_not_understand_raises_and_stays(tmp_path: Path, 
         engine.pin(1)
     replace_manifest(tmp_path, unknown)
     before = list_checkpoints(tmp_path)
-    for read in (load_sync, open_checkpoint, verify_checkpoints, describe_checkpoint):
+    for read in (load_sync, open_checkpoint, stores.verify, stores.describe):
         with pytest.raises(
             CorruptStoreError, match=r"of checkpoint 1 .* is what was written, and not understood"
         ) as told:
@@ -477,13 +469,13 @@ def replace_manifest(folder: Path, unknown: str) -> None:
 
 
 def damage(folder: Path, step: int, how: str) -> None:
-    slot = folder / describe_checkpoint(folder, step=step).slot
+    slot = folder / stores.describe(folder, step=step).slot
     data = bytearray(slot.read_bytes())
     match how:
         case "chunk":
             data[9000] ^= 1
         case "manifest":
-            data[describe_checkpoint(folder, step=step).manifest_offset + 30] ^= 1
+            data[stores.describe(folder, step=step).manifest_offset + 30] ^= 1
         case "gone":
             slot.unlink()
             return
@@ -536,7 +528,7 @@ def test_the_one_that_the_newest_superseded_takes_its_place_while_it_is_whole(tm
 def test_what_was_written_over_takes_no_place(tmp_path: Path) -> None:
     """And the error is that of the newest; each time, not only once."""
     saved_twice(tmp_path, "chunk")
-    newest = tmp_path / describe_checkpoint(tmp_path).slot
+    newest = tmp_path / stores.describe(tmp_path).slot
     other = next(path for path in tmp_path.glob("slot-*") if path != newest)
     content = bytearray(other.read_bytes())
     content[4096:8192] = bytes(4096)
@@ -577,7 +569,7 @@ def test_a_removed_one_does_not_come_back(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(60)
-    remove_checkpoints(tmp_path, [1])
+    stores.remove(tmp_path, [1])
     damage(tmp_path, 0, "chunk")
     with pytest.raises(DamagedError):
         load_sync(tmp_path)

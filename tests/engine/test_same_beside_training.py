@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, UnsupportedStateError, load_sync
+from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, load_sync
+from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
 from tests.engine.test_same_as_fresh import Saver, flip, left_to_the_step, memory_of

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
-from pccheck_async import CheckpointError, Group, GroupError, ReadError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import CheckpointError, Group, GroupError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async.errors import ReadError
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group import Ranks
 from pccheck_async.group.control import Client, Server, reach

@@ -18,15 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from pccheck_async import (
-    Adaptive,
-    Group,
-    ResumableLoader,
-    RNGState,
-    SyncCheckpointEngine,
-    compare_checkpoints,
-    list_checkpoints,
-)
+from pccheck_async import Adaptive, Group, ResumableLoader, RNGState, SyncCheckpointEngine, list_checkpoints, stores
 from pccheck_async.cli.demo_trainer import make_deterministic
 from tests.support.ranks import run_ranks
 
@@ -165,7 +157,7 @@ def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: in
         assert sorted(expected) == sorted(dict(rows)) == list(range(steps))
         assert [(step, bits) for step, bits in rows if bits != expected[step]] == []
         computed += len(rows)
-        found = compare_checkpoints(uninterrupted.store, killed.store, rank=rank, other_rank=rank)
+        found = stores.compare(uninterrupted.store, killed.store, rank=rank, other_rank=rank)
         assert found.differences == ()
         leaves += found.leaves
     assert list_checkpoints(killed.store)[0].step == steps - 1

@@ -20,18 +20,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
-from pccheck_async import (
-    DamagedError,
-    Group,
-    RNGState,
-    StateMismatchError,
-    SyncCheckpointEngine,
-    describe_checkpoint,
-    export_checkpoint,
-    load_sync,
-    open_checkpoint,
-)
+from pccheck_async import Group, RNGState, StateMismatchError, SyncCheckpointEngine, load_sync, open_checkpoint, stores
 from pccheck_async.cli import app
+from pccheck_async.errors import DamagedError
 from pccheck_async.store import differing
 from tests.engine.test_failures import flip
 from tests.group.test_sharded import mesh_of
@@ -149,7 +140,7 @@ def test_equal_tensors_are_found_equal(tmp_path: Path, monkeypatch: pytest.Monke
         assert torch.equal(state["matrix"], alike(0)["matrix"])
 
     run_ranks(2, rank_main)
-    assert describe_checkpoint(tmp_path).differing == ()
+    assert stores.describe(tmp_path).differing == ()
 
 
 def test_other_shapes_and_dtypes_differ(tmp_path: Path) -> None:
@@ -158,7 +149,7 @@ def test_other_shapes_and_dtypes_differ(tmp_path: Path) -> None:
         return {"shape": torch.zeros(rank + 1, 0), "dtype": np.zeros(0, kind), "both": torch.zeros(2)}
 
     run_ranks(2, partial(save, tmp_path, states))
-    assert describe_checkpoint(tmp_path).differing == ("dtype", "shape")
+    assert stores.describe(tmp_path).differing == ("dtype", "shape")
 
 
 def normalised(folder: Path, broadcast: bool, saves: bool, group: Group) -> str:
@@ -259,27 +250,27 @@ def test_what_is_damaged_in_another_ranks_part_is_in_nobodys_way(
     assert torch.equal(load_sync(damaged)["expert00"], torch.zeros(3))
     with open_checkpoint(damaged) as checkpoint:
         assert torch.equal(checkpoint["expert00"], torch.zeros(3))
-    assert describe_checkpoint(damaged).differing == ()
+    assert stores.describe(damaged).differing == ()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 3
     assert "is not known, as a part of theirs cannot be read: rank-00001/slot-" in said[0]
     with pytest.raises(DamagedError):  # which may be the ones that are meant
-        export_checkpoint(damaged, tmp_path / "out.pt", to="torch")
+        stores.export(damaged, tmp_path / "out.pt", to="torch")
 
 
 def test_export_wants_to_know_the_rank(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"expert00; name the rank") as caught:
-        export_checkpoint(folder, tmp_path / "out.pt", to="torch")
+        stores.export(folder, tmp_path / "out.pt", to="torch")
     assert caught.value.mismatched == ("expert00",)
     assert not list(tmp_path.iterdir())
-    export_checkpoint(folder, tmp_path / "alike.pt", to="torch", keys=["alike"])
-    export_checkpoint(folder, tmp_path / "one.pt", to="torch", rank=1)
+    stores.export(folder, tmp_path / "alike.pt", to="torch", keys=["alike"])
+    stores.export(folder, tmp_path / "one.pt", to="torch", rank=1)
     assert torch.load(tmp_path / "one.pt")["expert00"].tolist() == [1.0] * 3
 
 
 def test_show_and_export_at_the_command_line(folder: Path, tmp_path: Path) -> None:
-    assert describe_checkpoint(folder).differing == ("expert00",)
-    assert describe_checkpoint(folder, rank=0).differing == ()
+    assert stores.describe(folder).differing == ("expert00",)
+    assert stores.describe(folder, rank=0).differing == ()
     shown = CliRunner().invoke(app, ["show", str(folder), "--json"])
     assert json.loads(shown.stdout)["differing"] == ["expert00"]
     assert "other ranks have different tensors: expert00; see --rank" in shown.stderr

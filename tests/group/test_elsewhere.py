@@ -14,17 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import (
-    CheckpointError,
-    CorruptStoreError,
-    DamagedError,
-    Group,
-    ReadError,
-    StateMismatchError,
-    StoreFullError,
-    SyncCheckpointEngine,
-)
-from pccheck_async.errors import is_exhausted
+from pccheck_async import CheckpointError, Group, StateMismatchError, SyncCheckpointEngine
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StoreFullError, is_exhausted
 from pccheck_async.format import Key, Run
 from pccheck_async.format.record import COMMIT_NAME, slot_name
 from pccheck_async.group.control import Client, Meeting

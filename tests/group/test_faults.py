@@ -15,15 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import (
-    CheckpointEngine,
-    CheckpointError,
-    Group,
-    GroupError,
-    ReadError,
-    SyncCheckpointEngine,
-    WriteError,
-)
+from pccheck_async import CheckpointEngine, CheckpointError, Group, GroupError, SyncCheckpointEngine
+from pccheck_async.errors import ReadError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_async import CorruptStoreError, WriteError
+from pccheck_async.errors import CorruptStoreError, WriteError
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group.folder import domain_of
 from tests.support.children import in_child

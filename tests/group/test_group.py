@@ -21,19 +21,16 @@ import torch
 from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
-    DamagedError,
     Group,
     GroupError,
     NoCheckpointError,
     PendingCheckpoint,
     StateMismatchError,
-    StoreError,
-    StoreLockedError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.errors import DamagedError, StoreError, StoreLockedError, UnsupportedStateError
 from tests.engine.test_user_code import Locks
 from tests.support.group_folders import spoil
 from tests.support.processes import forked

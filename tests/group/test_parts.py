@@ -12,17 +12,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pccheck_async import (
-    CheckpointError,
-    CorruptStoreError,
-    Group,
-    ReadError,
-    SyncCheckpointEngine,
-    compare_checkpoints,
-    describe_checkpoint,
-    load_sync,
-    open_checkpoint,
-)
+from pccheck_async import CheckpointError, Group, SyncCheckpointEngine, load_sync, open_checkpoint, stores
+from pccheck_async.errors import CorruptStoreError, ReadError
 from pccheck_async.integrations import dcp
 from pccheck_async.store import chunks, rank_name
 from pccheck_async.transfer import BufferPool, available_descriptors
@@ -134,12 +125,12 @@ def test_a_description_of_all_ranks_says_that_a_part_is_damaged(tmp_path: Path) 
     data = bytearray(slot.read_bytes())
     data[data.rindex(b"weights")] ^= 1
     slot.write_bytes(data)
-    for work in (describe_checkpoint, load_sync, open_checkpoint):
+    for work in (stores.describe, load_sync, open_checkpoint):
         with pytest.raises(CorruptStoreError, match=r"the part of rank 1: .* manifest .* is damaged"):
             work(tmp_path / "group")
     slot.unlink()
     with pytest.raises(CorruptStoreError, match=r"the part of rank 1: .* is missing"):
-        describe_checkpoint(tmp_path / "group")
+        stores.describe(tmp_path / "group")
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +160,7 @@ def test_one_buffer_is_enough_whatever_is_kept_in_it(uneven: Path, rank: int) ->
         for _ in range(2):
             assert torch.equal(checkpoint["own"], state["own"])
             assert torch.equal(checkpoint["split"], state["split"])
-    assert not compare_checkpoints(uneven, uneven).differences
+    assert not stores.compare(uneven, uneven).differences
 
 
 def test_all_parts_are_read_with_one_pool(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,5 +173,5 @@ def test_all_parts_are_read_with_one_pool(uneven: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(chunks, "BufferPool", make)
     load_sync(uneven, rank=0, host_memory=1 << 21)
     assert len(made) == 1
-    assert not describe_checkpoint(uneven, rank=0).differing
+    assert not stores.describe(uneven, rank=0).differing
     assert len(made) <= 2

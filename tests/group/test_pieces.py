@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from pccheck_async import (
-    DamagedError,
-    Group,
-    SyncCheckpointEngine,
-    export_checkpoint,
-    load_sync,
-    open_checkpoint,
-    verify_checkpoints,
-)
+from pccheck_async import Group, SyncCheckpointEngine, load_sync, open_checkpoint, stores
+from pccheck_async.errors import DamagedError
 from pccheck_async.format.record import slot_name
 from pccheck_async.group import Place, read_place
 from pccheck_async.store import rank_name
@@ -218,7 +211,7 @@ def test_damage_is_found_by_who_reads_it(saved: Saved) -> None:
         assert torch.equal(stored[0], full[0])
     with pytest.raises(DamagedError, match="chunk 0 "):
         load_sync(run, step=1)
-    found = verify_checkpoints(run)
+    found = stores.verify(run)
     assert not found.whole
     (damage,) = [each for one in found.checkpoints for each in one.damage]
     assert (damage.what, damage.offset, damage.reason) == ("chunk 0", 0, "checksum mismatch")
@@ -253,6 +246,6 @@ def test_small_parts_have_pieces(tmp_path: Path) -> None:
     """They are one chunk that is captured inline."""
     run_ranks(2, partial(copied, tmp_path))
     run = tmp_path / "run"
-    assert verify_checkpoints(run).whole
-    export_checkpoint(run, tmp_path / "w.safetensors", to="safetensors")
+    assert stores.verify(run).whole
+    stores.export(run, tmp_path / "w.safetensors", to="safetensors")
     assert torch.equal(load_sync(run)["w"], whole((300, 7)))

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from pccheck_async import Group, StateMismatchError, SyncCheckpointEngine, export_checkpoint, load_sync
+from pccheck_async import Group, StateMismatchError, SyncCheckpointEngine, load_sync, stores
 from pccheck_async.state.boxes import local_tensors
 from tests.support.ranks import run_ranks
 
@@ -216,7 +216,7 @@ def test_all_stages_are_read_as_one_state(tmp_path: Path, once: Once, world: int
         for name, value in found["model"].items():
             assert value.shape == layer(int(name[5])).state_dict()[name[7:]].shape
             assert value.count_nonzero() == value.numel()
-    export_checkpoint(run, tmp_path / "file", to="safetensors", keys=["model"])
+    stores.export(run, tmp_path / "file", to="safetensors", keys=["model"])
     exported = load_file(tmp_path / "file")
     assert len(exported) == 2 * LAYERS
     read = load_sync(run, keys=["model.layer4.weight"])["model"]["layer4.weight"]

@@ -15,18 +15,14 @@ from typer.testing import CliRunner
 from pccheck_async import (
     CheckpointEngine,
     Group,
-    IncompleteCheckpointError,
     NoCheckpointError,
-    StoreError,
-    StoreLockedError,
     SyncCheckpointEngine,
-    describe_checkpoint,
     list_checkpoints,
     load_sync,
-    reject_checkpoints,
-    verify_checkpoints,
+    stores,
 )
 from pccheck_async.cli import app
+from pccheck_async.errors import IncompleteCheckpointError, StoreError, StoreLockedError
 from pccheck_async.group import Member
 from pccheck_async.group.ranks import Ranks
 from pccheck_async.store import StoreReader, at_once, rank_name
@@ -91,13 +87,13 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["reject", str(folder), "1"])
     assert (result.exit_code, result.stdout) == (0, "Rejected step 2, 1. A trainer resumes from step 0.\n")
     assert marks(folder) == [(2, True), (1, True), (0, False)]
-    assert load_sync(folder)["step"] == load_sync(folder, rank=1)["step"] == describe_checkpoint(folder).info.step == 0
-    assert {each.info.step for each in verify_checkpoints(folder).checkpoints} == {0}
+    assert load_sync(folder)["step"] == load_sync(folder, rank=1)["step"] == stores.describe(folder).info.step == 0
+    assert {each.info.step for each in stores.verify(folder).checkpoints} == {0}
     assert load_sync(folder, step=2)["step"] == 2
     with pytest.raises(NoCheckpointError):
-        reject_checkpoints(folder, 1)
+        stores.reject(folder, 1)
     with pytest.raises(StoreError, match="would be left"):
-        reject_checkpoints(folder, 0)
+        stores.reject(folder, 0)
     restored = run_ranks(2, lambda group: restore(folder, group, keep_last=3))
     assert [one["step"] for one in restored] == [0, 0]
     # A crash in between left the record of one rank as it was.
@@ -113,11 +109,11 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
 
     shutil.rmtree(tmp_path / "copy" / rank_name(1))  # it is on another node
     with pytest.raises(IncompleteCheckpointError, match="step 2 lacks the parts of rank 1"):
-        reject_checkpoints(tmp_path / "copy", 1)
+        stores.reject(tmp_path / "copy", 1)
 
     def refused(group: Group) -> str:
         with SyncCheckpointEngine(folder, group=group, keep_last=3):
-            return failure(lambda: reject_checkpoints(folder, 0))[0]
+            return failure(lambda: stores.reject(folder, 0))[0]
 
     assert run_ranks(2, refused) == [StoreLockedError.__name__] * 2
 

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async import (
-    Group,
-    ReplicasDifferError,
-    StateMismatchError,
-    SyncCheckpointEngine,
-    list_checkpoints,
-    load_sync,
-)
+from pccheck_async import Group, StateMismatchError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async.errors import ReplicasDifferError
 from tests.group.test_sharded import mesh_of
 from tests.support.ranks import run_ranks
 

@@ -26,26 +26,19 @@ from typer.testing import CliRunner
 
 from pccheck_async import (
     CheckpointEngine,
-    CorruptStoreError,
-    DamagedError,
     FlatShard,
     Group,
     GroupError,
-    IncompleteCheckpointError,
     RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
-    compare_checkpoints,
-    copy_checkpoint,
-    describe_checkpoint,
-    export_checkpoint,
-    import_checkpoint,
     load_sync,
     open_checkpoint,
+    stores,
 )
 from pccheck_async.cli import app
 from pccheck_async.cli.ranks import placement
+from pccheck_async.errors import CorruptStoreError, DamagedError, IncompleteCheckpointError, UnsupportedStateError
 from pccheck_async.format import Entry
 from pccheck_async.group import Place, read_place
 from pccheck_async.state import PlannedBoxes
@@ -292,14 +285,14 @@ def test_reading_in_full(tmp_path: Path, saved_once: Saved, layout: str) -> None
                 assert torch.equal(stored[-1], expected[-1])
                 assert torch.equal(stored[::2], expected[::2])
         assert torch.equal(checkpoint.load()["model"]["inner.weight"], saved["inner.weight"])
-    described = describe_checkpoint(run)
+    described = stores.describe(run)
     assert any(leaf.path.startswith("model.inner\\.weight[0:") for leaf in described.leaves)
     for to, read in EXPORTS.items():
-        export_checkpoint(run, tmp_path / to, to=to, keys=["model"])
+        stores.export(run, tmp_path / to, to=to, keys=["model"])
         found = read(tmp_path / to)
         assert all(torch.equal(found[name], saved[name]) for name in ("inner.weight", "outer.bias", "out.weight"))
     folder = tmp_path / "files"
-    export_checkpoint(run, folder, to="safetensors", root="model", max_file_size=300)
+    stores.export(run, folder, to="safetensors", root="model", max_file_size=300)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     for name, title in index["weight_map"].items():
@@ -337,11 +330,11 @@ def saved_by_dcp(folder: Path, group: Group) -> dict[str, Any]:
 def test_import_of_what_ranks_saved_with_dcp(tmp_path: Path, world: int) -> None:
     expected, *_ = run_ranks(world, partial(saved_by_dcp, tmp_path))
     assert len([*(tmp_path / "dcp").glob("*.distcp")]) == world
-    import_checkpoint(tmp_path / "dcp", tmp_path / "single", source="dcp", step=9)
+    stores.import_(tmp_path / "dcp", tmp_path / "single", source="dcp", step=9)
     assert not difference(load_sync(tmp_path / "single"), expected)
     (tmp_path / "dcp" / "__1_0.distcp").unlink()
     with pytest.raises(CorruptStoreError, match=r"lacks the files __1_0\.distcp, which its metadata names"):
-        import_checkpoint(tmp_path / "dcp", tmp_path / "single", source="dcp")
+        stores.import_(tmp_path / "dcp", tmp_path / "single", source="dcp")
 
 
 def unsharded(mesh: DeviceMesh) -> nn.Module:
@@ -390,17 +383,17 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("one", "other"), [("rows", "columns"), ("columns", "grid"), ("alone", "grid"), ("copies", "alone")]
 )
 def test_checkpoints_of_other_layouts_are_compared_in_full(grids: dict[str, Path], one: str, other: str) -> None:
-    found = compare_checkpoints(grids[one], grids[other])
+    found = stores.compare(grids[one], grids[other])
     assert (found.differences, found.leaves, found.nbytes) == ((), 4, 2 * 4 * 7007 + 4)
-    steps = compare_checkpoints(grids[one], grids[other], step=1)
+    steps = stores.compare(grids[one], grids[other], step=1)
     assert [each.path for each in steps.differences] == ["w", "tied"]
     for each in steps.differences:
         assert each.difference is not None
         assert (each.difference.bits, each.difference.total, each.difference.most_absolute) == (1, 7007, 1.0)
     if one != "alone":
-        ranks = compare_checkpoints(grids[one], grids[other], rank=1)
+        ranks = stores.compare(grids[one], grids[other], rank=1)
         assert [(each.path, each.change) for each in ranks.differences] == [("t.own", "elements")]
-        same = compare_checkpoints(grids[one], step=1, other_step=1, rank=0, other_rank=1)
+        same = stores.compare(grids[one], step=1, other_step=1, rank=0, other_rank=1)
         assert [each.path for each in same.differences] == ["t.own"]
     result = CliRunner().invoke(app, ["diff", f"{grids[one]}@2", f"{grids[other]}@2"])
     assert result.exit_code == 0, result.output
@@ -412,7 +405,7 @@ def test_a_comparison_names_what_is_damaged_in_another_ranks_part(grids: dict[st
     shutil.copytree(grids["columns"], tmp_path / "run")
     spoil(tmp_path / "run", 1)
     with pytest.raises(DamagedError, match=r"it holds w, tied of step 2; `pccheck verify` names all damage"):
-        compare_checkpoints(tmp_path / "run", grids["alone"])
+        stores.compare(tmp_path / "run", grids["alone"])
 
 
 def shown(*arguments: object) -> str:
@@ -447,12 +440,12 @@ def test_show_says_which_rank_has_which_box(grids: dict[str, Path], tmp_path: Pa
         assert {box["rank"] for box in w["boxes"]} == set(range(prod(GRIDS[grid][0])))
     # Of two copies of each half, one was saved, by whoever had less to save.
     assert re.search(r"w .*: dim 0 over ranks [02](-|, )[13] \(501, 500\)", shown(grids["copies"]))
-    assert describe_checkpoint(grids["alone"]).sharded == ()
-    alone = describe_checkpoint(grids["rows"] / "rank-00001")  # what others have is not looked for
+    assert stores.describe(grids["alone"]).sharded == ()
+    alone = stores.describe(grids["rows"] / "rank-00001")  # what others have is not looked for
     assert (alone.sharded, alone.leaves[0].path) == ((), "w[334:668, 0:7]")
     assert "w[334:668, 0:7]" in shown(grids["rows"] / "rank-00001")
     shutil.copytree(grids["rows"], tmp_path / "run")
-    description = describe_checkpoint(tmp_path / "run", rank=2)
+    description = stores.describe(tmp_path / "run", rank=2)
     slot = tmp_path / "run" / "rank-00002" / description.slot
     data = bytearray(slot.read_bytes())
     data[description.manifest_offset] ^= 1
@@ -460,7 +453,7 @@ def test_show_says_which_rank_has_which_box(grids: dict[str, Path], tmp_path: Pa
     with pytest.raises(
         DamagedError, match=r"the part of rank 2: .*: the manifest of checkpoint 1 \(step 2\) is damaged"
     ):
-        describe_checkpoint(tmp_path / "run")
+        stores.describe(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -470,7 +463,7 @@ def test_boxes_of_one_rank_are_no_tensor(grids: dict[str, Path], tmp_path: Path)
     with pytest.raises(IncompleteCheckpointError, match=says):
         load_sync(part)
     with pytest.raises(IncompleteCheckpointError, match=says):
-        export_checkpoint(part, tmp_path / "out", to="torch")
+        stores.export(part, tmp_path / "out", to="torch")
     with open_checkpoint(part) as checkpoint:
         with pytest.raises(IncompleteCheckpointError, match=says):
             checkpoint.load()
@@ -478,19 +471,19 @@ def test_boxes_of_one_rank_are_no_tensor(grids: dict[str, Path], tmp_path: Path)
             _ = checkpoint["w"]
         assert checkpoint["t.own"].tolist() == [1.5]
     assert load_sync(part, keys=["t"])["t"]["own"].tolist() == [1.5]
-    export_checkpoint(part, tmp_path / "t.pt", to="torch", root="t")
+    stores.export(part, tmp_path / "t.pt", to="torch", root="t")
     with pytest.raises(IncompleteCheckpointError, match=says):
-        copy_checkpoint(part, tmp_path / "copy")
+        stores.copy(part, tmp_path / "copy")
     with pytest.raises(IncompleteCheckpointError, match="w, tied; copy the parts of all ranks: leave the rank out"):
-        copy_checkpoint(grids["rows"], tmp_path / "copy", rank=1)
+        stores.copy(grids["rows"], tmp_path / "copy", rank=1)
     assert not (tmp_path / "copy").exists()
 
 
 @pytest.mark.slow
 def test_a_copy_of_all_parts_has_the_tensors_in_full(grids: dict[str, Path], tmp_path: Path) -> None:
     for grid in ("grid", "rows"):  # four ranks, then three into the same folder
-        copy_checkpoint(grids[grid], tmp_path / "copy")
-        assert not compare_checkpoints(grids[grid], tmp_path / "copy").differences
+        stores.copy(grids[grid], tmp_path / "copy")
+        assert not stores.compare(grids[grid], tmp_path / "copy").differences
     assert [len(one.places) for one in read_place(tmp_path / "copy").complete] == [3, 4]
     for rank in range(3):
         own = load_sync(tmp_path / "copy", rank=rank, keys=["t"])["t"]["own"]
@@ -503,7 +496,7 @@ def test_show_of_interleaved_shards_and_replicas(tmp_path: Path, saved_once: Sav
     assert re.search(r"inner\\.weight .* in full: dim 0 over ranks 0, 2, 1, 3 \(3, 2, 3, 2\)\n", text), text
     assert re.search(r"outer\\.weight .* in full: dims 0, 1 over ranks 0-3 \(2 x 2\)\n", text), text
     run_ranks(2, partial(replicas, tmp_path))
-    leaves = {leaf.path: leaf for leaf in describe_checkpoint(tmp_path / "run").sharded}
+    leaves = {leaf.path: leaf for leaf in stores.describe(tmp_path / "run").sharded}
     assert leaves["alike"].is_replica
     assert len(leaves["alike"].boxes) == 1
     assert re.search(

@@ -22,29 +22,23 @@ from typer.testing import CliRunner
 
 from pccheck_async import (
     CheckpointError,
-    CorruptStoreError,
-    DamagedError,
     NoCheckpointError,
-    StoreError,
-    StoreLockedError,
     SyncCheckpointEngine,
-    compare_checkpoints,
-    copy_checkpoint,
-    describe_checkpoint,
-    export_checkpoint,
     list_checkpoints,
     load,
     load_sync,
     open_checkpoint,
-    pin_checkpoint,
-    recover_store,
-    reject_checkpoints,
-    remove_checkpoints,
-    verify_checkpoints,
+    stores,
 )
 from pccheck_async.cli import app
 from pccheck_async.cli.watch import GroupView, WatchView
-from pccheck_async.errors import IncompleteCheckpointError
+from pccheck_async.errors import (
+    CorruptStoreError,
+    DamagedError,
+    IncompleteCheckpointError,
+    StoreError,
+    StoreLockedError,
+)
 from pccheck_async.format import Identity, Record
 from pccheck_async.format.record import region_offsets
 from pccheck_async.group import Applied, Group, Part, Place, place, read_place
@@ -90,7 +84,7 @@ def test_no_store_is_made_in_a_groups_folder(folder: Path, lost: bool) -> None:
     with SyncCheckpointEngine(folder.parent / "single") as engine:
         engine.checkpoint({"x": 1}, step=1).result(60)
     with pytest.raises(StoreError, match="group's checkpoints"):
-        copy_checkpoint(folder.parent / "single", folder)
+        stores.copy(folder.parent / "single", folder)
     assert names_in(folder) == before
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
 
@@ -159,7 +153,7 @@ def flip(path: Path, *offsets: int) -> None:
 
 
 def slot_of(folder: Path, rank: int, step: int) -> Path:
-    return folder / rank_name(rank) / describe_checkpoint(folder, rank=rank, step=step).slot
+    return folder / rank_name(rank) / stores.describe(folder, rank=rank, step=step).slot
 
 
 @pytest.mark.slow
@@ -204,7 +198,7 @@ def test_a_rank_that_is_gone_leaves_nothing_complete(folder: Path) -> None:
 
 def test_a_rank_without_a_valid_record_is_named(folder: Path) -> None:
     flip(folder / "rank-00001" / "commit", *(70 + (n << 16) for n in range(4)))
-    for read in (list_checkpoints, load_sync, verify_checkpoints):
+    for read in (list_checkpoints, load_sync, stores.verify):
         with pytest.raises(CorruptStoreError, match="rank-00001: no copy of a commit record"):
             read(folder)
 
@@ -313,34 +307,34 @@ def save_until_told(folder: Path, group: Group) -> None:
 
 @pytest.mark.slow
 def test_verify_checks_all_parts_of_all_ranks(folder: Path) -> None:
-    checked = verify_checkpoints(folder, every=True)
+    checked = stores.verify(folder, every=True)
     assert checked.whole
     assert [(one.rank, one.info.step) for one in checked.checkpoints] == [(r, s) for r in (0, 1) for s in (3, 2, 1)]
     assert {(copy.rank, copy.state) for copy in checked.records} == {(0, "valid"), (1, "valid")}
     damaged = slot_of(folder, 1, 3)
     flip(damaged, 100)
-    checked = verify_checkpoints(folder)
+    checked = stores.verify(folder)
     assert not checked.whole
     assert [(one.rank, one.info.step, bool(one.damage)) for one in checked.checkpoints] == [(0, 3, False), (1, 3, True)]
     assert checked.checkpoints[1].damage[0].leaves == ("weights",)
-    assert verify_checkpoints(folder, step=2).whole
+    assert stores.verify(folder, step=2).whole
     flip(folder / "rank-00001" / "commit", 70)
-    states = {(copy.rank, copy.state) for copy in verify_checkpoints(folder, step=2).records}
+    states = {(copy.rank, copy.state) for copy in stores.verify(folder, step=2).records}
     assert states == {(0, "valid"), (1, "valid"), (1, "damaged")}
 
 
 @pytest.mark.slow
 def test_a_part_is_described_compared_copied_and_exported(made: Path, tmp_path: Path) -> None:
-    paths = [leaf.path for leaf in describe_checkpoint(made, rank=1).leaves]
+    paths = [leaf.path for leaf in stores.describe(made, rank=1).leaves]
     assert paths == ["weights", "rank", "step"]
-    assert {one.path for one in compare_checkpoints(made, step=2, other_step=3).differences} == {"weights", "step"}
-    across = compare_checkpoints(made, step=3, other_step=3, rank=0, other_rank=1)
+    assert {one.path for one in stores.compare(made, step=2, other_step=3).differences} == {"weights", "step"}
+    across = stores.compare(made, step=3, other_step=3, rank=0, other_rank=1)
     assert {(one.path, one.change) for one in across.differences} == {("weights", "shape"), ("rank", "value")}
-    info = copy_checkpoint(made, tmp_path / "copy", step=1, rank=1)
+    info = stores.copy(made, tmp_path / "copy", step=1, rank=1)
     assert (info.step, info.pinned) == (1, True)
     assert_part(load_sync(tmp_path / "copy"), 1, 1)
-    assert not compare_checkpoints(made, tmp_path / "copy", step=1, rank=1).differences
-    export_checkpoint(made, tmp_path / "out.pt", to="torch", rank=1)
+    assert not stores.compare(made, tmp_path / "copy", step=1, rank=1).differences
+    stores.export(made, tmp_path / "out.pt", to="torch", rank=1)
     assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
 
 
@@ -348,14 +342,14 @@ def test_a_part_is_described_compared_copied_and_exported(made: Path, tmp_path: 
 def test_a_copy_of_a_group_has_the_parts_of_all_ranks(made: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "copy"
     for step in (1, 3):
-        info = copy_checkpoint(made, target, step=step)
+        info = stores.copy(made, target, step=step)
         assert info == list_checkpoints(target)[0]
         assert (info.step, info.pinned) == (step, step == 1)
     assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(3, False), (1, True)]
     for step, rank in product((1, 3), (0, 1)):
         assert_part(load_sync(target, step=step, rank=rank), rank, step)
-    assert verify_checkpoints(target, every=True).whole
-    assert copy_checkpoint(made, target, step=2, pinned=True).counter == list_checkpoints(target)[1].counter + 1
+    assert stores.verify(target, every=True).whole
+    assert stores.copy(made, target, step=2, pinned=True).counter == list_checkpoints(target)[1].counter + 1
     assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(2, True), (3, False), (1, True)]
     for rank in (0, 1):  # no slot was reserved beyond the three parts
         assert len([*(target / rank_name(rank)).glob("slot-*")]) == 3
@@ -390,7 +384,7 @@ def test_the_parts_of_a_copy_are_locked_by_one_look_at_the_records(
     counts = []
     for source in (made, tmp_path / "four"):
         looks.clear()
-        copy_checkpoint(source, tmp_path / f"copy of {source.name}")
+        stores.copy(source, tmp_path / f"copy of {source.name}")
         counts.append(len(looks))
     assert counts[0] == counts[1] <= 1
 
@@ -404,7 +398,7 @@ def test_a_copy_that_needs_too_many_descriptors_is_refused_before_it_begins(made
         for free in count(12):  # enough for the loop that it runs on
             with limited_descriptors(free):
                 try:
-                    copy_checkpoint(made, target, step=step)
+                    stores.copy(made, target, step=step)
                     break
                 except (CheckpointError, OSError) as error:
                     said = str(error)
@@ -424,22 +418,22 @@ def test_a_copy_of_a_group_may_have_the_name_of_a_rejected_one(tmp_path: Path) -
 
     assert end_ranks(start_ranks(2, save)) == [0, 0]
     with pytest.raises(ValueError, match="named 'epoch=2' already"):
-        copy_checkpoint(tmp_path / "run", tmp_path / "copy")
-    reject_checkpoints(tmp_path / "copy", 2)
-    assert copy_checkpoint(tmp_path / "run", tmp_path / "copy").name == "epoch=2"
+        stores.copy(tmp_path / "run", tmp_path / "copy")
+    stores.reject(tmp_path / "copy", 2)
+    assert stores.copy(tmp_path / "run", tmp_path / "copy").name == "epoch=2"
     for rank in (0, 1):
         assert_part(load_sync(tmp_path / "copy", name="epoch=2", rank=rank), rank, 2)
     assert list_checkpoints(tmp_path / "copy")[0].rejected is False
     with pytest.raises(ValueError, match="named 'epoch=2' already"):
-        copy_checkpoint(tmp_path / "run", tmp_path / "copy")
+        stores.copy(tmp_path / "run", tmp_path / "copy")
 
 
 def test_a_copy_keeps_the_pins_of_what_is_not_all_there(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    copy_checkpoint(folder, target, step=1)
+    stores.copy(folder, target, step=1)
     (target / "rank-00001").rename(tmp_path / "aside")  # a disk that is not mounted now
     assert [one.proven for one in read_place(target).incomplete] == [False]
-    copy_checkpoint(folder, target, step=2)
+    stores.copy(folder, target, step=2)
     assert [(one.step, one.pinned) for one in list_checkpoints(target)] == [(2, False)]
     shutil.rmtree(target / "rank-00001")
     (tmp_path / "aside").rename(target / "rank-00001")
@@ -464,7 +458,7 @@ def test_a_group_keeps_an_outermost_ordered_dict(tmp_path: Path) -> None:
 
     assert end_ranks(start_ranks(2, save)) == [0, 0]
     assert end_ranks(start_ranks(2, go_on)) == [0, 0]
-    copy_checkpoint(tmp_path / "run", tmp_path / "copy")
+    stores.copy(tmp_path / "run", tmp_path / "copy")
     for rank in (0, 1):
         loaded = load_sync(tmp_path / "copy", rank=rank)
         assert type(loaded) is OrderedDict
@@ -491,38 +485,38 @@ def test_a_group_is_copied_while_its_ranks_save(tmp_path: Path) -> None:
 
     children = start_ranks(2, train)
     try:
-        copied = [copy_checkpoint(source, target).step for _ in range(5)]
+        copied = [stores.copy(source, target).step for _ in range(5)]
     finally:
         (tmp_path / "enough").touch()
         assert end_ranks(children) == [0, 0]
     assert copied == sorted(copied)
     assert copied[-1] > 1
     assert [info.step for info in list_checkpoints(target)] == copied[::-1]
-    assert verify_checkpoints(target, every=True).whole
+    assert stores.verify(target, every=True).whole
     for rank in (0, 1):
         assert_part(load_sync(target, rank=rank), rank, copied[-1])
 
 
 def test_a_group_that_cannot_be_copied(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    copy_checkpoint(folder, target, step=1)
+    stores.copy(folder, target, step=1)
     spoil(folder, 1)
     with pytest.raises(DamagedError, match=r"rank-00001/.* of the checkpoint of step 3 is damaged"):
-        copy_checkpoint(folder, target)
+        stores.copy(folder, target)
     for other in (folder, tmp_path / "." / folder.name):
         with pytest.raises(ValueError, match="are one folder"):
-            copy_checkpoint(folder, other)
+            stores.copy(folder, other)
     with SyncCheckpointEngine(tmp_path / "single") as engine:
         engine.checkpoint({"x": 1}, step=1).result(60)
     with pytest.raises(StoreError, match=r"one process.*rank="):
-        copy_checkpoint(folder, tmp_path / "single", step=2)
+        stores.copy(folder, tmp_path / "single", step=2)
     with (target / "rank-00001" / "commit").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # as a trainer does
         with pytest.raises(StoreLockedError, match="rank-00001"):
-            copy_checkpoint(folder, target, step=2)
+            stores.copy(folder, target, step=2)
     assert [info.step for info in list_checkpoints(target)] == [1]
-    assert verify_checkpoints(target, every=True).whole
-    copy_checkpoint(folder, target, step=2)
+    assert stores.verify(target, every=True).whole
+    stores.copy(folder, target, step=2)
     assert [info.step for info in list_checkpoints(target)] == [2, 1]
 
 
@@ -531,7 +525,7 @@ def test_a_copy_that_was_cut_short_is_no_checkpoint(
 ) -> None:
     """Killed when some ranks' records name their parts; the next copy takes the place of these."""
     target = tmp_path / "copy"
-    copy_checkpoint(folder, target, step=1)
+    stores.copy(folder, target, step=1)
 
     async def cut_short(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
         if parts[0].rank == 1:
@@ -541,15 +535,15 @@ def test_a_copy_that_was_cut_short_is_no_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr("pccheck_async.upkeep.copying.write_parts", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
-            copy_checkpoint(folder, target, step=2)
+            stores.copy(folder, target, step=2)
     listing = read_place(target)
     assert [one.entry.step for one in listing.complete] == [1]
     assert [(one.step, one.ranks, one.committed, one.proven) for one in listing.incomplete] == [(2, (1,), False, True)]
-    copy_checkpoint(folder, target, step=3)
+    stores.copy(folder, target, step=3)
     listing = read_place(target)
     assert ([one.entry.step for one in listing.complete], listing.incomplete) == ([3, 1], ())
-    assert verify_checkpoints(target, every=True).whole
-    copy_checkpoint(folder, target, step=2)
+    assert stores.verify(target, every=True).whole
+    stores.copy(folder, target, step=2)
     assert len([*(target / "rank-00000").glob("slot-*")]) == 3  # the slot of what was cut short is used again
 
 
@@ -567,20 +561,20 @@ def test_a_copy_is_complete_once_all_records_name_its_parts(
     with monkeypatch.context() as patched:
         patched.setattr("pccheck_async.upkeep.copying.write_parts", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
-            copy_checkpoint(folder, target, step=2)
+            stores.copy(folder, target, step=2)
     listing = read_place(target)
     assert ([one.entry.step for one in listing.complete], listing.incomplete) == ([2], ())
-    assert verify_checkpoints(target, every=True).whole
-    copy_checkpoint(folder, target, step=3)
+    assert stores.verify(target, every=True).whole
+    stores.copy(folder, target, step=3)
     assert [info.step for info in list_checkpoints(target)] == [3, 2]
 
 
 def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
     for change in (
-        lambda: remove_checkpoints(folder, [1]),
-        lambda: pin_checkpoint(folder, 2),
-        lambda: remove_checkpoints(folder / "rank-00000", [1]),
-        lambda: pin_checkpoint(folder / "rank-00000", 2),
+        lambda: stores.remove(folder, [1]),
+        lambda: stores.pin(folder, 2),
+        lambda: stores.remove(folder / "rank-00000", [1]),
+        lambda: stores.pin(folder / "rank-00000", 2),
     ):
         with pytest.raises(StoreError, match="a group's checkpoints"):
             change()
@@ -592,7 +586,7 @@ def test_recover_of_a_ranks_store(folder: Path) -> None:
     """Its records alone said of which checkpoints of the group its slots hold parts."""
     store = folder / "rank-00001"
     (store / "store.json").unlink()
-    assert recover_store(store, write=True).written == ("store.json",)
+    assert stores.recover(store, write=True).written == ("store.json",)
     save_in_group(folder, 2, 4, keep_last=4)  # it is that of a rank again
     assert [info.step for info in list_checkpoints(folder)] == [4, 3, 2, 1]
     for search in (True, False):
@@ -600,12 +594,12 @@ def test_recover_of_a_ranks_store(folder: Path) -> None:
             flip(store / "commit", *(70 + (n << 16) for n in range(4)))
         before = (store / "commit").read_bytes()
         with pytest.raises(StoreError, match="only records that ranks wrote name them"):
-            recover_store(store, write=True, search=search)
+            stores.recover(store, write=True, search=search)
         assert (store / "commit").read_bytes() == before
-        assert [info.step for info in recover_store(store, search=search).named] == [4, 3, 2, 1]
+        assert [info.step for info in stores.recover(store, search=search).named] == [4, 3, 2, 1]
     elsewhere = folder.parent / "elsewhere"
     shutil.copytree(store, elsewhere, ignore=shutil.ignore_patterns("store.json", "commit"))
-    assert recover_store(elsewhere, write=True).written == ("commit", "store.json")
+    assert stores.recover(elsewhere, write=True).written == ("commit", "store.json")
     assert_part(load_sync(elsewhere), 1, 4)
 
 
@@ -650,7 +644,7 @@ def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) ->
 
 
 def test_ls_names_a_part_whose_slot_is_gone(folder: Path) -> None:
-    slot = Path("rank-00001") / verify_checkpoints(folder).checkpoints[1].slot
+    slot = Path("rank-00001") / stores.verify(folder).checkpoints[1].slot
     (folder / slot).unlink()
     said = pccheck("ls", folder, status=4)
     assert f"LOST: step 3: {slot} is gone." in said

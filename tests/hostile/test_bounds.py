@@ -9,14 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pccheck_async import (
-    CorruptStoreError,
-    SyncCheckpointEngine,
-    UnsupportedStateError,
-    list_checkpoints,
-    load_sync,
-    recover_store,
-)
+from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import Record
 from pccheck_async.format import record as layout_of
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
@@ -183,6 +177,6 @@ def test_a_slot_full_of_beginnings_is_searched_in_time(tmp_path: Path) -> None:
         made[-1].most = 8 * nbytes + (200 << 20)
         return made[-1]
 
-    found = recover_store(tmp_path, search=True, io=make)
+    found = stores.recover(tmp_path, search=True, io=make)
     assert [one.note for one in found.found if one.file == slot.name] == ["no manifest"]
     assert made[0].nbytes > nbytes

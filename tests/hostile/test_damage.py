@@ -14,15 +14,8 @@ from itertools import chain
 import pytest
 import torch
 
-from pccheck_async import (
-    ReadError,
-    StoreFailedError,
-    SyncCheckpointEngine,
-    list_checkpoints,
-    load_sync,
-    recover_store,
-    verify_checkpoints,
-)
+from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import ReadError, StoreFailedError
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
@@ -164,7 +157,7 @@ def test_any_block_of_the_commit_file_may_be_unreadable() -> None:
         if block not in first:
             continue
         assert load_sync("x", io=BadBlocks(ImageWriter(store.image), bad))["step"] == 3
-        found = recover_store("x", io=BadBlocks(ImageWriter(store.image), bad))
+        found = stores.recover("x", io=BadBlocks(ImageWriter(store.image), bad))
         assert (found.record, [info.step for info in found.named], found.needed) == ("valid", [3, 2], False)
         device = BadBlocks(CrashWriter(CrashDisk.from_image(store.image), turns=0), bad)
         with SyncCheckpointEngine("x", io=device, keep_last=3) as engine:
@@ -175,7 +168,7 @@ def test_any_block_of_the_commit_file_may_be_unreadable() -> None:
 @pytest.mark.slow
 def test_verify_names_the_copies_that_cannot_be_read() -> None:
     store = WholeStore.make(elements=300)
-    found = verify_checkpoints("x", io=BadBlocks(ImageWriter(store.image), {COMMIT_NAME: {0, 31}}))
+    found = stores.verify("x", io=BadBlocks(ImageWriter(store.image), {COMMIT_NAME: {0, 31}}))
     assert [copy.state for copy in found.records] == ["damaged", "damaged", "valid", "valid"]
     assert not found.whole
     assert not found.checkpoints[0].damage
@@ -192,7 +185,7 @@ def test_a_record_of_which_no_copy_can_be_read_may_be_the_newest(before: int) ->
     with pytest.raises(ReadError, match="may be the newest"):
         SyncCheckpointEngine("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), keep_last=2).open()
     assert disk.contents() == store.image.files
-    found = recover_store("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), write=True)
+    found = stores.recover("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), write=True)
     assert (found.record, [info.step for info in found.named][:2]) == ("damaged", [3, 2])
     with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0), keep_last=2) as engine:
         assert [info.step for info in engine.checkpoints()][:2] == [3, 2]
@@ -210,7 +203,7 @@ def test_no_readable_record_is_the_devices_error() -> None:
     bad = {COMMIT_NAME: blocks(0, nbytes=COMMIT_NBYTES)}
     with pytest.raises(ReadError, match="Input/output error"):
         steps(store.image, bad)
-    assert [info.step for info in recover_store("x", io=BadBlocks(ImageWriter(store.image), bad)).named][:2] == [3, 2]
+    assert [info.step for info in stores.recover("x", io=BadBlocks(ImageWriter(store.image), bad)).named][:2] == [3, 2]
 
 
 def test_a_block_that_cannot_be_written_either_latches_the_store() -> None:
@@ -231,10 +224,10 @@ def test_an_unreadable_identity_is_rebuilt_from_the_records() -> None:
     with SyncCheckpointEngine("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), keep_last=2) as engine:
         engine.checkpoint({"x": torch.ones(3), "step": 9}, step=9).result()
     assert load_sync("x", io=CrashWriter(disk, turns=0, read_only=True))["step"] == 9  # with the old identity
-    dry = recover_store("x", io=BadBlocks(CrashWriter(disk, turns=0, read_only=True), bad))
+    dry = stores.recover("x", io=BadBlocks(CrashWriter(disk, turns=0, read_only=True), bad))
     assert (dry.identity, dry.record, [info.step for info in dry.named]) == ("damaged", "valid", [9, 3])
-    assert recover_store("x", write=True, io=BadBlocks(CrashWriter(disk, turns=0), bad)).written == (IDENTITY_NAME,)
-    assert not recover_store("x", io=CrashWriter(disk, turns=0, read_only=True)).needed
+    assert stores.recover("x", write=True, io=BadBlocks(CrashWriter(disk, turns=0), bad)).written == (IDENTITY_NAME,)
+    assert not stores.recover("x", io=CrashWriter(disk, turns=0, read_only=True)).needed
     with pytest.raises(ReadError):  # no record tells what it was
         steps(Image({**store.image.files, COMMIT_NAME: bytes(COMMIT_NBYTES)}, b""), bad)
 
@@ -250,5 +243,5 @@ def test_what_is_recovered_has_no_unreadable_block_in_its_manifest() -> None:
     assert record is not None
     (entry,) = record.entries
     bad = {slot_name(entry.slot): {entry.manifest_offset // PAGE_BYTES + 2}}
-    assert [info.step for info in recover_store("x", io=ImageWriter(Image(files, b""))).named] == [1]
-    assert recover_store("x", io=BadBlocks(ImageWriter(Image(files, b"")), bad)).named == ()
+    assert [info.step for info in stores.recover("x", io=ImageWriter(Image(files, b""))).named] == [1]
+    assert stores.recover("x", io=BadBlocks(ImageWriter(Image(files, b"")), bad)).named == ()

@@ -18,19 +18,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from pccheck_async import (
-    CheckpointError,
-    CorruptStoreError,
-    StoreError,
-    SyncCheckpointEngine,
-    list_checkpoints,
-    load_sync,
-    open_checkpoint,
-    recover_store,
-    verify_checkpoints,
-)
+from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.cli import app
-from pccheck_async.errors import IncompleteCheckpointError
+from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, StoreError
 from pccheck_async.format import NewerFormatError, crc32
 from pccheck_async.format.record import (
     COMMIT_NAME,
@@ -76,7 +66,7 @@ def assert_read(folder: Path) -> None:
     assert load_sync(folder, rank=1)["step"] == 2
     with open_checkpoint(folder) as opened:
         assert opened["step"] == 2
-    assert not any(one.damage for one in verify_checkpoints(folder).checkpoints)
+    assert not any(one.damage for one in stores.verify(folder).checkpoints)
     for command in ("ls", "show", "verify"):
         assert runner.invoke(app, [command, str(folder)]).exit_code == 0, command
 
@@ -105,9 +95,9 @@ def test_what_is_no_group_json_stops_no_reader_and_is_refused_by_who_opens(folde
         error = ended(lambda: domain_of(folder), path)
         assert isinstance(error, CorruptStoreError)
         assert "recover --write" in str(error)
-        found = recover_store(folder)
+        found = stores.recover(folder)
         assert (found.identity_name, found.identity, found.needed) == (GROUP_NAME, "damaged", True)
-        written = recover_store(folder, write=True)
+        written = stores.recover(folder, write=True)
         assert (written.written, written.kept) == ((GROUP_NAME,), (f"{GROUP_NAME}.damaged-0",))
         assert domain_of(folder) in path.read_text()
         assert domain_of(folder) not in victim.read_text()
@@ -133,7 +123,7 @@ def test_a_damaged_group_json_is_made_anew_by_recover(folder: Path, data: bytes)
     assert runner.invoke(app, ["recover", "--write", str(folder)]).exit_code == 0
     assert (folder / f"{GROUP_NAME}.damaged-0").read_bytes() == data
     with pytest.raises(StoreError, match="is in order"):
-        recover_store(folder, write=True)
+        stores.recover(folder, write=True)
     if not data:
         assert_goes_on(folder)
 
@@ -151,7 +141,7 @@ def test_a_group_json_of_a_newer_version_is_left_alone(folder: Path) -> None:
     with pytest.raises(NewerFormatError):
         domain_of(folder)
     with pytest.raises(NewerFormatError, match="nothing was written"):
-        recover_store(folder, write=True)
+        stores.recover(folder, write=True)
     assert (folder / GROUP_NAME).read_bytes() == data
 
 
@@ -159,8 +149,8 @@ def test_a_missing_group_json_is_not_an_empty_list(folder: Path) -> None:
     (folder / GROUP_NAME).unlink()
     assert_read(folder)
     assert runner.invoke(app, ["watch", "--once", str(folder)]).exit_code == 4  # nobody runs there, and it is something
-    assert recover_store(folder).identity == "missing"
-    assert recover_store(folder, write=True).kept == ()
+    assert stores.recover(folder).identity == "missing"
+    assert stores.recover(folder, write=True).kept == ()
     assert_goes_on(folder)
 
 
@@ -211,7 +201,7 @@ def set_worlds(folder: Path, world: int) -> None:
 @pytest.mark.parametrize("world", [2**40, 0, -1, 1, 2**64 - 1])
 def test_a_record_of_an_impossible_world_is_none(folder: Path, world: int) -> None:
     set_worlds(folder, world)
-    for look in (list_checkpoints, load_sync, verify_checkpoints, read_place):
+    for look in (list_checkpoints, load_sync, stores.verify, read_place):
         with pytest.raises(CorruptStoreError, match="rank-0000"):
             look(folder)
     for command in ("ls", "show", "verify", "recover"):

@@ -13,18 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pccheck_async import (
-    CheckpointError,
-    CorruptStoreError,
-    SyncCheckpointEngine,
-    UnsupportedStateError,
-    describe_checkpoint,
-    export_checkpoint,
-    import_checkpoint,
-    list_checkpoints,
-    load_sync,
-)
+from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.cli import app
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.medium.status_file import read_status
 from tests.support.warm import run_warm
 
@@ -35,7 +26,7 @@ def save(path: Path) -> str:
     """Save one checkpoint and return the name of its slot."""
     with SyncCheckpointEngine(path, max_in_flight=1, overwrite=True) as engine:
         engine.checkpoint({"x": torch.arange(9.0), "note": "plain"}, step=1).result(60)
-    return describe_checkpoint(path).slot
+    return stores.describe(path).slot
 
 
 def pipe(path: Path, _: Path) -> None:
@@ -68,7 +59,7 @@ def test_the_umask_decides_who_may_read(
         while read_status(tmp_path / "store") is None:  # its thread writes it soon after the first checkpoint
             pass
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "store").iterdir()}
-    export_checkpoint(tmp_path / "store", tmp_path / "x.pt", to="torch")
+    stores.export(tmp_path / "store", tmp_path / "x.pt", to="torch")
     assert {"store.json", "commit", "slot-000", "status"} <= set(modes)
     assert set(modes.values()) == {file_mode}
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == folder_mode
@@ -114,19 +105,17 @@ CAGE = """
     from pathlib import Path
     import torch
     from typer.testing import CliRunner
-    from pccheck_async import (
-        SyncCheckpointEngine, compare_checkpoints, copy_checkpoint, describe_checkpoint, list_checkpoints, load_sync,
-        UnsupportedStateError, export_checkpoint, open_checkpoint, recover_store, verify_checkpoints,
-    )
+    from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint, stores
+    from pccheck_async.errors import UnsupportedStateError
 
     def look(path, copied):
         list_checkpoints(path)
         load_sync(path)
-        describe_checkpoint(path)
-        verify_checkpoints(path)
-        compare_checkpoints(path, path)
-        recover_store(path, search=True)
-        copy_checkpoint(path, copied)
+        stores.describe(path)
+        stores.verify(path)
+        stores.compare(path, path)
+        stores.recover(path, search=True)
+        stores.copy(path, copied)
         with open_checkpoint(path) as found:
             found["x"]
         state = {"x": torch.zeros(9), "note": None}
@@ -144,11 +133,11 @@ CAGE = """
 
     def look_at_pickles(path, copied):
         list_checkpoints(path)
-        assert [leaf.kind for leaf in describe_checkpoint(path).leaves] == ["tensor", "pickled"]
-        assert verify_checkpoints(path).whole
-        assert not compare_checkpoints(path, path).differences
-        recover_store(path, search=True)
-        copy_checkpoint(path, copied)
+        assert [leaf.kind for leaf in stores.describe(path).leaves] == ["tensor", "pickled"]
+        assert stores.verify(path).whole
+        assert not stores.compare(path, path).differences
+        stores.recover(path, search=True)
+        stores.copy(path, copied)
         refused(lambda: load_sync(path))
         load_sync(path, keys=["x"])
         with open_checkpoint(path) as found:
@@ -156,7 +145,7 @@ CAGE = """
             refused(lambda: found["runs"])
         with SyncCheckpointEngine(copied) as engine:
             refused(lambda: engine.restore({"x": torch.zeros(9), "runs": None}))
-        refused(lambda: export_checkpoint(path, copied / "out", to="torch"))
+        refused(lambda: stores.export(path, copied / "out", to="torch"))
 
     forbidden = ("pickle.find_class", "marshal.", "compile", "exec", "subprocess.", "os.exec", "os.system",
                  "os.posix_spawn", "os.fork", "socket.", "ctypes.dlopen")
@@ -208,10 +197,10 @@ def test_an_import_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         archive.add(tmp_path / "old.pt", "storages")
     for name in ("zip.pt", "old.pt", "oldest.pt"):
         with pytest.raises(UnsupportedStateError, match="code in it"):
-            import_checkpoint(name, "store", source="torch")
+            stores.import_(name, "store", source="torch")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "zip.pt").read_bytes()[:100])
     with pytest.raises((UnsupportedStateError, CorruptStoreError)):
-        import_checkpoint("cut.pt", "store", source="torch")
+        stores.import_("cut.pt", "store", source="torch")
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "zip.pt", weights_only=False)
     assert (tmp_path / "ran").exists()  # that was what it would have done

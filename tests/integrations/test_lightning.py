@@ -16,15 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pccheck_async import (
-    Group,
-    ResumableLoader,
-    StateMismatchError,
-    StoreLockedError,
-    SyncCheckpointEngine,
-    UnsupportedStateError,
-    list_checkpoints,
-)
+from pccheck_async import Group, ResumableLoader, StateMismatchError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async.errors import StoreLockedError, UnsupportedStateError
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, WrappingWriter
 from pccheck_async.transfer.operations import Operations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_async import compare_checkpoints
+from pccheck_async import stores
 
 ROOT = Path(__file__).parents[2]
 FREE = ("rng.python", "rng.numpy")
@@ -39,7 +39,7 @@ def test_the_recipe_resumes_after_its_end_and_after_a_worker_was_killed(tmp_path
     _, whole = run("examples.ray_train", once, 24)
     assert interrupted == whole  # the loss, in every digit
     assert "'step': 23" in whole
-    compared = compare_checkpoints(*(folder / "checkpoints" / "ray_train" for folder in (twice, once)))
+    compared = stores.compare(*(folder / "checkpoints" / "ray_train" for folder in (twice, once)))
     assert compared.one.step == compared.other.step == 23
     assert compared.leaves >= 12
     assert not [found.path for found in compared.differences if not found.path.startswith(FREE)]

@@ -13,17 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import (
-    CorruptStoreError,
-    ResumableLoader,
-    RNGState,
-    SyncCheckpointEngine,
-    UnsupportedStateError,
-    export_checkpoint,
-    import_checkpoint,
-    list_checkpoints,
-    load_sync,
-)
+from pccheck_async import ResumableLoader, RNGState, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from tests.support.killed_training import bits
 
 pytestmark = [
@@ -82,7 +73,7 @@ def folder(run: tuple[Path, str], tmp_path: Path) -> Path:
 def test_a_folder_of_transformers_and_back(folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    info = import_checkpoint(folder, tmp_path / "s")
+    info = stores.import_(folder, tmp_path / "s")
     assert (info.source, info.step, info.missing) == ("transformers", 3, ())
     state = load_sync(tmp_path / "s")
     assert bits(state["model"]) == bits(load_file(folder / "model.safetensors"))
@@ -93,7 +84,7 @@ def test_a_folder_of_transformers_and_back(folder: Path, tmp_path: Path) -> None
     theirs = RNGState().state_dict()
     RNGState().load_state_dict(state["rng"])
     assert bits(RNGState().state_dict()) == bits(theirs)
-    export_checkpoint(tmp_path / "s", tmp_path / "out", to="transformers")
+    stores.export(tmp_path / "s", tmp_path / "out", to="transformers")
     for title in ("optimizer.pt", "scheduler.pt"):
         assert bits(torch.load(tmp_path / "out" / title)) == bits(torch.load(folder / title))
     assert bits(load_file(tmp_path / "out" / "model.safetensors")) == bits(load_file(folder / "model.safetensors"))
@@ -107,14 +98,14 @@ def test_a_folder_of_transformers_and_back(folder: Path, tmp_path: Path) -> None
 def test_a_run_of_transformers_changes_over_and_back(run: tuple[Path, str], tmp_path: Path, step: int) -> None:
     adapter = pytest.importorskip("pccheck_async.integrations.transformers", exc_type=ImportError)
     folder, whole = run
-    import_checkpoint(folder / f"checkpoint-{step}", tmp_path / "s")
+    stores.import_(folder / f"checkpoint-{step}", tmp_path / "s")
     ours = trainer(tmp_path / "ours", save_strategy="no")
     callback = adapter.PCcheckCallback(tmp_path / "s", interval=1, keep_last=20).attach(ours)
     ours.train()
     assert callback.restored is not None
     assert callback.restored.step == step
     assert final(ours) == whole
-    export_checkpoint(tmp_path / "s", tmp_path / "checkpoint-8", to="transformers", step=8)
+    stores.export(tmp_path / "s", tmp_path / "checkpoint-8", to="transformers", step=8)
     theirs = trainer(tmp_path / "theirs", save_strategy="no")
     theirs.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert final(theirs) == whole
@@ -181,7 +172,7 @@ def test_what_is_wrong_with_a_folder_of_transformers_is_said(
 ) -> None:
     harm(folder)
     with pytest.raises(error, match=says):
-        import_checkpoint(folder, tmp_path / "s")
+        stores.import_(folder, tmp_path / "s")
     assert {*os.listdir(tmp_path)} <= {"checkpoint-3", "elsewhere.pt"}
 
 
@@ -191,7 +182,7 @@ def test_what_a_folder_of_transformers_lacks_is_said(folder: Path, tmp_path: Pat
     (folder / "model.safetensors").unlink()
     torch.save({"a": torch.ones(3)}, folder / "pytorch_model-1.bin")
     write("pytorch_model.bin.index.json", {"weight_map": {"a": "pytorch_model-1.bin"}})(folder)
-    info = import_checkpoint(folder, tmp_path / "s")
+    info = stores.import_(folder, tmp_path / "s")
     assert info.missing == ("optimizer (there is no optimizer.pt)", "rng (of 1 ranks, each its own)")
     state = load_sync(tmp_path / "s")
     assert {*state} == {"model", "scheduler", "trainer"}
@@ -203,7 +194,7 @@ def test_of_several_models_in_a_folder_that_which_the_trainer_takes(folder: Path
 
     torch.save({"a": torch.ones(3)}, folder / "pytorch_model.bin")
     write("model.safetensors.index.json", {"weight_map": {"a": "lost.safetensors"}})(folder)
-    info = import_checkpoint(folder, tmp_path / "s")
+    info = stores.import_(folder, tmp_path / "s")
     assert info.missing == (
         "pytorch_model.bin (left out: the Trainer takes model.safetensors)",
         "model.safetensors.index.json (left out: the Trainer takes model.safetensors)",
@@ -218,12 +209,12 @@ def test_of_several_models_in_a_folder_that_which_the_trainer_takes(folder: Path
 
 def test_a_folder_of_transformers_without_the_state_of_the_trainer(folder: Path, tmp_path: Path) -> None:
     (folder / "trainer_state.json").unlink()
-    info = import_checkpoint(folder, tmp_path / "s")
+    info = stores.import_(folder, tmp_path / "s")
     assert (info.source, info.step) == ("transformers", 3)
     assert info.missing == ("trainer (there is no trainer_state.json; the step is that of the folder's name)",)
     assert {*load_sync(tmp_path / "s")} == {"model", "optimizer", "scheduler", "rng"}
     folder.rename(tmp_path / "renamed")
-    info = import_checkpoint(tmp_path / "renamed", tmp_path / "s")
+    info = stores.import_(tmp_path / "renamed", tmp_path / "s")
     assert info.step == info.counter
     assert info.missing == ("trainer (there is no trainer_state.json; the step is counted on from the store)",)
 
@@ -297,27 +288,27 @@ def test_a_run_of_lightning_changes_over_and_back(
     adapter = pytest.importorskip("pccheck_async.integrations.lightning", exc_type=ImportError)
     whole, ours, theirs = module()(), module()(), module()()
     end = fit(whole, positioned=positioned)
-    info = import_checkpoint(checkpoints / file, tmp_path / "s")
+    info = stores.import_(checkpoints / file, tmp_path / "s")
     callback = adapter.PCcheckCallback(tmp_path / "s", interval=1, keep_last=20)
     assert fit(ours, callback, positioned=positioned) == end
     assert callback.restored == info
     assert [*ours.losses.items()] == [*whole.losses.items()][info.step + 1 :]
     assert [each.step for each in list_checkpoints(tmp_path / "s")] == [*range(19, info.step - 1, -1)]
-    export_checkpoint(tmp_path / "s", tmp_path / "back.ckpt", to="lightning", step=last)
+    stores.export(tmp_path / "s", tmp_path / "back.ckpt", to="lightning", step=last)
     assert fit(theirs, ckpt_path=tmp_path / "back.ckpt", positioned=positioned) == end
     assert [*theirs.losses.items()] == [*whole.losses.items()][last + 1 :]
 
 
 def test_a_file_of_lightning_and_back(checkpoints: Path, tmp_path: Path) -> None:
     file = checkpoints / "inside" / "step=3.ckpt"
-    info = import_checkpoint(file, tmp_path / "s")
+    info = stores.import_(file, tmp_path / "s")
     assert (info.source, info.step) == ("lightning", 2)
     assert info.missing == ("rng (a file of Lightning holds none)",)
     held, state = torch.load(file, weights_only=True), load_sync(tmp_path / "s")
     assert bits(state["model"]) == bits(held["state_dict"])
     assert bits(state["optimizers"]) == bits(held["optimizer_states"])
     assert type(state["optimizers"][0]["param_groups"][0]["betas"]) is tuple
-    exported = export_checkpoint(tmp_path / "s", tmp_path / "out.ckpt", to="lightning")
+    exported = stores.export(tmp_path / "s", tmp_path / "out.ckpt", to="lightning")
     assert exported.changed == ()
     assert bits(torch.load(tmp_path / "out.ckpt", weights_only=True)) == bits(held)
     loaded = module().load_from_checkpoint(tmp_path / "out.ckpt")
@@ -339,17 +330,17 @@ def test_what_is_wrong_with_a_file_of_lightning_is_said(checkpoints: Path, tmp_p
         else:
             torch.save(content, tmp_path / "wrong.ckpt")
         with pytest.raises(error, match=says):
-            import_checkpoint(tmp_path / "wrong.ckpt", tmp_path / "s", source="lightning")
+            stores.import_(tmp_path / "wrong.ckpt", tmp_path / "s", source="lightning")
     assert os.listdir(tmp_path) == ["wrong.ckpt"]
     torch.save(
         {key: held[key] for key in ("state_dict", "pytorch-lightning_version", "global_step")}, tmp_path / "w.ckpt"
     )
-    info = import_checkpoint(tmp_path / "w.ckpt", tmp_path / "s")
+    info = stores.import_(tmp_path / "w.ckpt", tmp_path / "s")
     lacks = ["optimizers", "lr_schedulers", "callbacks", "loops", "rng"]
     assert [line.split()[0] for line in info.missing] == lacks
     for source, stripped in ((None, ("state_dict", "pytorch-lightning_version")), ("lightning", ("state_dict",))):
         torch.save({key: held[key] for key in stripped}, tmp_path / "w.ckpt")  # of all but the weights
-        counted = import_checkpoint(tmp_path / "w.ckpt", tmp_path / "s", source=source)  # type: ignore[arg-type]
+        counted = stores.import_(tmp_path / "w.ckpt", tmp_path / "s", source=source)  # type: ignore[arg-type]
         assert counted.counter == counted.step
         assert [line.split(" (")[0] for line in counted.missing] == [*lacks, "the step"]
         assert bits(load_sync(tmp_path / "s")["model"]) == bits(held["state_dict"])
@@ -362,9 +353,9 @@ def test_what_no_framework_saved_is_not_exported_for_one(tmp_path: Path) -> None
         with pytest.raises(
             UnsupportedStateError, match=f"integrations.{to} saved no such checkpoint: it has no {lacks}"
         ):
-            export_checkpoint(tmp_path / "s", tmp_path / "out", to=to)  # type: ignore[arg-type]
+            stores.export(tmp_path / "s", tmp_path / "out", to=to)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="the whole checkpoint"):
-            export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, root="model")  # type: ignore[arg-type]
+            stores.export(tmp_path / "s", tmp_path / "out", to=to, root="model")  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == ["s"]
 
 
@@ -383,5 +374,5 @@ def test_a_state_with_parts_that_are_named_as_the_adapter_names_them_is_not_expo
     with SyncCheckpointEngine(tmp_path / "s") as engine:
         engine.checkpoint({"model": {"w": torch.ones(2)}, **others}, step=1).result(60)
     with pytest.raises(UnsupportedStateError, match=f"integrations.transformers saved no such checkpoint: {says}"):
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to="transformers")
+        stores.export(tmp_path / "s", tmp_path / "out", to="transformers")
     assert os.listdir(tmp_path) == ["s"]

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import ClosedError, StateMismatchError, describe_checkpoint, list_checkpoints, open_checkpoint
+from pccheck_async import StateMismatchError, list_checkpoints, open_checkpoint, stores
+from pccheck_async.errors import ClosedError
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
 from tests.support.lazily import Lazily, need_framework
@@ -495,7 +496,7 @@ def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = Non
 def test_another_number_of_ranks_goes_on_although_the_losses_of_the_trainer_differ_by_rank(tmp_path: Path) -> None:
     options = {"logging_steps": 100, "eval_strategy": "no"}
     live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 3}), tmp_path)
-    assert "trainer.unlogged._tr_loss" in describe_checkpoint(tmp_path / "store").differing
+    assert "trainer.unlogged._tr_loss" in stores.describe(tmp_path / "store").differing
     (life,) = live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 4}), tmp_path, world=1)
     assert life.keys == ["loss 3.1", "loss 3.2", "loss 3.3", "loss 3.4", "final"]
     assert list_checkpoints(tmp_path / "store")[0].step == 4

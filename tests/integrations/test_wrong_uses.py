@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import StateMismatchError, UnsupportedStateError, list_checkpoints, load_sync
+from pccheck_async import StateMismatchError, list_checkpoints, load_sync
+from pccheck_async.errors import UnsupportedStateError
 from tests.support.killed_training import bits
 from tests.support.lazily import Lazily, need_framework
 

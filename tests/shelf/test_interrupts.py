@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pccheck_async import Shelf, StoreFailedError
+from pccheck_async import Shelf
+from pccheck_async.errors import StoreFailedError
 from pccheck_async.medium.windows import WindowedFile
 from tests.support.interrupts import interrupter
 

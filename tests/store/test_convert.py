@@ -36,25 +36,20 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from typer.testing import CliRunner
 
 from pccheck_async import (
-    CorruptStoreError,
     NoCheckpointError,
     RNGState,
     StateMismatchError,
-    StoreFullError,
-    StoreLockedError,
     SyncCheckpointEngine,
-    UnsupportedStateError,
-    WriteError,
-    export_checkpoint,
-    import_checkpoint,
     list_checkpoints,
     load_sync,
+    stores,
 )
 from pccheck_async.api import Connection
 from pccheck_async.cli import app
 from pccheck_async.convert import dcp_reading, pickled_values, target, torch_file
 from pccheck_async.convert.safetensors_file import parts
 from pccheck_async.convert.target import new_file, new_folder
+from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, UnsupportedStateError, WriteError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.record import MOST_ENTRIES
@@ -171,7 +166,7 @@ def test_read_by_a_process_without_this_package(tmp_path: Path) -> None:
         found = digests(load_sync(folder))
         for kind, readers in (("torch", ("plain", "mapped")), ("safetensors", ("safetensors",))):
             out = tmp_path / name / kind
-            exported = export_checkpoint(folder, out, to=kind)  # type: ignore[arg-type]
+            exported = stores.export(folder, out, to=kind)  # type: ignore[arg-type]
             assert exported.nbytes == out.stat().st_size
             assert (exported.tensors, exported.info.step) == (len(found), 7)
             for how in readers:
@@ -238,10 +233,10 @@ def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:
             expected = as_exported(loaded)
         except KeyError:
             with pytest.raises(UnsupportedStateError, match="nothing was written"):
-                export_checkpoint(Path(folder, "s"), out, to="torch")
+                stores.export(Path(folder, "s"), out, to="torch")
             assert os.listdir(folder) == ["s"]
             return
-        export_checkpoint(Path(folder, "s"), out, to="torch")
+        stores.export(Path(folder, "s"), out, to="torch")
         for mapped in (False, True):
             found = torch.load(out, weights_only=True, mmap=mapped)
             assert not difference(found, expected)
@@ -254,16 +249,14 @@ def test_torch_file_keeps_ties_and_modules(tmp_path: Path) -> None:
     state = training_state()
     state["odd"] = odd_state()
     save(tmp_path / "s", state)
-    exported = export_checkpoint(
-        tmp_path / "s", tmp_path / "a.pt", to="torch", keys=["model", "optimizer", "odd", "step"]
-    )
+    exported = stores.export(tmp_path / "s", tmp_path / "a.pt", to="torch", keys=["model", "optimizer", "odd", "step"])
     assert exported.changed == ()
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert not difference(found, load_sync(tmp_path / "s", keys=["model", "optimizer", "odd", "step"]))
     assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
     assert found["model"]._metadata == state["model"].state_dict()._metadata
     state["model"].load_state_dict(found["model"])
-    exported = export_checkpoint(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["rng"])
+    exported = stores.export(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["rng"])
     assert [line.split(" (")[0] for line in exported.changed] == ["rng.python.words", "rng.numpy.state.key"]
     words = torch.load(tmp_path / "b.pt", weights_only=True)["rng"]["python"]["words"]
     assert array_bytes(words) == load_sync(tmp_path / "s", keys=["rng"])["rng"]["python"]["words"].tobytes()
@@ -271,7 +264,7 @@ def test_torch_file_keeps_ties_and_modules(tmp_path: Path) -> None:
 
 def test_records_can_be_mapped(tmp_path: Path) -> None:
     save(tmp_path / "s", {"a": torch.ones(3, dtype=torch.uint8), "b": torch.zeros(1000, dtype=torch.complex128)})
-    export_checkpoint(tmp_path / "s", tmp_path / "a.pt", to="torch")
+    stores.export(tmp_path / "s", tmp_path / "a.pt", to="torch")
     reader: Any = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
     for name in ("data/0", "data/1"):
         assert reader.get_record_offset(name) % 64 == 0
@@ -281,7 +274,7 @@ def test_records_can_be_mapped(tmp_path: Path) -> None:
 def test_equal_states_make_equal_files(tmp_path: Path) -> None:
     for name in ("one", "other"):
         save(tmp_path / name, odd_state() | {"bf16": None, "fp8": None, "e5m2": None, "bool": None, "complex": None})
-        export_checkpoint(tmp_path / name, tmp_path / f"{name}.pt", to="torch")
+        stores.export(tmp_path / name, tmp_path / f"{name}.pt", to="torch")
     assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "other.pt").read_bytes()
 
 
@@ -290,11 +283,11 @@ def test_what_a_selected_view_does_not_show_is_not_exported(tmp_path: Path) -> N
     secret[:10] = secret[-10:] = 0
     save(tmp_path / "s", {"low": secret[:10], "all": secret, "high": secret[-10:]})
     out = tmp_path / "a.pt"
-    export_checkpoint(tmp_path / "s", out, to="torch", keys=["low", "high"])
+    stores.export(tmp_path / "s", out, to="torch", keys=["low", "high"])
     assert np.float32(7.5).tobytes() not in out.read_bytes()
     found = torch.load(out, weights_only=True)
     assert not difference(found, load_sync(tmp_path / "s", keys=["low", "high"]))
-    export_checkpoint(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["low"])
+    stores.export(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["low"])
     assert (tmp_path / "b.pt").stat().st_size < 4000
 
 
@@ -313,7 +306,7 @@ def test_any_state_as_safetensors_and_back(state: dict[str, Any]) -> None:
         out = Path(folder, "out")
         loaded = load_sync(Path(folder, "s"))
         try:
-            exported = export_checkpoint(Path(folder, "s"), out, to="safetensors")
+            exported = stores.export(Path(folder, "s"), out, to="safetensors")
         except UnsupportedStateError as error:
             assert "dtype" in str(error) or "surrogate" in str(error)  # noqa: PT017
             assert os.listdir(folder) == ["s"]
@@ -321,7 +314,7 @@ def test_any_state_as_safetensors_and_back(state: dict[str, Any]) -> None:
         with safe_open(out, framework="pt") as file:
             assert len(file.keys()) == exported.tensors == len(list(state_strategies.arrays_of(loaded)))
             assert file.metadata()["format"] == "pt"
-        info = import_checkpoint(out, Path(folder, "t"), source="safetensors")
+        info = stores.import_(out, Path(folder, "t"), source="safetensors")
         assert (info.step, dict(info.metadata)) == (7, {"loss": 0.5})
         _assert_same_apart_from_strides(load_sync(Path(folder, "t")), loaded)
 
@@ -360,14 +353,14 @@ def test_tensors_in_files_of_safetensors_are_aligned_whatever_the_length_of_thei
     with SyncCheckpointEngine(tmp_path / "store") as engine:
         engine.checkpoint({name: torch.ones(3, dtype=torch.float64) for name in names}).result(60)
     for name in names:
-        export_checkpoint(tmp_path / "store", tmp_path / name, to="safetensors", keys=[name])
+        stores.export(tmp_path / "store", tmp_path / name, to="safetensors", keys=[name])
         assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
 
 
 @pytest.mark.parametrize("text", ["a\0", "\0\0", "a\0b"])
 def test_a_numpy_string_keeps_its_nuls(tmp_path: Path, text: str) -> None:
     save(tmp_path / "s", {"text": np.str_(text), "bytes": np.bytes_(text.encode())})
-    export_checkpoint(tmp_path / "s", tmp_path / "t.pt", to="torch")
+    stores.export(tmp_path / "s", tmp_path / "t.pt", to="torch")
     assert torch.load(tmp_path / "t.pt") == {"text": text, "bytes": text.encode()}
 
 
@@ -376,14 +369,14 @@ def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     state = training_state() | {"odd": odd_state()}
     save(tmp_path / "s", state)
     out = tmp_path / "all.safetensors"
-    changed = "\n".join(export_checkpoint(tmp_path / "s", out, to="safetensors").changed)
+    changed = "\n".join(stores.export(tmp_path / "s", out, to="safetensors").changed)
     assert "odd.tied.one, odd.tied.other (of one storage, each in full)" in changed
     assert "odd.transposed (strides (1, 100), in C order)" in changed
     with safetensors.safe_open(out, framework="pt") as file:
         values = json.loads(file.metadata()["pccheck_async.values"])
         assert (values["step"], values["optimizer.param_groups.0.lr"]) == (7, 0.001)
         assert torch.equal(file.get_tensor("model.0.weight"), state["model"][0].weight)
-    import_checkpoint(out, tmp_path / "t", source="safetensors")
+    stores.import_(out, tmp_path / "t", source="safetensors")
     found = load_sync(tmp_path / "t")
     assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
     assert isinstance(found["odd"]["frozen"], torch.nn.Parameter)
@@ -400,18 +393,18 @@ def test_a_model_alone(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     state = training_state()
     save(tmp_path / "s", state)
-    export_checkpoint(tmp_path / "s", tmp_path / "m.safetensors", to="safetensors", root="model")
+    stores.export(tmp_path / "s", tmp_path / "m.safetensors", to="safetensors", root="model")
     state["model"].load_state_dict(load_file(tmp_path / "m.safetensors"))
-    export_checkpoint(tmp_path / "s", tmp_path / "m.pt", to="torch", root="model", keys=["model.0*"])
+    stores.export(tmp_path / "s", tmp_path / "m.pt", to="torch", root="model", keys=["model.0*"])
     assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["0.weight", "0.bias"]
-    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "t", source="safetensors", root="model", step=3)
+    stores.import_(tmp_path / "m.safetensors", tmp_path / "t", source="safetensors", root="model", step=3)
     with SyncCheckpointEngine(tmp_path / "t") as engine:
         restored = engine.restore({"model": training_state()["model"]})
         assert restored is not None
         assert restored.step == 3
     for root in ("modle", "model.0", "step", "model.0.weight"):
         with pytest.raises(StateMismatchError):
-            export_checkpoint(tmp_path / "s", tmp_path / "x", to="torch", root=root)
+            stores.export(tmp_path / "s", tmp_path / "x", to="torch", root=root)
 
 
 def as_transformers_reads(folder: Path) -> dict[str, torch.Tensor]:
@@ -437,8 +430,8 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     state = training_state() | {"odd": odd_state()}
     save(tmp_path / "s", state)
-    export_checkpoint(tmp_path / "s", tmp_path / "one", to="safetensors")
-    exported = export_checkpoint(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=10_000)
+    stores.export(tmp_path / "s", tmp_path / "one", to="safetensors")
+    exported = stores.export(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=10_000)
     titles = sorted(path.name for path in (tmp_path / "f").glob("*.safetensors"))
     assert titles == [f"model-{number:05d}-of-{len(titles):05d}.safetensors" for number in range(1, len(titles) + 1)]
     assert exported.nbytes == sum(path.stat().st_size for path in (tmp_path / "f").iterdir())
@@ -450,7 +443,7 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
         sizes = [tensor.nbytes for tensor in load_safetensors(tmp_path / "f" / title).values()]
         assert sum(sizes) <= 10_000 or len(sizes) == 1
     for number, place in enumerate((tmp_path / "f", tmp_path / "f" / "model.safetensors.index.json")):
-        info = import_checkpoint(place, tmp_path / f"t{number}", source="safetensors")
+        info = stores.import_(place, tmp_path / f"t{number}", source="safetensors")
         assert (info.step, dict(info.metadata)) == (7, {"loss": 0.5})
         back = load_sync(tmp_path / f"t{number}")
         _assert_same_apart_from_strides(back, load_sync(tmp_path / "s"))
@@ -462,19 +455,19 @@ def test_the_metadata_of_safetensors_come_back(tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     tensors = {"x": torch.ones(3), "y": torch.zeros(2)}
     save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "model": "m", "note": "n" * 1000, "z": "last"})
-    info = import_checkpoint(tmp_path / "a.safetensors", tmp_path / "s", step=4)
+    info = stores.import_(tmp_path / "a.safetensors", tmp_path / "s", step=4)
     assert info.metadata == {"model": "m", "z": "last"}
     (lost,) = info.missing
     assert re.fullmatch(r"the metadata note \(metadata takes 10\d\d bytes, at most 512 fit into the .* record\)", lost)
-    assert import_checkpoint(tmp_path / "a.safetensors", tmp_path / "s", metadata={"mine": 1}).metadata == {"mine": 1}
+    assert stores.import_(tmp_path / "a.safetensors", tmp_path / "s", metadata={"mine": 1}).metadata == {"mine": 1}
 
     save(tmp_path / "t", {"x": torch.ones(3), "y": torch.zeros(2)})
     for name, most in (("b.safetensors", None), ("b", 12)):
         out = tmp_path / name
-        export_checkpoint(
+        stores.export(
             tmp_path / "t", out, to="safetensors", max_file_size=most, metadata={"license": "MIT", "loss": "none"}
         )
-        info = import_checkpoint(out, tmp_path / f"from {name}")
+        info = stores.import_(out, tmp_path / f"from {name}")
         assert (info.step, info.metadata, info.missing) == (7, {"loss": 0.5, "license": "MIT"}, ())
 
 
@@ -489,13 +482,13 @@ def load_safetensors(file: Path) -> dict[str, torch.Tensor]:
 def test_what_fits_into_one_file_has_no_index(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     save(tmp_path / "s", {"x": torch.ones(3), "n": 1})
-    export_checkpoint(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=12)
+    stores.export(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=12)
     assert os.listdir(tmp_path / "f") == ["model.safetensors"]
-    import_checkpoint(tmp_path / "f", tmp_path / "t", source="safetensors")
+    stores.import_(tmp_path / "f", tmp_path / "t", source="safetensors")
     assert not difference(load_sync(tmp_path / "t"), load_sync(tmp_path / "s"))
     for most, to in ((0, "safetensors"), (10, "torch")):
         with pytest.raises(ValueError, match="max_file_size"):
-            export_checkpoint(tmp_path / "s", tmp_path / "g", to=to, max_file_size=most)  # type: ignore[arg-type]
+            stores.export(tmp_path / "s", tmp_path / "g", to=to, max_file_size=most)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -512,12 +505,12 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_import_of_several_files_of_others(files: Path, tmp_path: Path) -> None:
-    import_checkpoint(files, tmp_path / "t", source="safetensors", root="model", step=3)
+    stores.import_(files, tmp_path / "t", source="safetensors", root="model", step=3)
     found = load_sync(tmp_path / "t")["model"]
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"y": [121.0] * 3, "x": [120.0] * 3}
     assert list(found) == ["y", "x"]
     (files / "model.safetensors.index.json").rename(files / "other.safetensors.index.json")
-    import_checkpoint(files, tmp_path / "u", source="safetensors")
+    stores.import_(files, tmp_path / "u", source="safetensors")
     assert set(load_sync(tmp_path / "u")) == {"x", "y"}
 
 
@@ -534,20 +527,20 @@ def test_what_is_wrong_with_an_index_is_said(files: Path, tmp_path: Path) -> Non
     ):
         index.write_text(json.dumps(whole | {"weight_map": weight_map}))
         with pytest.raises(error, match=says):
-            import_checkpoint(files, tmp_path / "t", source="safetensors")
+            stores.import_(files, tmp_path / "t", source="safetensors")
     index.write_text(json.dumps(whole | {"metadata": {"pccheck_async.state": 1}}))
     with pytest.raises(CorruptStoreError, match=r"metadata pccheck_async\.state cannot be read: it is no text"):
-        import_checkpoint(files, tmp_path / "t", source="safetensors")
+        stores.import_(files, tmp_path / "t", source="safetensors")
     index.write_text(json.dumps(whole))
     with pytest.raises(UnsupportedStateError, match="--from safetensors"):
-        import_checkpoint(index, tmp_path / "t", source="torch")
+        stores.import_(index, tmp_path / "t", source="torch")
     data = (files / "b.safetensors").read_bytes()
     (files / "b.safetensors").write_bytes(data[:-1])
     with pytest.raises(CorruptStoreError, match=r"b\.safetensors is no whole file of safetensors"):
-        import_checkpoint(files, tmp_path / "t", source="safetensors")
+        stores.import_(files, tmp_path / "t", source="safetensors")
     (files / "other.safetensors.index.json").write_bytes(b"")
     with pytest.raises(UnsupportedStateError, match=r"several models or variants of one, model\.safet"):
-        import_checkpoint(files, tmp_path / "t", source="safetensors")
+        stores.import_(files, tmp_path / "t", source="safetensors")
     assert not (tmp_path / "t").exists()
 
 
@@ -558,7 +551,7 @@ def test_damage_leaves_no_folder_of_files(tmp_path: Path) -> None:
     data[5 * CHUNK] ^= 1
     slot.write_bytes(data)
     with pytest.raises(CorruptStoreError, match="chunk 5 "):
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to="safetensors", max_file_size=20_000)
+        stores.export(tmp_path / "s", tmp_path / "out", to="safetensors", max_file_size=20_000)
     assert os.listdir(tmp_path) == ["s"]
 
 
@@ -568,11 +561,11 @@ def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
         tmp_path / "s",
         {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "c.d": torch.ones(1), "__metadata__": torch.ones(1)},
     )
-    export_checkpoint(tmp_path / "s", tmp_path / "o", to="safetensors", keys=["a*", "c*"])
+    stores.export(tmp_path / "s", tmp_path / "o", to="safetensors", keys=["a*", "c*"])
     with safetensors.safe_open(tmp_path / "o", framework="pt") as file:
         assert sorted(file.keys()) == ["a.b", "a\\.b", "c.d"]
     with pytest.raises(UnsupportedStateError, match="__metadata__"):
-        export_checkpoint(tmp_path / "s", tmp_path / "p", to="safetensors")
+        stores.export(tmp_path / "s", tmp_path / "p", to="safetensors")
 
 
 @pytest.mark.slow
@@ -581,7 +574,7 @@ def test_the_root_is_what_is_written_like_it(tmp_path: Path) -> None:
         tmp_path / "s", {"a": {"b": {"x": torch.zeros(1)}}, "a.b": {"y": torch.zeros(1)}, "c.d": {"z": torch.zeros(1)}}
     )
     for number, (root, name) in enumerate((("a.b", "x"), (r"a\.b", "y"), ("c.d", "z"))):
-        export_checkpoint(tmp_path / "s", tmp_path / str(number), to="torch", root=root)
+        stores.export(tmp_path / "s", tmp_path / str(number), to="torch", root=root)
         assert list(torch.load(tmp_path / str(number), weights_only=True)) == [name]
 
 
@@ -614,7 +607,7 @@ def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "nothing": {},
     }
     save(tmp_path / "s", plain)
-    exported = export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    exported = stores.export(tmp_path / "s", tmp_path / "d", to="dcp")
     assert exported.changed == ("nothing (an empty dict, left out)",)
     loaded = load_sync(tmp_path / "s")
     del loaded["nothing"]
@@ -637,9 +630,9 @@ def test_an_optimizer_by_way_of_dcp(tmp_path: Path) -> None:
     """Which makes strings of the numbers of its parameters."""
     state = {name: part for name, part in training_state().items() if name in ("model", "optimizer")}
     save(tmp_path / "s", state)
-    export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    stores.export(tmp_path / "s", tmp_path / "d", to="dcp")
     dcp_to_torch_save(tmp_path / "d", tmp_path / "file")
-    import_checkpoint(tmp_path / "file", tmp_path / "again", source="torch")
+    stores.import_(tmp_path / "file", tmp_path / "again", source="torch")
     assert "0" in load_sync(tmp_path / "again")["optimizer"]["state"]
     state["optimizer"].step()
     with SyncCheckpointEngine(tmp_path / "again") as engine:
@@ -650,7 +643,7 @@ def test_an_optimizer_by_way_of_dcp(tmp_path: Path) -> None:
 def test_an_optimizer_in_a_file_need_not_have_stepped(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(torch.nn.Linear(2, 2).parameters(), lr=0.25)
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "file")
-    import_checkpoint(tmp_path / "file", tmp_path / "s", source="torch")
+    stores.import_(tmp_path / "file", tmp_path / "s", source="torch")
     assert load_sync(tmp_path / "s")["optimizer"] == optimizer.state_dict()
 
 
@@ -669,14 +662,14 @@ def _blank(value: Any) -> None:
 
 _EXPORT = """
 import sys, torch, torch.distributed.checkpoint
-from pccheck_async import export_checkpoint
+from pccheck_async import stores
 path, out = sys.argv[1:]
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
-export_checkpoint(path, out + "-first", to="dcp", keys=["small"])  # what is imported and started once
+stores.export(path, out + "-first", to="dcp", keys=["small"])  # what is imported and started once
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-export_checkpoint(path, out, to="dcp")
+stores.export(path, out, to="dcp")
 print(peak() - before)
 """
 _PLAIN_DCP = """
@@ -743,14 +736,14 @@ def test_dcp_of_2_gib(tmp_path: Path) -> None:
 def test_dcp_refuses_two_leaves_of_one_name(tmp_path: Path) -> None:
     save(tmp_path / "s", {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
     with pytest.raises(UnsupportedStateError, match="refuses this state"):
-        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+        stores.export(tmp_path / "s", tmp_path / "d", to="dcp")
     assert os.listdir(tmp_path) == ["s"]
 
 
 def test_dcp_needs_a_dict(tmp_path: Path) -> None:
     save(tmp_path / "s", {"list": [torch.zeros(1)]})
     with pytest.raises(UnsupportedStateError, match="dict"):
-        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp", root="list")
+        stores.export(tmp_path / "s", tmp_path / "d", to="dcp", root="list")
     assert os.listdir(tmp_path) == ["s"]
 
 
@@ -786,10 +779,10 @@ def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "lists": [[torch.zeros(1), {"x": [torch.ones(2)]}], []],
         },
     )
-    exported = export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    exported = stores.export(tmp_path / "s", tmp_path / "d", to="dcp")
     assert [line for line in exported.changed if "left out" not in line] == []
     assert len([*(tmp_path / "d").glob("*.distcp")]) > 3
-    info = import_checkpoint(tmp_path / "d", tmp_path / "t", source="dcp", step=3, metadata={"from": "dcp"})
+    info = stores.import_(tmp_path / "d", tmp_path / "t", source="dcp", step=3, metadata={"from": "dcp"})
     assert (info.step, dict(info.metadata)) == (3, {"from": "dcp"})
     assert not difference(load_sync(tmp_path / "t"), as_dcp_has_it(load_sync(tmp_path / "s")))
     with SyncCheckpointEngine(tmp_path / "t") as engine:
@@ -805,16 +798,16 @@ def test_dcp_lists_with_gaps_and_values_that_need_code(tmp_path: Path) -> None:
     state: dict[str, Any] = {"list": [{}, torch.ones(2), {"x": 1}], "evil": {"a": Evil(), "b": [np.array([None])]}}
     save_dcp(state, checkpoint_id=tmp_path / "d", no_dist=True)
     with pytest.raises(UnsupportedStateError) as caught:
-        import_checkpoint(tmp_path / "d", tmp_path / "s", source="dcp")
+        stores.import_(tmp_path / "d", tmp_path / "s", source="dcp")
     assert "without running code: evil.a (" in str(caught.value)
     assert "mkdir); evil.b (unknown array dtype '|O8')" in str(caught.value)
     assert not (tmp_path / "s").exists()
-    info = import_checkpoint(tmp_path / "d", tmp_path / "s", skip_unreadable=True)
+    info = stores.import_(tmp_path / "d", tmp_path / "s", skip_unreadable=True)
     assert [line.partition(" (")[0] for line in info.missing] == ["evil.a", "evil.b"]
     assert not difference(load_sync(tmp_path / "s"), {"list": [None, torch.ones(2), {"x": 1}]})
     del state["evil"]
     save_dcp(state, checkpoint_id=tmp_path / "e", no_dist=True)
-    import_checkpoint(tmp_path / "e", tmp_path / "s", source="dcp")
+    stores.import_(tmp_path / "e", tmp_path / "s", source="dcp")
     assert not difference(load_sync(tmp_path / "s"), {"list": [None, torch.ones(2), {"x": 1}]})
 
 
@@ -825,7 +818,7 @@ def folder(tmp_path: Path) -> Path:
         warnings.simplefilter("ignore")
         patch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 40)
         save(tmp_path / "store", {"x": torch.arange(30.0), "n": {"y": [1, (2,)]}})
-        export_checkpoint(tmp_path / "store", tmp_path / "d", to="dcp")
+        stores.export(tmp_path / "store", tmp_path / "d", to="dcp")
     return tmp_path / "d"
 
 
@@ -845,11 +838,11 @@ def test_no_code_in_the_metadata_runs(folder: Path, tmp_path: Path) -> None:
     ):
         (folder / ".metadata").write_bytes(code)
         with pytest.raises(CorruptStoreError, match=says):
-            import_checkpoint(folder, tmp_path / "s", source="dcp")
+            stores.import_(folder, tmp_path / "s", source="dcp")
         assert not hasattr(type(whole), "evil")
     whole.planner_data["ignored"] = whole.storage_meta.modules = Evil()
     (folder / ".metadata").write_bytes(pickle.dumps(whole))
-    import_checkpoint(folder, tmp_path / "s", source="dcp")
+    stores.import_(folder, tmp_path / "s", source="dcp")
     assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
 
 
@@ -862,7 +855,7 @@ def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path
         change(metadata)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(error, match=says):
-            import_checkpoint(folder, tmp_path / "s", source="dcp")
+            stores.import_(folder, tmp_path / "s", source="dcp")
 
     def every(**facts: Any) -> Callable[[Any], None]:
         def change(metadata: Any) -> None:
@@ -909,18 +902,18 @@ def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_byte_of_a_dcp_folder_is_compared_with_its_checksum(tmp_path: Path) -> None:
     save_dcp({"x": torch.arange(3000.0)}, checkpoint_id=tmp_path / "d", no_dist=True)
-    assert import_checkpoint(tmp_path / "d", tmp_path / "s").missing == ()
+    assert stores.import_(tmp_path / "d", tmp_path / "s").missing == ()
     (file,) = (tmp_path / "d").glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[data.index(torch.arange(3000.0).numpy().tobytes()[4000:8000])] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptStoreError, match="x is damaged: BadZipFile: Bad CRC-32"):
-        import_checkpoint(tmp_path / "d", tmp_path / "s")
+        stores.import_(tmp_path / "d", tmp_path / "s")
 
 
 _IMPORT = """
 import sys, threading
-from pccheck_async import import_checkpoint
+from pccheck_async import stores
 path, small, out = sys.argv[1:]
 ended, seen = threading.Event(), [0]
 def anonymous():  # pages of mapped files may go at any time
@@ -928,10 +921,10 @@ def anonymous():  # pages of mapped files may go at any time
 def watch():
     while not ended.wait(0.001):
         seen[0] = max(seen[0], anonymous())
-import_checkpoint(small, out + "-first", host_memory=16 << 20)  # what is imported and started once
+stores.import_(small, out + "-first", host_memory=16 << 20)  # what is imported and started once
 before, thread = anonymous(), threading.Thread(target=watch)
 thread.start()
-import_checkpoint(path, out, host_memory=16 << 20)
+stores.import_(path, out, host_memory=16 << 20)
 ended.set()
 thread.join()
 print(seen[0] - before)
@@ -947,7 +940,7 @@ def test_an_import_takes_little_memory(tmp_path: Path, to: Any) -> None:
     for name, state in stored.items():
         with SyncCheckpointEngine(tmp_path / f"{name}-s", host_memory=64 << 20, max_in_flight=1) as engine:
             engine.checkpoint(state, step=1).result(300)
-        export_checkpoint(tmp_path / f"{name}-s", tmp_path / name, to=to)
+        stores.export(tmp_path / f"{name}-s", tmp_path / name, to=to)
     done = run_warm("-c", _IMPORT, *(tmp_path / name for name in ("large", "small", "t")), text=True)
     assert 0 < int(done.stdout) < 85 << 20  # of 100
     assert torch.equal(load_sync(tmp_path / "t")["large"], stored["large"]["large"])
@@ -964,34 +957,34 @@ def test_damage_leaves_nothing_behind(tmp_path: Path, to: Any) -> None:
     data[5 * CHUNK] ^= 1
     slot.write_bytes(data)
     with pytest.raises(CorruptStoreError, match="chunk 5 "):
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to)
+        stores.export(tmp_path / "s", tmp_path / "out", to=to)
     assert os.listdir(tmp_path) == ["s"]
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_errors_of_export(tmp_path: Path, to: Any) -> None:
     with pytest.raises(NoCheckpointError):
-        export_checkpoint(tmp_path / "none", tmp_path / "out", to=to)
+        stores.export(tmp_path / "none", tmp_path / "out", to=to)
     save(tmp_path / "s", {"a": torch.ones(5)})
     (tmp_path / "there").write_text("mine")
     with pytest.raises(FileExistsError, match="exists already"):
-        export_checkpoint(tmp_path / "s", tmp_path / "there", to=to)
+        stores.export(tmp_path / "s", tmp_path / "there", to=to)
     assert (tmp_path / "there").read_text() == "mine"
     with pytest.raises(WriteError):
-        export_checkpoint(tmp_path / "s", tmp_path / "no" / "folder", to=to)
+        stores.export(tmp_path / "s", tmp_path / "no" / "folder", to=to)
     with pytest.raises(NoCheckpointError, match="of step 9"):
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, step=9)
+        stores.export(tmp_path / "s", tmp_path / "out", to=to, step=9)
     with pytest.raises(StateMismatchError, match="no leaf matches"):
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, keys=["x"])
+        stores.export(tmp_path / "s", tmp_path / "out", to=to, keys=["x"])
     with pytest.raises(ValueError, match="to is"):
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to="onnx")  # type: ignore[arg-type]
+        stores.export(tmp_path / "s", tmp_path / "out", to="onnx")  # type: ignore[arg-type]
     assert sorted(os.listdir(tmp_path)) == ["s", "there"]
 
 
 def test_refused_leaves_are_all_named(tmp_path: Path) -> None:
     save(tmp_path / "s", {"f": {"x": frozenset({1})}, "d": np.dtype("i4"), "s": np.array(["a"]), "b": b"", "ok": 1})
     with pytest.raises(UnsupportedStateError) as raised:
-        export_checkpoint(tmp_path / "s", tmp_path / "out", to="torch")
+        stores.export(tmp_path / "s", tmp_path / "out", to="torch")
     for path in ("f.x (a frozenset)", "d (a dtype of numpy)", "s (a numpy array of dtype <U1)", "b (bytes", "4 of 5"):
         assert path in str(raised.value)
 
@@ -1002,7 +995,7 @@ def test_dcp_names_all_pickled_values_that_it_refuses_wherever_they_are(tmp_path
     ordered._metadata = {"hidden": Path("c")}
     save(tmp_path / "s", {"a": Path("a"), "t": (1, [Path("b")]), "o": (ordered,), "ok": 1}, allow_pickle=True)
     with pytest.raises(UnsupportedStateError, match="cannot hold 3 of 5 leaves, and nothing was written") as raised:
-        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+        stores.export(tmp_path / "s", tmp_path / "d", to="dcp")
     for path in ("a", r"t\.1\.0", "o"):
         assert re.search(rf"\b{path} \(a pickled \S+Path\)", str(raised.value)), path
     assert "allow_pickle" not in str(raised.value)
@@ -1028,7 +1021,7 @@ def test_every_dtype_is_exported_or_refused_with_what_to_do(tmp_path: Path, to: 
     save(tmp_path / "s", {"m": state})
     out, refused = tmp_path / "out", NOT_IN[to] & set(state)
     with pytest.raises(UnsupportedStateError, match="nothing was written") as raised:
-        export_checkpoint(tmp_path / "s", out, to=to)
+        stores.export(tmp_path / "s", out, to=to)
     assert os.listdir(tmp_path) == ["s"]
     for name in state:
         others = [other for other in ("torch", "safetensors", "dcp") if name not in NOT_IN[other]]
@@ -1036,12 +1029,12 @@ def test_every_dtype_is_exported_or_refused_with_what_to_do(tmp_path: Path, to: 
         said = re.search(rf"m\.{name} \([^()]*\b{name}\b[^()]*\), {can}", str(raised.value))
         assert (said is not None) == (name in refused), name
     left = sorted(set(state) - refused)
-    export_checkpoint(tmp_path / "s", out, to=to, keys=[f"m.{name}" for name in left])
+    stores.export(tmp_path / "s", out, to=to, keys=[f"m.{name}" for name in left])
     if to == "dcp":
         back: Any = {"m": {name: torch.zeros(16, dtype=torch.uint8).view(dtypes.STORABLE[name]) for name in left}}
         load_dcp(back, storage_reader=FileSystemReader(out), no_dist=True)
     else:
-        import_checkpoint(out, tmp_path / "t", source=to)
+        stores.import_(out, tmp_path / "t", source=to)
         back = load_sync(tmp_path / "t")
     assert {name: array_bytes(tensor) for name, tensor in back["m"].items()} == {n: array_bytes(state[n]) for n in left}
 
@@ -1051,19 +1044,19 @@ def test_every_dtype_is_exported_or_refused_with_what_to_do(tmp_path: Path, to: 
 def test_what_dcp_pickles_may_have_any_dtype_that_torch_pickles(tmp_path: Path) -> None:
     bits, wide = (torch.arange(4, dtype=torch.uint8).view(dtype) for dtype in (torch.bits8, torch.bits16))
     save(tmp_path / "s", {"t": (bits, [wide])})
-    export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    stores.export(tmp_path / "s", tmp_path / "d", to="dcp")
     back: Any = {"t": None}
     load_dcp(back, storage_reader=FileSystemReader(tmp_path / "d"), no_dist=True)
     assert not difference(back["t"], (bits, [wide]))
     save(tmp_path / "u", {"t": ([bits.view(dtypes.STORABLE["uint3"])],)})
     with pytest.raises(UnsupportedStateError, match=r"t\.0\.0 \(a tensor of dtype uint3, which torch does not save"):
-        export_checkpoint(tmp_path / "u", tmp_path / "e", to="dcp")
+        stores.export(tmp_path / "u", tmp_path / "e", to="dcp")
     ordered: Any = OrderedDict(x=1)
     ordered._metadata = {"hidden": bits}
     for number, state in enumerate(({"o": ordered}, {"o": (ordered,)})):
         save(tmp_path / f"o{number}", state)
         with pytest.raises(UnsupportedStateError, match="an array in the _metadata of an OrderedDict"):
-            export_checkpoint(tmp_path / f"o{number}", tmp_path / "e", to="dcp")
+            stores.export(tmp_path / f"o{number}", tmp_path / "e", to="dcp")
 
 
 # -- import
@@ -1076,7 +1069,7 @@ def test_import_of_a_torch_file(tmp_path: Path) -> None:
             for key in ("u64", "fp8", "e5m2", "views"):
                 state.pop(key)
         torch.save(state, tmp_path / name, _use_new_zipfile_serialization=new)
-        info = import_checkpoint(tmp_path / name, tmp_path / "s", source="torch", step=5, metadata={"from": name})
+        info = stores.import_(tmp_path / name, tmp_path / "s", source="torch", step=5, metadata={"from": name})
         assert (info.step, dict(info.metadata)) == (5, {"from": name})
         assert not difference(load_sync(tmp_path / "s"), torch.load(tmp_path / name, weights_only=True))
 
@@ -1086,9 +1079,9 @@ def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": torch.zeros(3)}, step=100)
     torch.save(torch.ones(3), tmp_path / "t.pt")
     with pytest.raises(UnsupportedStateError, match="root"):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+        stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch")
     for _ in range(3):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", root="x")
+        stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch", root="x")
     infos = list_checkpoints(tmp_path / "s")
     assert [info.counter for info in infos] == [3, 2, 1, 0]
     assert torch.equal(load_sync(tmp_path / "s")["x"], torch.ones(3))
@@ -1098,7 +1091,7 @@ def test_import_keeps_what_is_there(tmp_path: Path) -> None:
 def test_an_import_takes_the_space_of_one_checkpoint(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(CHUNK)}, tmp_path / "t.pt")
     for slots in (1, 2):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+        stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch")
         assert len([*(tmp_path / "s").glob("slot-*")]) == slots
 
 
@@ -1110,7 +1103,7 @@ def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
             engine.checkpoint({"x": 0}, step=step).result(60)
             if step > 0:
                 engine.pin(step)
-    assert import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=34).step == 34
+    assert stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch", step=34).step == 34
     assert [info.step for info in list_checkpoints(tmp_path / "s")] == [*range(34, 0, -1)]
 
 
@@ -1160,7 +1153,7 @@ def test_a_full_record_takes_no_import(tmp_path: Path) -> None:
         for step in range(MOST_ENTRIES):
             engine.checkpoint({"x": 0}, step=step).result(60)
     with pytest.raises(StoreFullError, match="remove some first"):
-        import_checkpoint(tmp_path / "t.pt", "x", source="torch", io=CrashWriter(disk))
+        stores.import_(tmp_path / "t.pt", "x", source="torch", io=CrashWriter(disk))
     assert len(list_checkpoints("x", io=CrashWriter(disk))) == MOST_ENTRIES
 
 
@@ -1169,10 +1162,10 @@ def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:
     for value in refused:
         torch.save({"x": value}, tmp_path / "t.pt")
         with pytest.raises(UnsupportedStateError, match="x"):
-            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+            stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch")
     torch.save({"x": 1}, tmp_path / "t.pt")
     with pytest.raises(UnsupportedStateError, match="metadata"):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", metadata={"text": "x" * 10_000})
+        stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch", metadata={"text": "x" * 10_000})
     assert not (tmp_path / "s").exists()
 
 
@@ -1184,7 +1177,7 @@ def test_import_of_a_file_that_was_compressed(tmp_path: Path) -> None:
         for member in whole.infolist():
             archive.writestr(member.filename, whole.read(member), zipfile.ZIP_DEFLATED)
     assert (tmp_path / "z.pt").stat().st_size < (tmp_path / "t.pt").stat().st_size
-    assert import_checkpoint(tmp_path / "z.pt", tmp_path / "s").missing == ()
+    assert stores.import_(tmp_path / "z.pt", tmp_path / "s").missing == ()
     assert not difference(load_sync(tmp_path / "s"), state)
 
 
@@ -1196,7 +1189,7 @@ def test_every_byte_of_a_torch_file_is_compared_with_its_checksum(tmp_path: Path
     finally:
         torch.serialization.set_crc32_options(True)
     whole = (tmp_path / "t.pt").read_bytes()
-    info = import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+    info = stores.import_(tmp_path / "t.pt", tmp_path / "s")
     assert [line.partition(" (")[0] for line in info.missing] == ([] if sums else ["checksums"])
     for within in (torch.arange(3000.0).numpy().tobytes()[4000:8000], b"a text that"):
         damaged = bytearray(whole)
@@ -1204,16 +1197,16 @@ def test_every_byte_of_a_torch_file_is_compared_with_its_checksum(tmp_path: Path
         (tmp_path / "t.pt").write_bytes(damaged)
         if sums:
             with pytest.raises(CorruptStoreError, match=r"t\.pt is no whole file .*: Bad CRC-32 for file"):
-                import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+                stores.import_(tmp_path / "t.pt", tmp_path / "s")
         else:
-            said = import_checkpoint(tmp_path / "t.pt", tmp_path / "s").missing[0]
+            said = stores.import_(tmp_path / "t.pt", tmp_path / "s").missing[0]
             assert "set_crc32_options(False)" in said
             assert "whether it is damaged was not checked" in said
 
 
 def test_a_file_of_an_old_torch_has_no_checksums(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert "from before torch 1.6" in import_checkpoint(tmp_path / "old.pt", tmp_path / "s").missing[0]
+    assert "from before torch 1.6" in stores.import_(tmp_path / "old.pt", tmp_path / "s").missing[0]
 
 
 @pytest.mark.parametrize(
@@ -1235,10 +1228,10 @@ def test_what_is_no_checkpoint_is_named_for_what_it_is(
     for place in {file, tmp_path / name.split("/", maxsplit=1)[0]}:
         if not content.startswith(b"GGUF"):
             with pytest.raises(error, match=says):
-                import_checkpoint(place, tmp_path / "s")
+                stores.import_(place, tmp_path / "s")
         else:
             with pytest.raises((CorruptStoreError, UnsupportedStateError)):
-                import_checkpoint(place, tmp_path / "s")
+                stores.import_(place, tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
@@ -1247,10 +1240,10 @@ def test_archives_that_torch_save_did_not_write(tmp_path: Path) -> None:
     module = torch.jit.trace_module(torch.nn.Linear(2, 2), {"forward": torch.ones(1, 2)})  # type: ignore[no-untyped-call]
     torch.jit.save(module, tmp_path / "script.pt")
     with pytest.raises(UnsupportedStateError, match="is a program of TorchScript, and no checkpoint"):
-        import_checkpoint(tmp_path / "script.pt", tmp_path / "s")
+        stores.import_(tmp_path / "script.pt", tmp_path / "s")
     np.savez(tmp_path / "a.npz", x=np.ones(3))
     with pytest.raises(UnsupportedStateError, match=r"a zip archive without a data\.pkl"):
-        import_checkpoint(tmp_path / "a.npz", tmp_path / "s")
+        stores.import_(tmp_path / "a.npz", tmp_path / "s")
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -1259,14 +1252,14 @@ def test_archives_that_torch_save_did_not_write(tmp_path: Path) -> None:
 def test_a_protocol_of_pickle_that_torch_does_not_read_is_named(tmp_path: Path, protocol: int, new: bool) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=new)
     with pytest.raises(UnsupportedStateError, match=f"was saved with pickle_protocol={protocol}, and torch reads"):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+        stores.import_(tmp_path / "t.pt", tmp_path / "s")
 
 
 def test_an_old_file_that_ends_as_an_archive_ends(tmp_path: Path) -> None:
     state = {"x": torch.frombuffer(bytearray(b"PK\5\6" + bytes(18)), dtype=torch.uint8)}
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert zipfile.is_zipfile(tmp_path / "old.pt")
-    import_checkpoint(tmp_path / "old.pt", tmp_path / "s")
+    stores.import_(tmp_path / "old.pt", tmp_path / "s")
     assert not difference(load_sync(tmp_path / "s"), state)
 
 
@@ -1274,12 +1267,12 @@ def test_a_file_of_torch_that_has_the_name_of_another_format(tmp_path: Path) -> 
     pytest.importorskip("safetensors")
     state = {"x": torch.ones(3)}
     torch.save(state, tmp_path / "model.safetensors")
-    assert import_checkpoint(tmp_path / "model.safetensors", tmp_path / "s").source == "torch"
+    assert stores.import_(tmp_path / "model.safetensors", tmp_path / "s").source == "torch"
     assert not difference(load_sync(tmp_path / "s"), state)
     (tmp_path / "f").mkdir()
     (tmp_path / "model.safetensors").rename(tmp_path / "f" / "model.safetensors")
     with pytest.raises(UnsupportedStateError, match=r"model\.safetensors is a file of torch\.save, whatever"):
-        import_checkpoint(tmp_path / "f", tmp_path / "s")
+        stores.import_(tmp_path / "f", tmp_path / "s")
 
 
 def test_a_file_of_safetensors_that_begins_like_a_pickle(tmp_path: Path) -> None:
@@ -1292,7 +1285,7 @@ def test_a_file_of_safetensors_that_begins_like_a_pickle(tmp_path: Path) -> None
         seen.add(file.read_bytes()[0])
         if file.read_bytes()[0] == 0x80:
             for place in (file, tmp_path / "f"):
-                assert import_checkpoint(place, tmp_path / "s").source == "safetensors"
+                assert stores.import_(place, tmp_path / "s").source == "safetensors"
     assert len(seen) == 32
 
 
@@ -1316,19 +1309,19 @@ def test_folders_of_models_in_one_file_or_several(tmp_path: Path, suffix: str, v
     index = several / f"{stem}.{suffix}.index{variant}.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     for place in (one, several, index):
-        assert import_checkpoint(place, tmp_path / "s").source == source
+        assert stores.import_(place, tmp_path / "s").source == source
         assert not difference(dict(sorted(load_sync(tmp_path / "s").items())), state)
     if variant:
         write(state, one / f"{stem}.int8.{suffix}")
         with pytest.raises(UnsupportedStateError, match=rf"variants of one, {stem}\.fp16\.{suffix}, {stem}\.int8\."):
-            import_checkpoint(one, tmp_path / "s")
+            stores.import_(one, tmp_path / "s")
         write({"z": torch.ones(1)}, one / f"{stem}.{suffix}")
-        import_checkpoint(one, tmp_path / "s")
+        stores.import_(one, tmp_path / "s")
         assert [*load_sync(tmp_path / "s")] == ["z"]
     weight_map["lost"] = f"{stem}-3.{suffix}"
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(FileNotFoundError, match=f"not there: {stem}-3"):
-        import_checkpoint(several, tmp_path / "s")
+        stores.import_(several, tmp_path / "s")
 
 
 def test_what_else_is_in_a_folder_of_a_model_is_named(tmp_path: Path) -> None:
@@ -1338,12 +1331,12 @@ def test_what_else_is_in_a_folder_of_a_model_is_named(tmp_path: Path) -> None:
     for title in ("optimizer.bin", "random_states_0.pkl", "pytorch_model.bin"):
         torch.save({"y": 1}, tmp_path / title)
     (tmp_path / "config.json").write_text("{}")
-    info = import_checkpoint(tmp_path, tmp_path / "s")
+    info = stores.import_(tmp_path, tmp_path / "s")
     assert info.missing == tuple(
         f"{title} (left out: it is no part of model.safetensors)"
         for title in ("optimizer.bin", "pytorch_model.bin", "random_states_0.pkl")
     )
-    assert import_checkpoint(tmp_path / "model.safetensors", tmp_path / "s").missing == ()
+    assert stores.import_(tmp_path / "model.safetensors", tmp_path / "s").missing == ()
 
 
 class Config(dict[str, Any]):
@@ -1371,7 +1364,7 @@ def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(tmp_path: Path,
     }
     torch.save(state, tmp_path / "t.pt", _use_new_zipfile_serialization=new)
     with pytest.raises(UnsupportedStateError, match=r"Config.*skip_unreadable=True" if new else "without running code"):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s")
+        stores.import_(tmp_path / "t.pt", tmp_path / "s")
     assert not (tmp_path / "s").exists()
     done = runner.invoke(app, ["import", str(tmp_path / "t.pt"), str(tmp_path / "s"), "--skip-unreadable"])
     if not new:  # torch lists the names of archives only
@@ -1386,10 +1379,10 @@ def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(tmp_path: Path,
         assert f"missing: {name} (cannot be read without running code in the file)" in done.stderr
     torch.save([1, Config()], tmp_path / "t.pt")
     with pytest.raises(UnsupportedStateError, match="holds no value that can be read"):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", root="x", skip_unreadable=True)
+        stores.import_(tmp_path / "t.pt", tmp_path / "s", root="x", skip_unreadable=True)
     torch.save({"w": torch.ones(3), "evil": Evil()}, tmp_path / "t.pt")  # no honest file names what is in this module
     with pytest.raises(UnsupportedStateError, match="mkdir"):
-        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", skip_unreadable=True)
+        stores.import_(tmp_path / "t.pt", tmp_path / "s", skip_unreadable=True)
 
 
 @pytest.mark.slow
@@ -1411,7 +1404,7 @@ def test_import_beside_a_trainer(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "s") as engine:
         engine.checkpoint({"x": 0}).result(60)
         with pytest.raises(StoreLockedError):
-            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+            stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch")
 
 
 class Forged:
@@ -1444,18 +1437,18 @@ class Evil:
 def test_errors_of_import(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     with pytest.raises(FileNotFoundError, match="no file"):
-        import_checkpoint(tmp_path / "none", tmp_path / "s", source="torch")
+        stores.import_(tmp_path / "none", tmp_path / "s", source="torch")
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(UnsupportedStateError, match="without running code"):
-        import_checkpoint(tmp_path / "evil.pt", tmp_path / "s", source="torch")
+        stores.import_(tmp_path / "evil.pt", tmp_path / "s", source="torch")
     torch.save({"x": torch.ones(5000)}, tmp_path / "whole.pt")
     data = (tmp_path / "whole.pt").read_bytes()
     (tmp_path / "cut").write_bytes(data[:3000])
     for source in ("torch", "safetensors"):
         with pytest.raises((CorruptStoreError, UnsupportedStateError)):
-            import_checkpoint(tmp_path / "cut", tmp_path / "s", source=source)
+            stores.import_(tmp_path / "cut", tmp_path / "s", source=source)
     with pytest.raises(ValueError, match="source is"):
-        import_checkpoint(tmp_path / "cut", tmp_path / "s", source="onnx")  # type: ignore[arg-type]
+        stores.import_(tmp_path / "cut", tmp_path / "s", source="onnx")  # type: ignore[arg-type]
     assert not (tmp_path / "s").exists()
 
 
@@ -1468,7 +1461,7 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "alone" / "__0.metadata").touch()
     (tmp_path / "text").write_text("text")
     for to in ("torch", "safetensors", "dcp"):
-        export_checkpoint(tmp_path / "store", tmp_path / to, to=to)
+        stores.export(tmp_path / "store", tmp_path / to, to=to)
     for name, source, error, says in (
         ("dcp", "torch", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from dcp"),
         ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from dcp"),
@@ -1483,9 +1476,9 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
         ("safetensors", "torch", UnsupportedStateError, "begins like a file of safetensors.*--from safetensors"),
     ):
         with pytest.raises(error, match=says):
-            import_checkpoint(tmp_path / name, tmp_path / "s", source=source)  # type: ignore[arg-type]
+            stores.import_(tmp_path / name, tmp_path / "s", source=source)  # type: ignore[arg-type]
     assert not (tmp_path / "s").exists()
-    import_checkpoint(tmp_path / "dcp", tmp_path / "s", source="dcp")
+    stores.import_(tmp_path / "dcp", tmp_path / "s", source="dcp")
     assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
 
 
@@ -1494,7 +1487,7 @@ def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"x": torch.ones(3)}, tmp_path / "f", metadata={"pccheck_async.state": text})
     with pytest.raises(CorruptStoreError, match=r"metadata pccheck_async\.state"):
-        import_checkpoint(tmp_path / "f", tmp_path / "s", source="safetensors")
+        stores.import_(tmp_path / "f", tmp_path / "s", source="safetensors")
 
 
 # -- the command
@@ -1567,7 +1560,7 @@ def test_an_export_is_durable_before_it_has_its_name(
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "file"
     synced.clear()
-    export_checkpoint(tmp_path / "store", out, to=to)
+    stores.export(tmp_path / "store", out, to=to)
     *before, last = synced
     assert last[0] == out.parent.stat().st_ino, "the name comes last"
     parts = [out, *out.rglob("*")]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, StoreFullError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async.errors import StoreFullError
 from tests.engine.test_engine import assert_same, state_of
 from tests.support.kill_harness import PHASES, Campaign
 from tests.support.loop_devices import LOG_FLUSHED, LOG_LOST, MAKE, MIB, Mounted

@@ -26,17 +26,14 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointInfo,
     NoCheckpointError,
-    StoreError,
-    StoreFailedError,
-    StoreFullError,
     SyncCheckpointEngine,
-    WriteError,
     list_checkpoints,
     load,
     load_sync,
     open_checkpoint,
 )
 from pccheck_async.engine import capture
+from pccheck_async.errors import StoreError, StoreFailedError, StoreFullError, WriteError
 from pccheck_async.format import Record
 from pccheck_async.format.record import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, encode_record, region_offsets
 from pccheck_async.medium import File

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pccheck_async import StoreFullError, SyncCheckpointEngine, WriteError, list_checkpoints, load_sync
+from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async.errors import StoreFullError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.medium.mapping import map_file

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pccheck_async import SyncCheckpointEngine, export_checkpoint, import_checkpoint, load_sync
+from pccheck_async import SyncCheckpointEngine, load_sync, stores
 from pccheck_async.convert import target
 from pccheck_async.errors import WriteError
 from pccheck_async.medium import renaming
@@ -27,7 +27,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 def read(out: Path, how: dict[str, Any], tmp_path: Path) -> float:
     store = tmp_path / f"imported {len(os.listdir(tmp_path))}"
-    import_checkpoint(out, store, source=how["to"])
+    stores.import_(out, store, source=how["to"])
     return float(load_sync(store)["w"][0])
 
 
@@ -55,12 +55,12 @@ def test_an_export_takes_the_place_of_another(
     out = tmp_path / "out"
     before = set(os.listdir(tmp_path))
     for step in (1, 2):
-        exported = export_checkpoint(run, out, step=step, overwrite=True, **how)
+        exported = stores.export(run, out, step=step, overwrite=True, **how)
         assert exported.path == out
         assert exported.nbytes > 64
         assert read(out, how, tmp_path) == step
     with pytest.raises(FileExistsError):
-        export_checkpoint(run, out, **how)
+        stores.export(run, out, **how)
     left = set(os.listdir(tmp_path)) - before
     assert not [name for name in left if name.startswith(".")]
 
@@ -70,14 +70,14 @@ def test_what_fails_leaves_the_earlier_export(
     run: Path, tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    export_checkpoint(run, out, step=1, **how)
+    stores.export(run, out, step=1, **how)
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "planted")
 
     monkeypatch.setattr(target, "sync" if out.is_dir() else "publish", fail)
     with pytest.raises(OSError, match="planted"):
-        export_checkpoint(run, out, step=2, overwrite=True, **how)
+        stores.export(run, out, step=2, overwrite=True, **how)
     monkeypatch.undo()
     assert read(out, how, tmp_path) == 1
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
@@ -85,7 +85,7 @@ def test_what_fails_leaves_the_earlier_export(
 
 def test_what_is_no_export_is_not_replaced(run: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    export_checkpoint(run, model, to="safetensors", max_file_size=40)
+    stores.export(run, model, to="safetensors", max_file_size=40)
     (model / "config.json").write_text("{}")
     for out, how, why in (
         (run, FORMATS[3], "holds what is no such export.*commit"),
@@ -94,11 +94,11 @@ def test_what_is_no_export_is_not_replaced(run: Path, tmp_path: Path) -> None:
         (model / "config.json", FORMATS[3], "is no folder"),
     ):
         with pytest.raises(FileExistsError, match=why):
-            export_checkpoint(run, out, overwrite=True, **how)
+            stores.export(run, out, overwrite=True, **how)
     assert load_sync(run)["w"][0] == 2
     link = tmp_path / "link"
     link.symlink_to(model / "config.json")
-    export_checkpoint(run, link, to="torch", overwrite=True)
+    stores.export(run, link, to="torch", overwrite=True)
     assert not link.is_symlink()
     assert (model / "config.json").read_text() == "{}"
 
@@ -110,22 +110,22 @@ def test_export_beside_the_engine_that_wrote_it(tmp_path: Path) -> None:
             engine.checkpoint(state_of(9), step=9)  # in flight meanwhile
             pending.result()
             out = tmp_path / "out.pt"
-            export_checkpoint(engine.path, out, to="torch", name=pending.name, overwrite=True)
+            stores.export(engine.path, out, to="torch", name=pending.name, overwrite=True)
             assert torch.load(out, weights_only=True)["w"][0] == step
 
 
 def test_metadata_of_safetensors(run: Path, tmp_path: Path) -> None:
-    export_checkpoint(run, tmp_path / "one", to="safetensors", metadata={"author": "me"})
+    stores.export(run, tmp_path / "one", to="safetensors", metadata={"author": "me"})
     with safe_open(tmp_path / "one", "pt") as file:
         assert {"author": "me", "format": "pt"}.items() <= file.metadata().items()
-    export_checkpoint(run, tmp_path / "some", to="safetensors", metadata={"author": "me"}, max_file_size=40)
+    stores.export(run, tmp_path / "some", to="safetensors", metadata={"author": "me"}, max_file_size=40)
     assert json.loads((tmp_path / "some/model.safetensors.index.json").read_text())["metadata"]["author"] == "me"
     wrong: Any
     for wrong, kind in (({"format": "x"}, ValueError), ({"n": 1}, TypeError), ({"total_size": "1"}, ValueError)):
         with pytest.raises(kind):
-            export_checkpoint(run, tmp_path / "two", to="safetensors", metadata=wrong)
+            stores.export(run, tmp_path / "two", to="safetensors", metadata=wrong)
     with pytest.raises(ValueError, match="metadata"):
-        export_checkpoint(run, tmp_path / "two", to="torch", metadata={"author": "me"})
+        stores.export(run, tmp_path / "two", to="torch", metadata={"author": "me"})
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_transformers_loads_the_files_and_their_index(tmp_path: Path) -> None:
         engine.checkpoint({"model": model}).result()
     for most in (8_000, 1 << 30):
         folder = tmp_path / f"of {most}"
-        export_checkpoint(tmp_path / "run", folder, to="safetensors", root="model", max_file_size=most)
+        stores.export(tmp_path / "run", folder, to="safetensors", root="model", max_file_size=most)
         assert ("model.safetensors.index.json" in os.listdir(folder)) == (most == 8_000)
         config.save_pretrained(folder)
         loaded, info = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)

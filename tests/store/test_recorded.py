@@ -15,14 +15,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from pccheck_async import (
-    SyncCheckpointEngine,
-    export_checkpoint,
-    import_checkpoint,
-    list_checkpoints,
-    load_sync,
-    verify_checkpoints,
-)
+from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.format import Identity, Record
 from pccheck_async.format.manifest import Manifest, decode, encode
 from pccheck_async.format.record import (
@@ -84,7 +77,7 @@ def test_lists(unpack: Unpack, name: str) -> None:
 
 @pytest.mark.parametrize("name", STORES)
 def test_verifies(unpack: Unpack, name: str) -> None:
-    verified = verify_checkpoints(unpack(name), every=True)
+    verified = stores.verify(unpack(name), every=True)
     damaged = [checked.info.step for checked in verified.checkpoints if checked.damage]
     assert damaged == [2] * STORES[name].damaged
     assert {copy.state for copy in verified.records} <= {"valid", "empty"}
@@ -139,7 +132,7 @@ def test_continues(unpack: Unpack, name: str) -> None:
         info = engine.checkpoint(counted(newest + 1), step=newest + 1).result()
         assert info.counter > latest.counter
     assert not difference(counted(newest + 1), load_sync(path))
-    verified = verify_checkpoints(path, every=True)
+    verified = stores.verify(path, every=True)
     assert verified.whole
     keeps = {"kept": [23, 22, 20, 10, 5], "damaged": [3, 1]}
     assert [info.step for info in list_checkpoints(path)] == keeps.get(name, [newest + 1])
@@ -161,8 +154,8 @@ def test_exports(unpack: Unpack, name: str, tmp_path: Path) -> None:
         ("safetensors", ("transposed", "strided", "expanded")),  # it has C order only
     )
     for to, packed in formats:
-        export_checkpoint(path, tmp_path / to, to=to, step=step, keys=keys)
-        import_checkpoint(tmp_path / to, tmp_path / f"again.{to}", source=to)
+        stores.export(path, tmp_path / to, to=to, step=step, keys=keys)
+        stores.import_(tmp_path / to, tmp_path / f"again.{to}", source=to)
         imported = load_sync(tmp_path / f"again.{to}")
         assert imported.keys() == loaded.keys()
         for key, value in loaded.items():

@@ -18,19 +18,8 @@ import msgspec
 import pytest
 import torch
 
-from pccheck_async import (
-    CorruptStoreError,
-    NoCheckpointError,
-    StoreError,
-    StoreLockedError,
-    SyncCheckpointEngine,
-    describe_checkpoint,
-    list_checkpoints,
-    load_sync,
-    pin_checkpoint,
-    recover_store,
-    verify_checkpoints,
-)
+from pccheck_async import NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import CorruptStoreError, StoreError, StoreLockedError
 from pccheck_async.format import Entry
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
@@ -76,7 +65,7 @@ def slots_of(path: Path) -> dict[str, tuple[bytes, int]]:
 def check(path: Path, *steps: int) -> None:
     """The store is whole, holds these steps, and a trainer goes on with it."""
     assert [info.step for info in list_checkpoints(path)] == list(steps)
-    found = verify_checkpoints(path, every=True)
+    found = stores.verify(path, every=True)
     assert found.whole
     assert [copy.state for copy in found.records] == ["valid"] * 4
     for step in steps:
@@ -89,7 +78,7 @@ def check(path: Path, *steps: int) -> None:
         done = engine.checkpoint(state_of(90), step=90).result(60)
         assert done.counter == restored.counter + 1
     assert [info.step for info in list_checkpoints(path)] == [90, *steps]
-    assert verify_checkpoints(path, every=True).whole
+    assert stores.verify(path, every=True).whole
 
 
 @pytest.mark.slow
@@ -115,21 +104,21 @@ def test_lost_records(tmp_path: Path, damage: str, identity: str) -> None:
             store.write_bytes(b"{" + store.read_bytes())
     before, slots = {file.name: file.read_bytes() for file in tmp_path.iterdir()}, slots_of(tmp_path)
 
-    dry = recover_store(tmp_path)
+    dry = stores.recover(tmp_path)
     assert dry.needed
     assert dry.named == tuple(infos)
     assert (dry.identity == "valid") is (identity == "kept")
     assert dry.record == ("missing" if damage == "gone" else "damaged")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
-    done = recover_store(tmp_path, write=True)
+    done = stores.recover(tmp_path, write=True)
     assert done.written == (("commit",) if identity == "kept" else ("commit", "store.json"))
     assert slots_of(tmp_path) == slots
     for name in done.kept:
         assert (tmp_path / name).read_bytes() == before[name.removesuffix(".damaged-0")]
     assert len(done.kept) == (damage != "gone") + (identity == "damaged")
     assert list_checkpoints(tmp_path) == infos
-    assert not recover_store(tmp_path).needed
+    assert not stores.recover(tmp_path).needed
     check(tmp_path, 3, 2, 1)
 
 
@@ -142,22 +131,22 @@ def test_a_valid_record_decides_where_the_identity_is_lost(tmp_path: Path, ident
         (tmp_path / "store.json").unlink()
     else:
         (tmp_path / "store.json").write_bytes(bytes(100))
-    dry = recover_store(tmp_path)
+    dry = stores.recover(tmp_path)
     assert (dry.identity, dry.record, dry.found) == ("missing" if identity == "gone" else "damaged", "valid", ())
     assert dry.named == tuple(infos)
-    recover_store(tmp_path, write=True)
+    stores.recover(tmp_path, write=True)
     assert (tmp_path / "commit").read_bytes() == record
     check(tmp_path, 4, 3)
 
 
 def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    found = recover_store(tmp_path)
+    found = stores.recover(tmp_path)
     assert not found.needed
     assert found.named == tuple(list_checkpoints(tmp_path))
     before = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     with pytest.raises(StoreError, match="is in order: nothing was written"):
-        recover_store(tmp_path, write=True)
+        stores.recover(tmp_path, write=True)
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
 
 
@@ -171,7 +160,7 @@ def test_a_store_of_a_newer_format_is_left_alone(tmp_path: Path, records: str) -
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     for write in (False, True):
         with pytest.raises(CorruptStoreError, match=r"says format 3.* recover it with the version that made it"):
-            recover_store(tmp_path, write=write)
+            stores.recover(tmp_path, write=write)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
@@ -180,8 +169,8 @@ def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
         with pytest.raises(StoreLockedError, match=f"another process has {re.escape(str(tmp_path))} open"):
-            recover_store(tmp_path, write=True, search=True)
-        assert [info.step for info in recover_store(tmp_path, search=True).named] == [1]
+            stores.recover(tmp_path, write=True, search=True)
+        assert [info.step for info in stores.recover(tmp_path, search=True).named] == [1]
         engine.checkpoint(state_of(2), step=2).result(60)
     check(tmp_path, 2, 1)
 
@@ -215,7 +204,7 @@ def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: 
         return Waiting(Files(path, operations), refused)
 
     with ThreadPoolExecutor(2) as threads:
-        recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=stuck)
+        recovering = threads.submit(stores.recover, tmp_path, write=True, search=True, io=stuck)
         writer = recoverer.get(timeout=60)
         writer.wait_stuck()
         engine = SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK, io=waiting, lock_timeout=60)
@@ -238,7 +227,7 @@ def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypat
 
     with ThreadPoolExecutor(1) as threads:
         with SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK) as engine:
-            recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=waiting)
+            recovering = threads.submit(stores.recover, tmp_path, write=True, search=True, io=waiting)
             assert refused.wait(60)
             engine.checkpoint(state_of(1), step=1).result(60)  # makes the first slots
         assert [info.step for info in recovering.result(60).named] == [1]
@@ -264,7 +253,7 @@ def test_no_engine_makes_a_new_store_over_what_is_left(tmp_path: Path, commit: s
         with pytest.raises(CorruptStoreError, match="pccheck recover"):
             list_checkpoints(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    recover_store(tmp_path, write=True)
+    stores.recover(tmp_path, write=True)
     check(tmp_path, 2, 1)
 
 
@@ -279,11 +268,11 @@ def test_one_recovery_at_a_time_where_there_is_no_commit_file_to_lock(tmp_path: 
         return writer
 
     with ThreadPoolExecutor(1) as threads:
-        recovering = threads.submit(recover_store, tmp_path, write=True, io=stuck)
+        recovering = threads.submit(stores.recover, tmp_path, write=True, io=stuck)
         writer = recoverer.get(timeout=60)
         writer.wait_stuck()
         with pytest.raises(StoreLockedError, match="another process writes to a slot"):
-            recover_store(tmp_path, write=True)
+            stores.recover(tmp_path, write=True)
         writer.release()
         assert [info.step for info in recovering.result(60).named] == [2, 1]
     check(tmp_path, 2, 1)
@@ -298,12 +287,12 @@ def test_a_recovery_does_not_undo_the_one_before(tmp_path: Path) -> None:
     class Late(WrappingWriter):
         async def lock(self, file: File, *, shared: bool = False) -> bool:
             if not (tmp_path / "commit").exists():
-                await asyncio.to_thread(recover_store, tmp_path, write=True)
+                await asyncio.to_thread(stores.recover, tmp_path, write=True)
                 await asyncio.to_thread(save, tmp_path, 3)
             return await super().lock(file, shared=shared)
 
     with pytest.raises(StoreLockedError, match=r"another process recovered .* meanwhile: nothing was written"):
-        recover_store(tmp_path, write=True, io=lambda path, operations: Late(Files(path, operations)))
+        stores.recover(tmp_path, write=True, io=lambda path, operations: Late(Files(path, operations)))
     check(tmp_path, 3, 2, 1)
 
 
@@ -321,9 +310,9 @@ def test_a_slot_that_this_process_cannot_open_is_not_left_out(tmp_path: Path, la
     (tmp_path / "commit").unlink()
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(OSError, match=os.strerror(lacking)):
-        recover_store(tmp_path, write=True, io=lambda path, operations: Lacking(Files(path, operations)))
+        stores.recover(tmp_path, write=True, io=lambda path, operations: Lacking(Files(path, operations)))
     assert sorted(os.listdir(tmp_path)) == before
-    recover_store(tmp_path, write=True)
+    stores.recover(tmp_path, write=True)
     check(tmp_path, 2, 1)
 
 
@@ -332,25 +321,25 @@ def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:
     """A slot that was freed, and not used again, still holds what it held."""
     save(tmp_path, 1, 2, keep_last=1)
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
-    assert [info.step for info in recover_store(tmp_path, search=True).named] == [2, 1]
-    recover_store(tmp_path, write=True, search=True)
+    assert [info.step for info in stores.recover(tmp_path, search=True).named] == [2, 1]
+    stores.recover(tmp_path, write=True, search=True)
     check(tmp_path, 2, 1)
 
 
 @pytest.mark.slow
 def test_what_a_valid_record_pins_stays_pinned(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    pin_checkpoint(tmp_path, 2, pinned=True)
-    recover_store(tmp_path, write=True, search=True)
+    stores.pin(tmp_path, 2, pinned=True)
+    stores.recover(tmp_path, write=True, search=True)
     assert [info.step for info in list_checkpoints(tmp_path) if info.pinned] == [2]
 
 
 @pytest.mark.slow
 def test_chosen_slots(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    described = describe_checkpoint(tmp_path, step=2)
+    described = stores.describe(tmp_path, step=2)
     (tmp_path / "commit").unlink()
-    found = recover_store(tmp_path, write=True, slots=[int(described.slot[-3:])])
+    found = stores.recover(tmp_path, write=True, slots=[int(described.slot[-3:])])
     assert [info.step for info in found.named] == [2]
     assert [one.note for one in found.found if one.file != described.slot if one.info] == ["not asked for"] * 2
     check(tmp_path, 2)
@@ -358,20 +347,20 @@ def test_chosen_slots(tmp_path: Path) -> None:
 
 def test_nothing_to_salvage(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match="nor parts of one"):
-        recover_store(tmp_path)
+        stores.recover(tmp_path)
     (tmp_path / "slot-000").write_bytes(os.urandom(10000))
     (tmp_path / "slot-001").write_bytes(b"")
-    found = recover_store(tmp_path)
+    found = stores.recover(tmp_path)
     assert (found.named, [one.note for one in found.found]) == ((), ["no manifest"] * 2)
     with pytest.raises(NoCheckpointError, match=r"no slot of .* holds a whole checkpoint: nothing was written"):
-        recover_store(tmp_path, write=True)
+        stores.recover(tmp_path, write=True)
     assert sorted(os.listdir(tmp_path)) == ["slot-000", "slot-001"]
 
 
 @pytest.mark.slow
 def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    described = describe_checkpoint(tmp_path)
+    described = stores.describe(tmp_path)
     (tmp_path / "commit").unlink()
     slot = tmp_path / described.slot
     whole = slot.read_bytes()
@@ -380,7 +369,7 @@ def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[offset] ^= 4
         slot.write_bytes(data)
-        found = recover_store(tmp_path)
+        found = stores.recover(tmp_path)
         if found.named:  # only what the manifest itself says can have changed unseen, as no record vouches for it
             assert offset >= described.manifest_offset
             continue
@@ -390,7 +379,7 @@ def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
             assert one.info is not None
             assert one.info.step == 1
     slot.write_bytes(whole)
-    assert [info.step for info in recover_store(tmp_path).named] == [1]
+    assert [info.step for info in stores.recover(tmp_path).named] == [1]
 
 
 @pytest.mark.parametrize(("bad", "whole"), [(9000, [1]), (200_000, [1, 0])])
@@ -403,7 +392,7 @@ def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int])
     def io(path: str, operations: Operations) -> Medium:
         return BadBlocks(Files(path, operations), {"slot-000": {bad // CHUNK}})
 
-    found = recover_store(tmp_path, io=io)
+    found = stores.recover(tmp_path, io=io)
     assert [info.step for info in found.named] == whole
     if whole == [1]:
         assert [damage.offset for damage in found.found[0].damage] == [8192]
@@ -415,7 +404,7 @@ def test_a_newer_checkpoint_half_written_over_an_older_one(tmp_path: Path, chunk
     """Whichever chunk was overwritten, and with or without the newer manifest."""
     save(tmp_path / "a", 3)
     save(tmp_path / "b", 6)  # of the same size
-    older, newer = describe_checkpoint(tmp_path / "a"), describe_checkpoint(tmp_path / "b")
+    older, newer = stores.describe(tmp_path / "a"), stores.describe(tmp_path / "b")
     assert older.manifest_offset == newer.manifest_offset
     assert older.slot == newer.slot
     old, new = ((tmp_path / name / older.slot).read_bytes() for name in "ab")
@@ -427,7 +416,7 @@ def test_a_newer_checkpoint_half_written_over_an_older_one(tmp_path: Path, chunk
         new[: at.offset] + old[at.offset : at.offset + at.nbytes] + new[at.offset + at.nbytes :],
     ):
         (tmp_path / "a" / older.slot).write_bytes(data)
-        named = recover_store(tmp_path / "a").named
+        named = stores.recover(tmp_path / "a").named
         changed = old[at.offset : at.offset + at.nbytes] != new[at.offset : at.offset + at.nbytes]
         assert changed is (chunk > 2)  # "frozen" fills the first chunks: the same bytes are the same checkpoint
         assert len(named) == (0 if changed else 1)
@@ -438,27 +427,27 @@ def test_leftovers_of_a_larger_checkpoint(tmp_path: Path) -> None:
     """A slot used again by a smaller one still has the larger one's manifest behind it."""
     save(tmp_path / "a", 2)  # the largest
     save(tmp_path / "b", 3)  # the smallest
-    large, small = describe_checkpoint(tmp_path / "a"), describe_checkpoint(tmp_path / "b")
+    large, small = stores.describe(tmp_path / "a"), stores.describe(tmp_path / "b")
     assert small.manifest_offset + small.manifest_nbytes < large.manifest_offset
     slot = tmp_path / "a" / large.slot
     data = (tmp_path / "b" / small.slot).read_bytes()[: small.manifest_offset + CHUNK]
     slot.write_bytes(data + slot.read_bytes()[len(data) :])
     (tmp_path / "a" / "commit").unlink()
-    assert [info.step for info in recover_store(tmp_path / "a").named] == [3]
-    recover_store(tmp_path / "a", write=True)
+    assert [info.step for info in stores.recover(tmp_path / "a").named] == [3]
+    stores.recover(tmp_path / "a", write=True)
     check(tmp_path / "a", 3)
 
 
 def test_a_slot_inside_a_tensor_is_somebodys_tensor(tmp_path: Path) -> None:
     """Bytes of a whole checkpoint, manifest and all, at the very beginning of another one's payload."""
     save(tmp_path / "inner", 1)
-    described = describe_checkpoint(tmp_path / "inner")
+    described = stores.describe(tmp_path / "inner")
     data = (tmp_path / "inner" / described.slot).read_bytes()
     with SyncCheckpointEngine(tmp_path / "outer", chunk_bytes=1 << 20) as engine:
         state = {"file": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
         engine.checkpoint(state, step=77).result(60)
     (tmp_path / "outer" / "commit").unlink()
-    assert [info.step for info in recover_store(tmp_path / "outer").named] == [77]
+    assert [info.step for info in stores.recover(tmp_path / "outer").named] == [77]
 
 
 def found(slot: int, counter: int, time: float) -> FoundCheckpoint:
@@ -501,11 +490,11 @@ def test_whatever_is_offered_loads_to_the_bit() -> None:
         if not any(name.startswith("slot") for name in files):
             continue
         left = CrashDisk.from_image(Image.of(files))
-        result = recover_store("x", io=CrashWriter(left, turns=0, read_only=True))
+        result = stores.recover("x", io=CrashWriter(left, turns=0, read_only=True))
         partly += any(one.info and not one.whole for one in result.found)
         assert {info.counter for info in committed} <= {info.counter for info in result.named}
         if result.named:
-            recover_store("x", write=True, io=CrashWriter(left, turns=0))
+            stores.recover("x", write=True, io=CrashWriter(left, turns=0))
             for info in list_checkpoints("x", io=CrashWriter(left, turns=0, read_only=True)):
                 state = load_sync("x", step=info.step, io=CrashWriter(left, turns=0, read_only=True))
                 assert not difference(state, state_of(info.step))
@@ -533,13 +522,13 @@ def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
     files = disk.contents()
     history: list[Any] = [disk.snapshot()]
     disk.observer = history.append
-    recover_store("x", write=True, io=CrashWriter(disk))
+    stores.recover("x", write=True, io=CrashWriter(disk))
     again = 0
     for snapshot in history:
         for image in power_loss_images(snapshot, sector=REGION_NBYTES, limit=8):
             left = CrashDisk.from_image(image)
-            if recover_store("x", io=CrashWriter(left, turns=0, read_only=True)).needed:
-                recover_store("x", write=True, io=CrashWriter(left, turns=0))
+            if stores.recover("x", io=CrashWriter(left, turns=0, read_only=True)).needed:
+                stores.recover("x", write=True, io=CrashWriter(left, turns=0))
                 again += 1
             steps = [info.step for info in list_checkpoints("x", io=CrashWriter(left, turns=0, read_only=True))]
             assert steps == [2, 1]
@@ -554,19 +543,19 @@ def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
 def test_without_store_json_the_block_size_fits(tmp_path: Path, first: str) -> None:
     with SyncCheckpointEngine(tmp_path, io="python" if first == "python" else "auto") as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
-    block = describe_checkpoint(tmp_path).block_bytes
+    block = stores.describe(tmp_path).block_bytes
     (tmp_path / "store.json").unlink()
     (tmp_path / "commit").unlink()
-    recover_store(tmp_path, write=True)
-    assert describe_checkpoint(tmp_path).manifest_offset % describe_checkpoint(tmp_path).block_bytes == 0
-    assert describe_checkpoint(tmp_path).block_bytes <= block
+    stores.recover(tmp_path, write=True)
+    assert stores.describe(tmp_path).manifest_offset % stores.describe(tmp_path).block_bytes == 0
+    assert stores.describe(tmp_path).block_bytes <= block
     check(tmp_path, 1)
 
 
 @pytest.mark.parametrize("identity", ["kept", "gone"])
 def test_what_a_recovery_wrote_survives_the_loss_of_power(identity: str) -> None:
     disk = without_records(identity)
-    recover_store("x", write=True, io=CrashWriter(disk))
+    stores.recover("x", write=True, io=CrashWriter(disk))
     for image in power_loss_images(disk.snapshot(), sector=512, limit=64):
         assert [info.step for info in list_checkpoints("x", io=ImageWriter(image))] == [2, 1]
 
@@ -577,4 +566,4 @@ def test_nothing_but_an_identity_is_left(tmp_path: Path) -> None:
         if path.name != "store.json":
             path.unlink()
     with pytest.raises(NoCheckpointError, match="holds no store, nor parts of one"):
-        recover_store(tmp_path)
+        stores.recover(tmp_path)

@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_async import (
-    CheckpointError,
-    CorruptStoreError,
-    InvalidTuningError,
-    SyncCheckpointEngine,
-    import_checkpoint,
-    list_checkpoints,
-    load_sync,
-    read_tuning,
-    recover_store,
-    verify_checkpoints,
-)
+from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import CorruptStoreError, InvalidTuningError
 from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.status_file import read_status
 from tests.support.planted import PLANTED, ended, planted
@@ -40,7 +30,7 @@ def restored(path: Path) -> None:
 
 
 def newest_slot(path: Path) -> str:
-    return verify_checkpoints(path).checkpoints[0].slot
+    return stores.verify(path).checkpoints[0].slot
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -56,20 +46,20 @@ def test_in_place_of_a_file_of_a_store(tmp_path: Path, kind: str, name: str) -> 
         error = ended(lambda: restored(store), path)
         assert isinstance(error, CorruptStoreError), "a writer leaves it alone"
         assert f"{path} is a" in str(error)
-        for read in (list_checkpoints, lambda path: load_sync(path, step=NEWEST), recover_store):
+        for read in (list_checkpoints, lambda path: load_sync(path, step=NEWEST), stores.recover):
             error = ended(lambda read=read: read(store), path)  # type: ignore[misc]
-            if name.startswith("slot-") and read in (list_checkpoints, recover_store):
+            if name.startswith("slot-") and read in (list_checkpoints, stores.recover):
                 assert error is None, "the record is whole"
-            elif read is not recover_store or name == "commit":
+            elif read is not stores.recover or name == "commit":
                 assert isinstance(error, CorruptStoreError)
                 assert name in str(error)
         if name.startswith("slot-"):
             with pytest.warns(RuntimeWarning, match="falling back to step 1"):
                 assert load_sync(store)["step"] == 1
-            assert [checked.damage[0].reason for checked in verify_checkpoints(store).checkpoints] == [
+            assert [checked.damage[0].reason for checked in stores.verify(store).checkpoints] == [
                 "there is no such file"
             ]
-            searched = recover_store(store, search=True)
+            searched = stores.recover(store, search=True)
             assert [one.note for one in searched.found if one.file == name] == [str(ended_open(path))]
     victim.rename(path)
     assert path.read_bytes() == before
@@ -99,12 +89,12 @@ def test_in_a_folder_that_becomes_a_store(tmp_path: Path, kind: str, name: str) 
 
 def test_settings_that_are_no_file(tmp_path: Path) -> None:
     with planted(tmp_path / "tuning.json", "pipe", tmp_path):
-        error = ended(lambda: read_tuning(tmp_path), tmp_path / "tuning.json")
+        error = ended(lambda: stores.read_tuning(tmp_path), tmp_path / "tuning.json")
         assert isinstance(error, InvalidTuningError)
         assert "is a pipe" in str(error)
 
 
 def test_a_pipe_is_not_imported(tmp_path: Path) -> None:
     with planted(tmp_path / "file", "pipe", tmp_path):
-        error = ended(lambda: import_checkpoint(tmp_path / "file", tmp_path / "s", source="torch"), tmp_path / "file")
+        error = ended(lambda: stores.import_(tmp_path / "file", tmp_path / "s", source="torch"), tmp_path / "file")
         assert isinstance(error, FileNotFoundError)

@@ -10,16 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import (
-    CheckpointError,
-    StoreFailedError,
-    SyncCheckpointEngine,
-    TornCaptureError,
-    WriteError,
-    copy_checkpoint,
-    load_sync,
-    recover_store,
-)
+from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, load_sync, stores
+from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing.probe import probe
@@ -37,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def found(folder: Path) -> list[int]:
     """Steps of the checkpoints that a recovery offers once all records are gone."""
     (folder / "commit").unlink()
-    return [info.step for info in recover_store(folder).named]
+    return [info.step for info in stores.recover(folder).named]
 
 
 def begin(engine: SyncCheckpointEngine) -> None:
@@ -159,5 +151,5 @@ def test_a_copy_whose_flush_fails(tmp_path: Path) -> None:
         return writer
 
     with pytest.raises(WriteError, match="broken"):
-        copy_checkpoint(source, target, io=io)
+        stores.copy(source, target, io=io)
     assert found(target) == [0]

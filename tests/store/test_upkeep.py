@@ -16,31 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pccheck_async import (
-    CorruptStoreError,
-    NoCheckpointError,
-    StoreError,
-    StoreFullError,
-    StoreLockedError,
-    SyncCheckpointEngine,
-    Verification,
-    compare_checkpoints,
-    copy_checkpoint,
-    describe_checkpoint,
-    list_checkpoints,
-    load_sync,
-    pin_checkpoint,
-    recover_store,
-    reject_checkpoints,
-    remove_checkpoints,
-    verify_checkpoints,
-)
+from pccheck_async import NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.cli import app
+from pccheck_async.errors import CorruptStoreError, StoreError, StoreFullError, StoreLockedError
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import COMMIT_NBYTES, MOST_ENTRIES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.store.chunks import runs
+from pccheck_async.stores import Verification
 from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, power_loss_images
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep.verify import examine_records
@@ -95,7 +79,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     }
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(state, step=3, metadata={"loss": 0.5}).result(60)
-        found = describe_checkpoint(tmp_path)  # beside the writer
+        found = stores.describe(tmp_path)  # beside the writer
     leaves = {leaf.path: leaf for leaf in found.leaves}
     assert list(leaves)[:4] == ["model.weight", "model.tied", "model.transposed", "model.row"]
     assert leaves["model.weight"].kind == "parameter"
@@ -114,9 +98,9 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     assert sum(chunk.nbytes for chunk in found.chunks) == found.info.nbytes == found.manifest_offset
     assert found.slot_nbytes == (tmp_path / found.slot).stat().st_size
     with pytest.raises(NoCheckpointError, match="of step 4"):
-        describe_checkpoint(tmp_path, step=4)
+        stores.describe(tmp_path, step=4)
     with pytest.raises(NoCheckpointError, match="holds no store"):
-        describe_checkpoint(tmp_path / "missing")
+        stores.describe(tmp_path / "missing")
 
 
 def test_values_too_long_to_show(tmp_path: Path) -> None:
@@ -129,7 +113,7 @@ def test_values_too_long_to_show(tmp_path: Path) -> None:
     }
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(state, step=1).result(60)
-    texts = {leaf.path: leaf.text() for leaf in describe_checkpoint(tmp_path).leaves}
+    texts = {leaf.path: leaf.text() for leaf in stores.describe(tmp_path).leaves}
     assert max(map(len, texts.values())) <= 80
     assert all(text.isprintable() for text in texts.values())
 
@@ -141,16 +125,16 @@ def test_values_too_long_to_show(tmp_path: Path) -> None:
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     before = image(tmp_path)
-    describe_checkpoint(tmp_path)
-    verify_checkpoints(tmp_path, every=True)
-    compare_checkpoints(tmp_path, step=1)
-    copy_checkpoint(tmp_path, tmp_path.with_name("target"))
-    recover_store(tmp_path)
-    recover_store(tmp_path, search=True)
+    stores.describe(tmp_path)
+    stores.verify(tmp_path, every=True)
+    stores.compare(tmp_path, step=1)
+    stores.copy(tmp_path, tmp_path.with_name("target"))
+    stores.recover(tmp_path)
+    stores.recover(tmp_path, search=True)
     assert image(tmp_path) == before
 
 
-@pytest.mark.parametrize("read", [describe_checkpoint, verify_checkpoints, compare_checkpoints, recover_store])
+@pytest.mark.parametrize("read", [stores.describe, stores.verify, stores.compare, stores.recover])
 def test_reading_opens_nothing_for_writing(tmp_path: Path, read: Callable[..., object]) -> None:
     disk = CrashDisk()
     with SyncCheckpointEngine("anywhere", io=CrashWriter(disk)) as engine:
@@ -159,16 +143,16 @@ def test_reading_opens_nothing_for_writing(tmp_path: Path, read: Callable[..., o
 
 
 def test_reading_makes_no_folder(tmp_path: Path) -> None:
-    reading: list[Callable[..., object]] = [describe_checkpoint, verify_checkpoints, compare_checkpoints, recover_store]
+    reading: list[Callable[..., object]] = [stores.describe, stores.verify, stores.compare, stores.recover]
     for function in reading:
         with pytest.raises(NoCheckpointError):
             function(tmp_path / "missing")
     with pytest.raises(NoCheckpointError):
-        copy_checkpoint(tmp_path / "missing", tmp_path / "target")
+        stores.copy(tmp_path / "missing", tmp_path / "target")
     with pytest.raises(NoCheckpointError):
-        remove_checkpoints(tmp_path / "missing", [1])
+        stores.remove(tmp_path / "missing", [1])
     with pytest.raises(NoCheckpointError):
-        pin_checkpoint(tmp_path / "missing", 1)
+        stores.pin(tmp_path / "missing", 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -194,16 +178,16 @@ def test_a_whole_store(tmp_path: Path, io: str) -> None:
     def progress(done: int, total: int) -> None:
         seen.append((done, total))
 
-    found = verify_checkpoints(tmp_path, every=True, progress=progress, io=io)  # type: ignore[arg-type]
+    found = stores.verify(tmp_path, every=True, progress=progress, io=io)  # type: ignore[arg-type]
     assert found.whole
     assert [checked.info.step for checked in found.checkpoints] == [3, 2, 1]
     assert [copy.state for copy in found.records] == ["valid"] * 4
     assert seen[-1] == (found.nbytes, found.nbytes)
     assert found.nbytes == sum(checked.nbytes for checked in found.checkpoints)
-    assert [c.info.step for c in verify_checkpoints(tmp_path).checkpoints] == [3]
-    assert [c.info.step for c in verify_checkpoints(tmp_path, step=2).checkpoints] == [2]
+    assert [c.info.step for c in stores.verify(tmp_path).checkpoints] == [3]
+    assert [c.info.step for c in stores.verify(tmp_path, step=2).checkpoints] == [2]
     with pytest.raises(NoCheckpointError):
-        verify_checkpoints(tmp_path, step=9)
+        stores.verify(tmp_path, step=9)
 
 
 def test_what_a_trainer_drops_meanwhile_is_left_out(tmp_path: Path) -> None:
@@ -217,7 +201,7 @@ def test_what_a_trainer_drops_meanwhile_is_left_out(tmp_path: Path) -> None:
                 for step in (4, 5):
                     engine.checkpoint(state_of(step), step=step).result(60)
 
-        found = verify_checkpoints(tmp_path, every=True, progress=progress)
+        found = stores.verify(tmp_path, every=True, progress=progress)
     assert found.whole
     assert [checked.info.step for checked in found.checkpoints] == [3]
 
@@ -225,12 +209,12 @@ def test_what_a_trainer_drops_meanwhile_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk_bytes", [CHUNK, 1 << 20])
 def test_a_flipped_bit_in_every_chunk_is_named(tmp_path: Path, chunk_bytes: int) -> None:
     save(tmp_path, 1, chunk_bytes=chunk_bytes)
-    described = describe_checkpoint(tmp_path)
+    described = stores.describe(tmp_path)
     slot = tmp_path / described.slot
     for number, chunk in enumerate(described.chunks):
         for offset in (chunk.offset, chunk.offset + chunk.nbytes - 1):  # the last one may be padding
             flip(slot, offset)
-            (checked,) = verify_checkpoints(tmp_path).checkpoints
+            (checked,) = stores.verify(tmp_path).checkpoints
             flip(slot, offset)
             (damage,) = checked.damage
             assert (damage.what, damage.offset, damage.nbytes) == (f"chunk {number}", chunk.offset, chunk.nbytes)
@@ -241,23 +225,23 @@ def test_a_flipped_bit_in_every_chunk_is_named(tmp_path: Path, chunk_bytes: int)
             ]
             assert list(damage.leaves) == leaves
             assert leaves
-    assert verify_checkpoints(tmp_path).whole
+    assert stores.verify(tmp_path).whole
 
 
 def test_a_damaged_manifest_and_a_short_and_a_missing_slot(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    described = describe_checkpoint(tmp_path)
+    described = stores.describe(tmp_path)
     slot = tmp_path / described.slot
     flip(slot, described.manifest_offset + described.manifest_nbytes - 1)
-    newest, older = verify_checkpoints(tmp_path, every=True).checkpoints
+    newest, older = stores.verify(tmp_path, every=True).checkpoints
     assert [damage.what for damage in newest.damage] == ["manifest"]
     assert not older.damage
     slot.unlink()
-    found = verify_checkpoints(tmp_path)
+    found = stores.verify(tmp_path)
     assert [damage.what for damage in found.checkpoints[0].damage] == ["slot"]
     assert not found.whole
     slot.write_bytes(b"")
-    assert not verify_checkpoints(tmp_path).whole
+    assert not stores.verify(tmp_path).whole
 
 
 def test_a_sector_that_cannot_be_read(tmp_path: Path) -> None:
@@ -266,7 +250,7 @@ def test_a_sector_that_cannot_be_read(tmp_path: Path) -> None:
     def bad(path: str, operations: Operations) -> Medium:
         return BadBlocks(Files(path, operations), {"slot-000": {2}})
 
-    (checked,) = verify_checkpoints(tmp_path, io=bad).checkpoints
+    (checked,) = stores.verify(tmp_path, io=bad).checkpoints
     (damage,) = checked.damage
     assert (damage.what, damage.offset, damage.leaves) == ("chunk 2", 8192, ("a", "b"))
     assert "cannot be read" in damage.reason
@@ -277,7 +261,7 @@ def test_a_sector_that_cannot_be_read(tmp_path: Path) -> None:
 def test_each_copy_of_each_record(tmp_path: Path, region: int) -> None:
     save(tmp_path, 1, 2)
     flip(tmp_path / "commit", region * REGION_NBYTES + 70)
-    found = verify_checkpoints(tmp_path)
+    found = stores.verify(tmp_path)
     assert not found.whole
     assert [copy.state == "damaged" for copy in found.records] == [number == region for number in range(4)]
     assert not found.checkpoints[0].damage
@@ -314,19 +298,19 @@ def test_no_valid_record_points_to_recover(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "commit").write_bytes(bytes(COMMIT_NBYTES))
     with pytest.raises(CorruptStoreError, match="pccheck recover"):
-        verify_checkpoints(tmp_path)
+        stores.verify(tmp_path)
 
 
 @pytest.mark.slow
 def test_verify_and_compare_beside_a_busy_writer(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine, saving(engine, state_of):
         for _ in range(20):
-            found: Verification = verify_checkpoints(tmp_path, every=True)
+            found: Verification = stores.verify(tmp_path, every=True)
             assert found.whole, found
-            compared = compare_checkpoints(tmp_path)
+            compared = stores.compare(tmp_path)
             wanted = {"a", "b", "step"} if compared.one.step != compared.other.step else set()
             assert {each.path for each in compared.differences} == wanted
-            describe_checkpoint(tmp_path)
+            stores.describe(tmp_path)
 
 
 # -- compare
@@ -371,7 +355,7 @@ def test_what_differs(tmp_path: Path) -> None:
     }
     del two["gone"]
     saved(tmp_path, one, two)
-    found = compare_checkpoints(tmp_path, step=0, other_step=1)
+    found = stores.compare(tmp_path, step=0, other_step=1)
     changes = {each.path: each for each in found.differences}
     assert {path: each.change for path, each in changes.items()} == {
         "box": "container",
@@ -394,7 +378,7 @@ def test_what_differs(tmp_path: Path) -> None:
     assert (changes["value"].one, changes["value"].other) == ("int 1", "int 2")
     assert changes["type"].other == "float 1.0"
     assert found.leaves == 14
-    assert not compare_checkpoints(tmp_path, step=1).differences
+    assert not stores.compare(tmp_path, step=1).differences
 
 
 @pytest.mark.slow
@@ -410,10 +394,10 @@ def test_elements_are_compared_wherever_they_lie(tmp_path: Path) -> None:
         "rev": np.arange(5)[::-1].copy()[::-1],
     }
     saved(tmp_path, one, two)
-    assert not compare_checkpoints(tmp_path, step=0, other_step=1).differences
+    assert not stores.compare(tmp_path, step=0, other_step=1).differences
     wide[2, 4] = -1
     saved(tmp_path / "other", two)
-    found = compare_checkpoints(tmp_path, tmp_path / "other", step=0)
+    found = stores.compare(tmp_path, tmp_path / "other", step=0)
     (each,) = found.differences
     assert each.path == "gaps"
     assert each.difference is not None
@@ -424,7 +408,7 @@ def test_aliases_differ_each_by_its_own_name(tmp_path: Path) -> None:
     one = torch.rand(40000)
     other = one + 1
     saved(tmp_path, {f"n{n}": one for n in range(20)}, {f"n{n}": other for n in range(20)})
-    found = compare_checkpoints(tmp_path, step=0, other_step=1)
+    found = stores.compare(tmp_path, step=0, other_step=1)
     assert [each.path for each in found.differences] == [f"n{n}" for n in range(20)]
     assert len({id(each.difference) for each in found.differences}) == 1  # compared once
     assert found.nbytes == 20 * 160000
@@ -441,15 +425,15 @@ def test_leaves_that_go_to_and_fro_in_the_payload(tmp_path: Path) -> None:
         return found | {f"again{n}": one[n : n + 7] for n in range(19992, 0, -3333)}
 
     saved(tmp_path, state(0.0), state(1.0))
-    found = compare_checkpoints(tmp_path, step=0, other_step=1)
+    found = stores.compare(tmp_path, step=0, other_step=1)
     assert [each.path for each in found.differences] == ["one17500", "two17500"]
 
 
 def test_damage_is_not_compared(tmp_path: Path) -> None:
     saved(tmp_path, state_of(0), state_of(1))
-    flip(tmp_path / describe_checkpoint(tmp_path).slot, 5000)
+    flip(tmp_path / stores.describe(tmp_path).slot, 5000)
     with pytest.raises(CorruptStoreError, match=r"chunk 1 .* is damaged: .*; it holds a of step 1;"):
-        compare_checkpoints(tmp_path, step=0)
+        stores.compare(tmp_path, step=0)
 
 
 @pytest.mark.slow
@@ -464,11 +448,11 @@ def test_any_state_equals_itself_and_its_copy(state: dict[str, Any]) -> None:
     def io(path: str, _: Operations) -> Medium:
         return CrashWriter(disk if path == "source" else other, turns=0)
 
-    assert not compare_checkpoints("source", step=0, io=io).differences
-    copy_checkpoint("source", "target", io=io)
-    assert not compare_checkpoints("source", "target", io=io).differences
+    assert not stores.compare("source", step=0, io=io).differences
+    stores.copy("source", "target", io=io)
+    assert not stores.compare("source", "target", io=io).differences
     assert not difference(load_sync("source", io=io), load_sync("target", io=io))
-    assert describe_checkpoint("target", io=io).info.step == 1
+    assert stores.describe("target", io=io).info.step == 1
 
 
 # -- copy
@@ -481,24 +465,24 @@ def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
     infos = {info.step: info for info in list_checkpoints(source)}
     with SyncCheckpointEngine(source) as engine:  # a trainer has it open
         assert engine.latest
-        assert copy_checkpoint(source, target, step=2) == infos[2]
+        assert stores.copy(source, target, step=2) == infos[2]
     assert list_checkpoints(target) == [infos[2]]
     assert not difference(load_sync(source, step=2), load_sync(target))
-    assert verify_checkpoints(target, every=True).whole
+    assert stores.verify(target, every=True).whole
     assert len(list(target.glob("slot-*"))) == 1  # an archive takes no more space than it holds
 
-    assert copy_checkpoint(source, target) == infos[3]
-    older = copy_checkpoint(source, target, step=1, pinned=True)  # counters grow
+    assert stores.copy(source, target) == infos[3]
+    older = stores.copy(source, target, step=1, pinned=True)  # counters grow
     assert (older.counter, older.step, older.pinned, older.metadata) == (3, 1, True, {"loss": 0.25})
     assert [info.step for info in list_checkpoints(target)] == [1, 3, 2]
-    assert verify_checkpoints(target, every=True).whole
+    assert stores.verify(target, every=True).whole
     with SyncCheckpointEngine(target, keep_last=3) as engine:
         live = state_of(9)
         restored = engine.restore(live)
         assert restored is not None
         assert live["step"] == restored.step == 1
         assert engine.checkpoint(state_of(4), step=4).result(60).counter == 4
-    assert copy_checkpoint(target, source, step=1).pinned  # as it is there
+    assert stores.copy(target, source, step=1).pinned  # as it is there
 
 
 @pytest.mark.slow
@@ -507,16 +491,16 @@ def test_what_cannot_be_copied(tmp_path: Path) -> None:
     save(source, 1, 2)
     save(target, 7)
     with pytest.raises(ValueError, match="are one folder"):
-        copy_checkpoint(source, tmp_path / "." / "source")
+        stores.copy(source, tmp_path / "." / "source")
     with SyncCheckpointEngine(target), pytest.raises(StoreLockedError):
-        copy_checkpoint(source, target)
-    described = describe_checkpoint(source)
+        stores.copy(source, target)
+    described = stores.describe(source)
     flip(source / described.slot, described.chunks[3].offset)
     with pytest.raises(CorruptStoreError, match=r"chunk 3 .* of the checkpoint of step 2 is damaged"):
-        copy_checkpoint(source, target)
+        stores.copy(source, target)
     assert [info.step for info in list_checkpoints(target)] == [7]
-    assert verify_checkpoints(target, every=True).whole
-    copy_checkpoint(source, target, step=1)
+    assert stores.verify(target, every=True).whole
+    stores.copy(source, target, step=1)
     assert [info.step for info in list_checkpoints(target)] == [1, 7]
 
 
@@ -531,7 +515,7 @@ def test_a_full_record_takes_no_copy() -> None:
         return CrashWriter(disk if path == "source" else other)
 
     with pytest.raises(StoreFullError, match="remove some first"):
-        copy_checkpoint("source", "target", io=io)
+        stores.copy("source", "target", io=io)
     assert len(list_checkpoints("target", io=io)) == MOST_ENTRIES
 
 
@@ -547,7 +531,7 @@ def test_a_copy_that_loses_power_leaves_the_old_or_the_new_store() -> None:
     def io(path: str, _: Operations) -> Medium:
         return CrashWriter(source if path == "source" else target)
 
-    copy_checkpoint("source", "target", io=io)
+    stores.copy("source", "target", io=io)
     seen = set()
     for snapshot in history:
         for found in power_loss_images(snapshot, sector=4096, limit=3):
@@ -565,13 +549,13 @@ def test_a_copy_that_loses_power_leaves_the_old_or_the_new_store() -> None:
 def test_removing_frees_space(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, keep_last=4)
     before = {file.name: file.stat().st_size for file in tmp_path.glob("slot-*")}
-    removal = remove_checkpoints(tmp_path, [2, 4])
+    removal = stores.remove(tmp_path, [2, 4])
     after = {file.name: file.stat().st_size for file in tmp_path.glob("slot-*")}
     assert [info.step for info in removal.removed] == [4, 2]
     assert removal.freed_nbytes == sum(before.values()) - sum(after.values()) > 2 * removal.removed[0].nbytes
     assert len(after) == len(before) - 2
     assert [info.step for info in list_checkpoints(tmp_path)] == [3, 1]
-    assert verify_checkpoints(tmp_path, every=True).whole
+    assert stores.verify(tmp_path, every=True).whole
     with SyncCheckpointEngine(tmp_path, keep_last=4) as engine:
         assert engine.restore(state_of(0)) is not None
         assert engine.checkpoint(state_of(5), step=5).result(60).counter == 3  # of what is known
@@ -581,19 +565,19 @@ def test_all_or_nothing_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     before = image(tmp_path)
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 7; nothing was removed"):
-        remove_checkpoints(tmp_path, [1, 7])
+        stores.remove(tmp_path, [1, 7])
     with pytest.raises(StoreError, match="no checkpoint would be left"):
-        remove_checkpoints(tmp_path, [1, 2])
+        stores.remove(tmp_path, [1, 2])
     with pytest.raises(TypeError, match="step must be an integer, not None"):  # nor is it "all without a name"
-        remove_checkpoints(tmp_path, [None], force=True)  # type: ignore[list-item]
+        stores.remove(tmp_path, [None], force=True)  # type: ignore[list-item]
     assert image(tmp_path) == before
-    assert len(remove_checkpoints(tmp_path, [1, 2], force=True).removed) == 2
+    assert len(stores.remove(tmp_path, [1, 2], force=True).removed) == 2
     assert list_checkpoints(tmp_path) == []
 
 
 def test_every_checkpoint_of_a_step_goes(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 1)
-    assert [info.counter for info in remove_checkpoints(tmp_path, [1]).removed] == [2, 0]
+    assert [info.counter for info in stores.remove(tmp_path, [1]).removed] == [2, 0]
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
 
 
@@ -603,9 +587,9 @@ def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
             engine.checkpoint(state_of(step), step=step).result(60)
         change: Any
         for change in (
-            lambda: remove_checkpoints(tmp_path, [1]),
-            lambda: pin_checkpoint(tmp_path, 1),
-            lambda: reject_checkpoints(tmp_path, 2),
+            lambda: stores.remove(tmp_path, [1]),
+            lambda: stores.pin(tmp_path, 1),
+            lambda: stores.reject(tmp_path, 2),
         ):
             with pytest.raises(StoreLockedError, match=r"engine\.unpin\(step\), engine\.remove.* and engine\.reject"):
                 change()
@@ -614,22 +598,22 @@ def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
 
 def test_rejected_ones_are_copied_and_shown_as_such_and_the_newest_that_is_not_is_read(tmp_path: Path) -> None:
     save(tmp_path / "run", 1, 2, 3)
-    assert [info.step for info in reject_checkpoints(tmp_path / "run", 2)] == [3, 2]
+    assert [info.step for info in stores.reject(tmp_path / "run", 2)] == [3, 2]
     run = tmp_path / "run"
-    assert describe_checkpoint(run).info.step == load_sync(run)["step"] == 1
-    assert [each.info.step for each in verify_checkpoints(run).checkpoints] == [1]
-    assert [each.info.step for each in verify_checkpoints(run, every=True).checkpoints] == [3, 2, 1]
-    assert describe_checkpoint(run, step=3).info.rejected
-    assert copy_checkpoint(run, tmp_path / "copy").step == 1
-    assert copy_checkpoint(run, tmp_path / "copy", step=3).rejected  # it stays what it is
+    assert stores.describe(run).info.step == load_sync(run)["step"] == 1
+    assert [each.info.step for each in stores.verify(run).checkpoints] == [1]
+    assert [each.info.step for each in stores.verify(run, every=True).checkpoints] == [3, 2, 1]
+    assert stores.describe(run, step=3).info.rejected
+    assert stores.copy(run, tmp_path / "copy").step == 1
+    assert stores.copy(run, tmp_path / "copy", step=3).rejected  # it stays what it is
     assert load_sync(tmp_path / "copy")["step"] == 1
     commit = (run / "commit").read_bytes()
     for step, error in ((2, NoCheckpointError), (1, StoreError), (9, NoCheckpointError)):
         with pytest.raises(error):
-            reject_checkpoints(run, step)
+            stores.reject(run, step)
     assert (run / "commit").read_bytes() == commit
     with pytest.raises(StoreError, match="none but rejected"):
-        remove_checkpoints(run, [1])
+        stores.remove(run, [1])
     save(run, 4, keep_last=1)
     assert [info.step for info in list_checkpoints(run)] == [4]
 
@@ -642,30 +626,30 @@ def test_a_copy_may_have_the_name_of_a_rejected_one_as_a_new_checkpoint_may(tmp_
     with SyncCheckpointEngine(other) as engine:
         engine.checkpoint({"step": 20}, step=20, name="epoch=2").result()
     with pytest.raises(ValueError, match="named 'epoch=2' already"):
-        copy_checkpoint(other, run)
-    reject_checkpoints(run, 2)
-    assert copy_checkpoint(run, tmp_path / "copy", name="epoch=2").rejected
-    assert copy_checkpoint(other, run).name == "epoch=2"
+        stores.copy(other, run)
+    stores.reject(run, 2)
+    assert stores.copy(run, tmp_path / "copy", name="epoch=2").rejected
+    assert stores.copy(other, run).name == "epoch=2"
     assert [(info.step, info.rejected) for info in list_checkpoints(run)] == [(20, False), (1, False)]
     assert load_sync(run, name="epoch=2") == {"step": 20}
     with pytest.raises(ValueError, match="named 'epoch=2' already"):
-        copy_checkpoint(tmp_path / "copy", run, name="epoch=2")
+        stores.copy(tmp_path / "copy", run, name="epoch=2")
 
 
 @pytest.mark.slow
 def test_pins_hold_against_the_rules_of_a_trainer(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    assert pin_checkpoint(tmp_path, 1).pinned
+    assert stores.pin(tmp_path, 1).pinned
     commit = (tmp_path / "commit").read_bytes()
-    assert pin_checkpoint(tmp_path, 1).pinned
+    assert stores.pin(tmp_path, 1).pinned
     assert (tmp_path / "commit").read_bytes() == commit  # it was so already
     save(tmp_path, 3, keep_last=1)
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(3, False), (1, True)]
-    assert not pin_checkpoint(tmp_path, 1, pinned=False).pinned
+    assert not stores.pin(tmp_path, 1, pinned=False).pinned
     save(tmp_path, 4, keep_last=1)
     assert [info.step for info in list_checkpoints(tmp_path)] == [4]
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 1"):
-        pin_checkpoint(tmp_path, 1)
+        stores.pin(tmp_path, 1)
 
 
 @pytest.mark.slow
@@ -676,7 +660,7 @@ def test_a_removal_that_loses_power_is_done_or_not() -> None:
             engine.checkpoint(state_of(step), step=step).result(60)
     history: list[Any] = []
     disk.observer = history.append
-    remove_checkpoints("x", [1, 3], io=CrashWriter(disk))
+    stores.remove("x", [1, 3], io=CrashWriter(disk))
     seen = set()
     for snapshot in history:
         for found in power_loss_images(snapshot, sector=4096, limit=6):
@@ -691,7 +675,7 @@ def test_a_removal_that_loses_power_is_done_or_not() -> None:
 def test_containers_that_differ_come_in_the_order_of_the_state(tmp_path: Path) -> None:
     names = [f"part{number}" for number in range(8, 0, -1)]
     saved(tmp_path, {name: {"x": 1} for name in names}, {name: OrderedDict(x=1) for name in names})
-    assert [each.path for each in compare_checkpoints(tmp_path, step=0, other_step=1).differences] == names
+    assert [each.path for each in stores.compare(tmp_path, step=0, other_step=1).differences] == names
 
 
 def test_verifying_holds_one_slot_at_a_time() -> None:
@@ -708,16 +692,16 @@ def test_verifying_holds_one_slot_at_a_time() -> None:
     with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), keep_last=3) as engine:
         for step in range(3):
             engine.checkpoint(small(), step=step).result(30)
-    assert len(verify_checkpoints(FOLDER, every=True, io=Counting(disk, read_only=True)).checkpoints) == 3
+    assert len(stores.verify(FOLDER, every=True, io=Counting(disk, read_only=True)).checkpoints) == 3
     assert held == {0, 1}
 
 
 def test_a_slot_that_is_gone_is_named_as_lost(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    assert recover_store(tmp_path).missing == ()
-    newest = describe_checkpoint(tmp_path).slot
+    assert stores.recover(tmp_path).missing == ()
+    newest = stores.describe(tmp_path).slot
     (tmp_path / newest).unlink()
-    recovery = recover_store(tmp_path)
+    recovery = stores.recover(tmp_path)
     assert (recovery.needed, recovery.missing) == (False, (newest,))
     result = CliRunner().invoke(app, ["recover", str(tmp_path)])
     assert result.exit_code == 4
@@ -727,6 +711,6 @@ def test_a_slot_that_is_gone_is_named_as_lost(tmp_path: Path) -> None:
 
 def test_a_search_keeps_what_was_rejected(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    reject_checkpoints(tmp_path, 2)
-    recover_store(tmp_path, search=True, write=True)
+    stores.reject(tmp_path, 2)
+    stores.recover(tmp_path, search=True, write=True)
     assert [(info.step, info.rejected) for info in list_checkpoints(tmp_path)] == [(2, True), (1, False)]

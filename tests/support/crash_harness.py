@@ -22,14 +22,13 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
     CheckpointInfo,
-    CorruptStoreError,
     NoCheckpointError,
     SyncCheckpointEngine,
     list_checkpoints,
     load,
     load_sync,
 )
-from pccheck_async.errors import WriteError
+from pccheck_async.errors import CorruptStoreError, WriteError
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
 from pccheck_async.medium import Medium
 from pccheck_async.testing import (

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from pccheck_async import WriteError
+from pccheck_async.errors import WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, StuckWriter, WrappingWriter

@@ -30,7 +30,8 @@ import torch
 from msgspec import structs
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from pccheck_async import CheckpointEngine, CheckpointError, Group, StoreFailedError, WriteError
+from pccheck_async import CheckpointEngine, CheckpointError, Group
+from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.group import Coordinator, Key, SeenStore, ranks, view_of
 from pccheck_async.group.control import Client, Server

@@ -25,15 +25,8 @@ from typing import Any
 
 import torch
 
-from pccheck_async import (
-    NoCheckpointError,
-    Shelf,
-    StoreFullError,
-    SyncCheckpointEngine,
-    list_checkpoints,
-    load_sync,
-    verify_checkpoints,
-)
+from pccheck_async import NoCheckpointError, Shelf, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import StoreFullError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.testing import MEDIUM_CHECKS
@@ -91,7 +84,7 @@ def examine() -> int:
         return -1
     step = int(found["step"])
     assert is_whole(found, elements_of(step)), f"the state of step {step} is not whole"
-    checked = verify_checkpoints(STORE, every=True).checkpoints
+    checked = stores.verify(STORE, every=True).checkpoints
     assert not any(each.damage for each in checked), checked
     assert list_checkpoints(STORE)[0].step == step
     return step

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pccheck_async import RNGState, SyncCheckpointEngine, describe_checkpoint
+from pccheck_async import RNGState, SyncCheckpointEngine, stores
 
 
 def values() -> dict[str, Any]:
@@ -130,7 +130,7 @@ def write(recorded: Recorded, path: Path) -> None:
             if step == recorded.pinned:
                 engine.pin(step)
     if recorded.damaged:  # a byte of the newest checkpoint's payload
-        with (path / describe_checkpoint(path).slot).open("r+b") as file:
+        with (path / stores.describe(path).slot).open("r+b") as file:
             file.write(b"\xff")
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pccheck_async import CheckpointError, Shelf, StoreFullError
+from pccheck_async import CheckpointError, Shelf
+from pccheck_async.errors import StoreFullError
 from pccheck_async.shelf.shelf import empty_shelf
 from pccheck_async.testing import ATOM, CrashDisk, CrashShelfFile, DiskSnapshot, Image, power_loss_images
 from tests.support.state_strategies import difference

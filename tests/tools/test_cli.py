@@ -23,7 +23,7 @@ import torch
 from typer.testing import CliRunner
 
 import pccheck_async
-from pccheck_async import SyncCheckpointEngine, read_tuning
+from pccheck_async import SyncCheckpointEngine, stores
 from pccheck_async.cli import app, main
 from pccheck_async.cli.demo_losses import compare_losses, draw, read_losses
 from pccheck_async.cli.output import dump, parse_size, size
@@ -281,14 +281,14 @@ def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
     result = runner.invoke(app, ["tune", str(store), "--size=1.5MB", "--seconds=0.1", "--step-seconds=0.001"])
     assert result.exit_code == 0, result.output
     assert os.listdir(store) == ["tuning.json"]
-    settings = read_tuning(store)
+    settings = stores.read_tuning(store)
     rows = [line.split() for line in result.stdout.splitlines()]
     chosen = [row for row in rows if row[-1:] == ["chosen"]]
     assert [row[:2] for row in chosen] == [[str(settings["max_in_flight"]), str(settings["writers"])]]
     assert {"max_in_flight", "writers", "chunk_bytes", "host_memory"} <= {row[0] for row in rows if row}
     assert "Checkpoints of 1.5 MB, one durable every" in result.stdout
     assert "(f*)" in result.stdout
-    assert f"CheckpointEngine({str(store)!r}, **read_tuning({str(store)!r}))" in result.stdout
+    assert f"CheckpointEngine({str(store)!r}, **stores.read_tuning({str(store)!r}))" in result.stdout
     with SyncCheckpointEngine(store, **settings) as engine:
         engine.checkpoint({"x": torch.zeros(300_000)}, step=1).result(60)
 
@@ -297,9 +297,9 @@ def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
     result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", f"--out={out}", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["settings"] == read_tuning(out)
+    assert found["settings"] == stores.read_tuning(out)
     assert found["path"] == str(out)
-    assert read_tuning(store) == settings
+    assert stores.read_tuning(store) == settings
     assert (store / "commit").read_bytes() == before
 
 
@@ -312,8 +312,8 @@ def test_tune_takes_the_size_of_the_checkpoint_that_is_there(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert "Checkpoints of 1.2 MB" in result.stdout
     assert "(f*)" not in result.stdout
-    assert f"read_tuning({str(out)!r})" in result.stdout
-    assert read_tuning(out)
+    assert f"stores.read_tuning({str(out)!r})" in result.stdout
+    assert stores.read_tuning(out)
 
 
 def test_tune_says_what_is_missing(tmp_path: Path) -> None:

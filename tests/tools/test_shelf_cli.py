@@ -10,8 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pccheck_async import CorruptStoreError, Shelf, SyncCheckpointEngine
+from pccheck_async import Shelf, SyncCheckpointEngine
 from pccheck_async.cli import app
+from pccheck_async.errors import CorruptStoreError
 
 
 @pytest.fixture

@@ -13,18 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pccheck_async import (
-    CheckpointInfo,
-    CorruptStoreError,
-    NoCheckpointError,
-    SyncCheckpointEngine,
-    describe_checkpoint,
-    list_checkpoints,
-    load_sync,
-)
+from pccheck_async import CheckpointInfo, NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
 from pccheck_async.cli.stores import Side, parse_side
+from pccheck_async.errors import CorruptStoreError
 from tests.support.children import in_child
 from tests.support.limits import limited_descriptors
 
@@ -110,7 +103,7 @@ def test_show_json(made: Path) -> None:
     found = parsed("show", made, "--step=2")
     assert (found["step"], found["store_id"], found["manifest"]["offset"]) == (
         2,
-        describe_checkpoint(made).store_id,
+        stores.describe(made).store_id,
         12288,
     )
     leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
@@ -136,7 +129,7 @@ def test_verify(made: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_names_the_damage(store: Path) -> None:
-    described = describe_checkpoint(store)
+    described = stores.describe(store)
     flip(store / described.slot, 5000)
     flip(store / "commit", 70)
     result = pccheck("verify", store, "--all")
@@ -155,7 +148,7 @@ def test_verify_names_the_damage(store: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_restart_restores_is_said(store: Path) -> None:
-    slots = {step: describe_checkpoint(store, step=step).slot for step in (1, 2, 3)}
+    slots = {step: stores.describe(store, step=step).slot for step in (1, 2, 3)}
     assert "A restart restores step 3, if it is whole" in pccheck("ls", store).stdout
     assert f"A restart restores step 3, from {slots[3]}." in pccheck("verify", store).stdout
     assert pccheck("reject", store, "3").exit_code == 0
@@ -168,7 +161,7 @@ def test_what_a_restart_restores_is_said(store: Path) -> None:
 
 
 def test_a_slot_that_is_gone_is_listed_as_lost(store: Path) -> None:
-    slot = describe_checkpoint(store).slot
+    slot = stores.describe(store).slot
     (store / slot).unlink()
     result = pccheck("ls", store)
     assert result.exit_code == 4
@@ -338,7 +331,7 @@ def test_recover(store: Path) -> None:
     assert result.exit_code == 0
     assert "Nothing is missing" in result.stdout
     assert pccheck("recover", store, "--write").exit_code == 1
-    described = describe_checkpoint(store)
+    described = stores.describe(store)
     flip(store / described.slot, 100)
     (store / "commit").write_bytes(os.urandom(1 << 18))
     result = pccheck("recover", store)

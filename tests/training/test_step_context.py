@@ -19,15 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import (
-    CheckpointEngine,
-    SyncCheckpointEngine,
-    UnsupportedStateError,
-    WriteError,
-    list_checkpoints,
-    load_sync,
-)
+from pccheck_async import CheckpointEngine, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import Decision, Guard, SaveReport, StepReport
+from pccheck_async.errors import UnsupportedStateError, WriteError
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.training import TrainingStep

@@ -18,26 +18,21 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import (
-    CheckpointEngine,
+from pccheck_async import CheckpointEngine, NoCheckpointError, SyncCheckpointEngine, load_sync, stores
+from pccheck_async.engine import EngineConfig, EngineLoop
+from pccheck_async.errors import (
     ClosedError,
     InfeasibleError,
     InvalidTuningError,
-    NoCheckpointError,
     StoreFailedError,
     StoreLockedError,
-    SyncCheckpointEngine,
-    TunedSettings,
-    Tuning,
     WriteError,
-    load_sync,
-    read_tuning,
 )
-from pccheck_async.engine import EngineConfig, EngineLoop
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import free_bytes
 from pccheck_async.medium.open_medium import IO
+from pccheck_async.stores import TunedSettings, Tuning
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, ThrottledWriter
 from pccheck_async.transfer import available_cores
 from pccheck_async.transfer.operations import Operations
@@ -448,8 +443,8 @@ def test_write_and_read(tmp_path: Path) -> None:
     assert tuning.write(tmp_path / "not" / "there") == tmp_path / "not" / "there" / "tuning.json"
     assert sorted(os.listdir(tmp_path)) == ["not", "other.json", "tuning.json"]
     for path in (tmp_path, tmp_path / "tuning.json", str(tmp_path / "other.json"), tmp_path / "not" / "there"):
-        assert read_tuning(path) == tuning.settings
-    with SyncCheckpointEngine(tmp_path / "store", **read_tuning(tmp_path)) as engine:
+        assert stores.read_tuning(path) == tuning.settings
+    with SyncCheckpointEngine(tmp_path / "store", **stores.read_tuning(tmp_path)) as engine:
         assert engine.statistics().decisions.chunk_bytes == 8192
 
 
@@ -457,7 +452,7 @@ def test_a_later_tuning_replaces_the_file(tmp_path: Path) -> None:
     tuning_of().write(tmp_path)
     settings: TunedSettings = {"max_in_flight": 1, "writers": 1, "chunk_bytes": 4096, "host_memory": 8192}
     tuning_of(settings=settings).write(tmp_path)
-    assert read_tuning(tmp_path) == settings
+    assert stores.read_tuning(tmp_path) == settings
     assert os.listdir(tmp_path) == ["tuning.json"]
 
 
@@ -465,7 +460,7 @@ def test_settings_of_another_machine_are_taken_with_a_warning(tmp_path: Path) ->
     tuning = tuning_of(cores=available_cores() + 1)
     tuning.write(tmp_path)
     with pytest.warns(RuntimeWarning, match=f"{tuning.cores} cores and this process may use {available_cores()}"):
-        assert read_tuning(tmp_path) == tuning.settings
+        assert stores.read_tuning(tmp_path) == tuning.settings
 
 
 @pytest.mark.parametrize(
@@ -485,21 +480,21 @@ def test_a_file_with_other_contents_is_refused(tmp_path: Path, change: dict[str,
     path = tuning_of().write(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(InvalidTuningError, match="tune again"):
-        read_tuning(tmp_path)
+        stores.read_tuning(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff\xfe", b"null", b"{}", b'{"version": 1}'])
 def test_a_damaged_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "tuning.json").write_bytes(data)
     with pytest.raises(InvalidTuningError, match=r"tuning\.json"):
-        read_tuning(tmp_path)
+        stores.read_tuning(tmp_path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_tuning(tmp_path)
+        stores.read_tuning(tmp_path)
     with pytest.raises(FileNotFoundError):
-        read_tuning(tmp_path / "missing.json")
+        stores.read_tuning(tmp_path / "missing.json")
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

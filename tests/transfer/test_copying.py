@@ -24,9 +24,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.engine.capture import Capture
-from pccheck_async.errors import CheckpointError
+from pccheck_async.errors import CheckpointError, WriteError
 from pccheck_async.format import crc32, piece_sums
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pccheck_async import ResumableLoader, RNGState, SyncCheckpointEngine, UnsupportedStateError, load_sync
+from pccheck_async import ResumableLoader, RNGState, SyncCheckpointEngine, load_sync
 from pccheck_async.api import open_checkpoint
+from pccheck_async.errors import UnsupportedStateError
 from tests.support.datasets import Numbers, values
 from tests.support.state_strategies import array_bytes, same
 

@@ -13,15 +13,10 @@ from pccheck_async import (
     Shelf,
     StateMismatchError,
     SyncCheckpointEngine,
-    compare_checkpoints,
-    copy_checkpoint,
-    describe_checkpoint,
-    export_checkpoint,
     list_checkpoints,
     load_sync,
     open_checkpoint,
-    recover_store,
-    verify_checkpoints,
+    stores,
 )
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format.manifest import LATEST_VERSION, decode, encode, version_of
@@ -154,11 +149,11 @@ def test_saving_and_loading_by_every_way(tmp_path: Path) -> None:
     state = {"x": [scaled(codes)], "plain": codes}  # shares the memory of the codes
     with SyncCheckpointEngine(tmp_path / "run") as engine:
         engine.checkpoint(state, step=1).result(60)
-    copy_checkpoint(tmp_path / "run", tmp_path / "copy")
-    assert verify_checkpoints(tmp_path / "copy").whole
-    assert not compare_checkpoints(tmp_path / "run", tmp_path / "copy").differences
-    assert recover_store(tmp_path / "copy", search=True).found[0].whole
-    names = [leaf.path for leaf in describe_checkpoint(tmp_path / "copy").leaves]
+    stores.copy(tmp_path / "run", tmp_path / "copy")
+    assert stores.verify(tmp_path / "copy").whole
+    assert not stores.compare(tmp_path / "run", tmp_path / "copy").differences
+    assert stores.recover(tmp_path / "copy", search=True).found[0].whole
+    names = [leaf.path for leaf in stores.describe(tmp_path / "copy").leaves]
     assert names == ["x.0.codes", "x.0.scale", "x.0.._context", "plain"]
     with open_checkpoint(tmp_path / "copy") as opened:
         for loaded in (load_sync(tmp_path / "copy"), opened.load(), {"x": [opened["x.0"]], "plain": opened["plain"]}):
@@ -179,7 +174,7 @@ def test_no_export_has_them(tmp_path: Path) -> None:
     kinds: tuple[Literal["torch", "safetensors", "dcp"], ...] = ("torch", "safetensors", "dcp")
     for kind in kinds:
         with pytest.raises(UnsupportedStateError, match=r"x\.0 .*a Scaled, which is composed of other tensors"):
-            export_checkpoint(tmp_path / "run", tmp_path / f"out-{kind}", to=kind)
+            stores.export(tmp_path / "run", tmp_path / f"out-{kind}", to=kind)
 
 
 def test_without_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

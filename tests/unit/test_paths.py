@@ -11,13 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import (
-    StateMismatchError,
-    SyncCheckpointEngine,
-    TornCaptureError,
-    UnsupportedStateError,
-    open_checkpoint,
-)
+from pccheck_async import StateMismatchError, SyncCheckpointEngine, TornCaptureError, open_checkpoint
+from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths
 from tests.support import state_strategies
 

@@ -12,7 +12,7 @@ import pccheck_async
 
 ROOT = Path(pccheck_async.__file__).parent
 FLOORS = (
-    ("errors", "_ext"),
+    ("errors", "lazy_names", "_ext"),
     ("telemetry",),
     ("format",),
     ("state",),
@@ -25,7 +25,7 @@ FLOORS = (
     ("group",),
     ("api",),
     ("upkeep", "convert", "integrations"),
-    ("",),
+    ("", "policies", "statistics", "stores"),
     ("testing",),
     ("bench",),
     ("cli",),

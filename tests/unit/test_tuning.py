@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import CheckpointError, InfeasibleError
+from pccheck_async import CheckpointError
+from pccheck_async.errors import InfeasibleError
 from pccheck_async.training.policy import interval_floor, sustained_interval
 from pccheck_async.tuning import Point
 from pccheck_async.tuning.choice import Limits, choose, fit_rounds, shortages, staging_bytes

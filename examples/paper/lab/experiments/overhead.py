@@ -19,7 +19,8 @@ from examples.paper.lab.experiments.race import Race, chosen, plain_block
 from examples.paper.lab.medians import median_interval
 from examples.paper.lab.table import Row
 from examples.paper.lab.workloads import GPT
-from pccheck_async import Adaptive, CheckFreqInterval, PCcheckInterval, Policy, SyncCheckpointEngine, YoungDaly
+from pccheck_async import Adaptive, Policy, SyncCheckpointEngine
+from pccheck_async.policies import CheckFreqInterval, PCcheckInterval, YoungDaly
 from pccheck_async.training.policy import (
     checkfreq_interval,
 )

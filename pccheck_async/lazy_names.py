@@ -1,0 +1,29 @@
+"""Names of a module that are imported at their first use: ``--help`` need not wait a second for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+__all__ = ["importer"]
+
+
+def importer(module: str, names: dict[str, Any], homes: Mapping[str, Mapping[str, str]]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``module``.
+
+    Args:
+        module: Its full name.
+        names: Its globals: a name is imported once.
+        homes: By room of the package, the names it gives, each with the public one.
+    """
+    sources = {public: (room, name) for room, each in homes.items() for name, public in each.items()}
+
+    def get(name: str) -> Any:
+        if name not in sources:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        room, source = sources[name]
+        value = names[name] = getattr(import_module(f"pccheck_async.{room}"), source)
+        return value
+
+    return get
