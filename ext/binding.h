@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Python's headers and what the files that bind to it share: module, queue_object, request,
  * outline, tensors. All others are plain C. */
 #ifndef PCCHECK_BINDING_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Copies between scattered memory and one buffer, with checksums of all of the buffer. */
 #ifndef PCCHECK_COPY_H
 #define PCCHECK_COPY_H

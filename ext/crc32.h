@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* CRC-32 (IEEE 802.3, reflected, polynomial 0xedb88320): the values of zlib's crc32(). */
 #ifndef PCCHECK_CRC32_H
 #define PCCHECK_CRC32_H

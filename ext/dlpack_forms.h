@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The forms of tensors (device, dtype, shape, strides) as one table of bytes, obtained through DLPack. */
 #ifndef PCCHECK_DLPACK_FORMS_H
 #define PCCHECK_DLPACK_FORMS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Copies from and to mapped files, which somebody may have truncated. */
 #ifndef PCCHECK_GUARD_H
 #define PCCHECK_GUARD_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* pccheck_async._ext: its functions and constants. Contracts for callers: pccheck_async/_ext.pyi. */
 #include "binding.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Operations, and lists of them. */
 #ifndef PCCHECK_OPERATION_H
 #define PCCHECK_OPERATION_H

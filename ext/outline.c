@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The comparison of a live state with the pattern that an earlier walk over it left: see match() in the stub. */
 #include "binding.h"
 

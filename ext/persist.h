@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Stores to memory that keeps them: bytes are durable once their cache lines were written back, and a fence came after.
  *
  * That holds where a file is mapped with MAP_SYNC (a DAX filesystem). Anywhere else these are copies like others. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A queue of operations: batches go in, completions come out, and an eventfd tells when. Any thread may call these
  * functions at any time, except queue_free() and queue_disown(). */
 #ifndef PCCHECK_QUEUE_H

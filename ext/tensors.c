@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* All that the layout of tensors depends on, in one pass: see look() in the stub. */
 #include "binding.h"
 

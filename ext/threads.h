@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A group of threads that perform operations, first come, first served, and report each to a queue. */
 #ifndef PCCHECK_THREADS_H
 #define PCCHECK_THREADS_H

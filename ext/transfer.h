@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Transfers between memory and files at an offset, whole or not at all where the file has the bytes. */
 #ifndef PCCHECK_TRANSFER_H
 #define PCCHECK_TRANSFER_H

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asyncio-native checkpoint engine for PyTorch.
 
 Saves the state of a training job every few steps while training goes on, and always leaves one whole, verified

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m pccheck_async`` is the ``pccheck`` command, and so is its installed script."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on bytes in C, built from ``ext/`` if possible; ``operations/python.py`` does the same."""
 
 from collections.abc import Sequence

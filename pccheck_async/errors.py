@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors of the package: one root, each named for the condition a caller can act on.
 
 Errors that stand for a failed system call also inherit from :class:`OSError` and keep ``errno`` and ``filename``.

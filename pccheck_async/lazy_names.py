@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of a module that are imported at their first use: ``--help`` need not wait a second for torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a training step saves: policies that come with the package, and the reports and decisions of one of your own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts and measurements of an engine, and the events that its hooks get."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looking after stores and the folders of groups, without an engine, as the command ``pccheck`` does.
 
 Functions that only read are safe beside a running trainer; the others say what they need. ``import_`` ends in an

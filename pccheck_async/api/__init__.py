@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public interface: the asynchronous and the blocking engine, loading, and lazy reads.
 
 It may import: tuning and the rooms below.

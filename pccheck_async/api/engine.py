@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine for asyncio code."""
 
 from __future__ import annotations

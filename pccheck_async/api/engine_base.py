@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared part of the engine's two facades: settings, and everything that is equal in async and blocking code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint opened for reading: names, shapes and plain values at once, tensors on demand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading checkpoints without an engine, also beside a running writer of another process."""
 
 from __future__ import annotations

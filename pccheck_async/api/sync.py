@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine for code that is not async: the same verbs, blocking."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about the machine and the filesystem, and the processor time used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways of saving that ``pccheck bench`` compares, each used as documented, behind three verbs.
 
 A save ends when it would survive a power failure. Files that a method does not flush itself (:func:`flush_dcp`) are

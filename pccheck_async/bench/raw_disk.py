@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The raw limit of a disk: O_DIRECT transfers of an existing file by several threads, the flush included.
 
 The buffer is as large as the transfer, because a state does not fit into a processor's cache either, and lies in huge

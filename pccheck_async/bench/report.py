@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measurements, as a table, as JSON, and as a picture."""
 
 from __future__ import annotations

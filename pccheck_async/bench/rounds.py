@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure ways of saving on one disk: the same tensors and clock, by turns, in a new random order every round.
 
 Before each save every element of every tensor changes, and nothing is left in the page cache to be written. After each

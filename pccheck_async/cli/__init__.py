@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``pccheck`` command: nothing else in the package prints.
 
 It may import every room. Public names of the package are looked up when a command runs (``pccheck.load``), and torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pccheck bench``: ways of saving, compared on the user's own disk."""
 
 from __future__ import annotations

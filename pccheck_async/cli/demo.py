@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pccheck demo``: three training runs, one of them killed in the middle of a save, compared bit by bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The losses of the runs of ``pccheck demo``, row by row: read, compared by their bits, drawn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer of ``pccheck demo``: a byte-level GPT on the sources of Python's standard library.
 
 The whole training state (model, AdamW, learning rate schedule, random numbers, position in the data) is one checkpoint,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common parts of the commands: paths, sizes, JSON, tables, progress bars, errors and exit statuses.
 
 Importing this imports no torch: ``pccheck --help`` must be quick.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of the commands for a group's folder: lacking parts, ranks x checkpoints, and the slowest rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pccheck shelf``: the contents of a shelf, read without changing it."""
 
 from __future__ import annotations

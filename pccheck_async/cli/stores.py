@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands on stores, and on the files that checkpoints are exported to and imported from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pccheck tune``: measure a storage, and write down the settings for an engine there."""
 
 from __future__ import annotations

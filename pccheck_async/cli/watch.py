@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pccheck watch``: a live view of an engine that runs in another process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints as the files of other tools (torch, safetensors, DCP, Lightning, Hugging Face), and back.
 
 One module per format, with the limits of that format; memory is bounded by a few chunks on either way. May

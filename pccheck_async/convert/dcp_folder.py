@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of ``torch.distributed.checkpoint``, written by that package, which gets the tensors one by one."""
 
 from __future__ import annotations

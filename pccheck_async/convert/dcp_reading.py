@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a folder of ``torch.distributed.checkpoint``: tensors in full, saved by any number of ranks.
 
 Its ``.metadata`` is a pickle. It is not unpickled but read, as a description: no class or function that it names is

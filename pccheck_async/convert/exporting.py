@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Export: one checkpoint, or a part of it, as a file that others read without this package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import: a file or folder of others as a new checkpoint of a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``.ckpt`` of Lightning, to the state of ``integrations.lightning`` and back.
 
 Here and not beside that adapter, because it takes the file only: Lightning need not be there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that files back, so that states larger than memory can be imported: used pages go back to the kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the files of a model in a folder of Hugging Face's libraries, and other things that lie in their place."""
 
 from __future__ import annotations

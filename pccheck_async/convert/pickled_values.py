@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading results of ``torch.save``, a file or one value in memory, without running code.
 
 torch's restricted unpickler does not support numpy. Its arrays, scalars and dtypes are made here, by this package's own

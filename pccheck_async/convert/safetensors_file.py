@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of safetensors: a header in JSON, and the bytes of the tensors behind it.
 
 Or a folder of several such files with an index, laid out as Hugging Face does.

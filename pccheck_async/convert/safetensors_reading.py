@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the files of safetensors: the state that was exported from here, or the tensors by their names."""
 
 from __future__ import annotations

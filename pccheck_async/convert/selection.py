@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exported part of a checkpoint, and the limits of each format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and folders that appear under their names only when they are whole and flushed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of ``torch.save``: a zip archive of stored records, one per storage, and a pickle that views them.
 
 Storages are written as they lie in the payload, so views, strides and ties stay the same. Storages that tensors of

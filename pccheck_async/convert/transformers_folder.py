@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder ``checkpoint-N`` of Hugging Face's Trainer, to the state of ``integrations.transformers`` and back.
 
 Here and not beside that adapter, because it takes files only: transformers need not be installed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of one checkpoint: admit, capture, write, commit, end; and restore.
 
 The engine sees a policy as a protocol, and training steps through :class:`TrainingHooks`.

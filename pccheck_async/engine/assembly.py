@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of an open engine: all that bytes go through between a state and its store, made and closed together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work that is partly the caller's and partly the engine's: how it waits, in a blocking call and in a coroutine.
 
 User code (``state_dict()``, ``load_state_dict()``) runs on the thread of the caller, everything else on the engine's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture: the copy of a state, as it is at one instant, out of the trainer's reach.
 
 There is one way for every state, :meth:`StateReader.start` on the caller's thread, which reads the state and decides

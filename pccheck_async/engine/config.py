@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of an engine, and the values of "auto" on this machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine without its facades: opening, admission, restore, statistics, failures not awaited, and the end."""
 
 from __future__ import annotations

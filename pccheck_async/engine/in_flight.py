@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints of one engine: which were admitted, which are in flight, and how the others ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's own event loop on a thread of its own.
 
 A training step blocks the loop it runs on for its whole length. Captures and writes must go on meanwhile, so the engine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of engines for monitoring: OpenMetrics text, a collector for prometheus_client, flat numbers for loggers.
 
 Names and units follow OpenMetrics 1.0: base units (seconds, bytes) as the last part of the name, counters end in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures that run while training goes on: the guard that makes steps wait for them, and the search for torn ones.
 
 Parameters and the tensors that an optimizer keeps for them change only in its step, so they may be copied during the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes that save a checkpoint together: the questions that an engine asks them.
 
 :class:`Alone` answers for one process, ``Ranks`` of the room ``group`` by agreement with the other ranks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint on its way: captured, then durable; each is a :class:`Promise` that any thread may set or wait for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's view of training: the protocol of a policy, and hooks. Both are implemented in rooms above."""
 
 from __future__ import annotations

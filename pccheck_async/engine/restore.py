@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restoring: one loop over the candidates of this process, or of its group, until one fills the state."""
 
 from __future__ import annotations

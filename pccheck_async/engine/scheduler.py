@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler: the order of one checkpoint, from its admission until it is durable.
 
 A checkpoint is a task graph: beside the reservation of its slot, a coroutine for each chunk copies it and hands it to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statistics of an engine: frozen values that users, metrics, the status file and the command line read."""
 
 from __future__ import annotations

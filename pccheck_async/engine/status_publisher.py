@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publishes the status of an engine into a file, for other processes to look at."""
 
 from __future__ import annotations

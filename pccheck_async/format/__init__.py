@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes of a store, purely: commit record, manifest, skeleton, dtypes, keys, checksum.
 
 No await and no file descriptor; of the package it imports :mod:`pccheck_async.errors` alone. Modules that import torch

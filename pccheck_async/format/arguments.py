@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of arguments that several rooms take: steps, names, counts, and which checkpoint is meant."""
 
 from __future__ import annotations

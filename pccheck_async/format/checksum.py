@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one checksum of the format: CRC-32 (IEEE 802.3, reflected, as in zlib, gzip and PNG).
 
 Every Python has it, so a store can be verified where the extension was not compiled; the extension computes it faster

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of dtypes in manifests: a fixed list for torch, a strict grammar for numpy; no name is imported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about a committed checkpoint that are known without reading its data."""
 
 from __future__ import annotations

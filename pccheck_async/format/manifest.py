@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifest of one checkpoint: a MessagePack map from the names of :class:`Manifest`'s fields.
 
 The entries in it are arrays of the fields of :class:`TensorEntry`, :class:`StorageEntry` and :class:`ChunkEntry` in

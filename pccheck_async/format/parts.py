@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The group's fields of a rank's commit record (format version 2): the run of each part, and the decisions applied.
 
 A group's folder has a store for each rank, ``rank-00003``; its record names that rank's *parts* of checkpoints. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a store and the commit record, format versions 1 and 2.
 
 ::

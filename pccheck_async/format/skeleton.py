@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The skeleton of a state, as the manifest holds it: a tree of plain nodes, with arrays replaced by their indices.
 
 None, bool, int (64 bits), float and str are MessagePack's own; a value of any other type is a MessagePack array that

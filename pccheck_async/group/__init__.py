@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several ranks, one checkpoint that all of them have or none.
 
 The protocol (:mod:`.member` and :mod:`.coordinator`, with :mod:`.view`, :mod:`.schedule` and :mod:`.restore`) is pure:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The actions that a member returns.
 
 The driver carries them out in order and reports results by calling the methods of the member named here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints that the ranks of a group restore together, and the sources of their parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control plane: two ordered logs on a ``TCPStore`` that rank 0 serves, read and written by threads of their own.
 
 Ranks put messages into an inbox, rank 0 puts decisions into a log, and everyone reads that in order::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank 0's decisions on the messages of all ranks: one ordered log. How it is driven: :mod:`.member`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts on another host.
 
 Ranks come back on other nodes, and a world may have another size: then rank r reads the part of rank r modulo the old

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A group's folder: the filesystem that it is on, and the records of its ranks' stores.
 
 ::

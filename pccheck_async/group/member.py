@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The group commit: one rank's part, and rank 0's decisions. Messages in, actions out: no I/O, no clock, no thread.
 
 How it is driven. Every rank has a :class:`Member`; rank 0 has a :class:`Coordinator`, too. An adapter calls a method

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of ranks to rank 0, by way of its inbox, and the decisions of rank 0 for all of them, in one order.
 
 Both travel as MessagePack arrays that begin with their type's name. Numbers of decisions are their places in the log.

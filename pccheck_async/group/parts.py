@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a group's commit records: one rank's part of a checkpoint, and the last decision a record applied."""
 
 from __future__ import annotations

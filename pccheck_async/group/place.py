@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one door for reading without an engine, also beside running writers. Nothing here writes.
 
 A *place* is a folder with checkpoints: the store of one process, the folder of a group with the stores of its ranks, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of a group, as the engine of one of them sees them: each answer is agreed on with the others."""
 
 from __future__ import annotations

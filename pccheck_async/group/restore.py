@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks agree three times: on the candidate, on the match before arrays are filled, on the chunks before the rest.
 
 All restore one checkpoint, or none does, with one error. Damage on any rank takes all to the next older one; with a

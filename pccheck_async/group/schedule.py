@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One schedule for all ranks: after which steps they save, and which step is the last one before they are preempted.
 
 Only rank 0's policy decides. On reaching a scheduled step, and before it waits for anything, rank 0 publishes the next

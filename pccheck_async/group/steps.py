@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of one rank: the policy is rank 0's, and its answers come from the group's schedule."""
 
 from __future__ import annotations

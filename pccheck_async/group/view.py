@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The findings of a group's ranks at opening, taken together: which checkpoints are complete, and which may be.
 
 Pure functions over the records of every rank folder in every member's domain, running there now or not: ranks may have

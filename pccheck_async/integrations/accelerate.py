@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training state of a Hugging Face Accelerator for a plain engine: ``state = training_state(accelerator, loader)``.
 
 Accelerate's own ``register_save_state_pre_hook`` and ``register_load_state_pre_hook`` can replace weights only, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ResumableLoader in loops of Accelerate and in Hugging Face's Trainer, which support loaders of torch only.
 
 ``prepare`` takes torch's DataLoader apart: it shares the batches out among the ranks, and fetches one ahead of the loop

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's checkpoints on stores of this package, written while training continues.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores of one checkpoint, in the place of files that a framework would have written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training that was stopped before its limits, such as by an early stop, stays stopped when started again."""
 
 from __future__ import annotations

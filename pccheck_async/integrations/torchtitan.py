@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TorchTitan's checkpoint manager on a group's store; a job's configuration takes it in the place of TorchTitan's own.
 
 ::

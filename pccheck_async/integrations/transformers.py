@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's ``Trainer`` on a store: the same command again resumes, and computes the bits that are missing.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the framework that an adapter is for is installed, in a version that the adapter was tested with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage of bytes: one protocol (:class:`Medium`), and one module for each medium.
 
 It may import transfer and the rooms below. It reads no records and decides nothing about durability. It alone owns

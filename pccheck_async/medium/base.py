@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of a medium: the operations that a store needs on its files."""
 
 from __future__ import annotations

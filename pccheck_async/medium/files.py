@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The medium on a real filesystem: O_DIRECT where it works, buffered I/O and fdatasync where it does not."""
 
 from __future__ import annotations

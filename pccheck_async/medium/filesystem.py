@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind of filesystem that a folder is on, and its alignment of direct I/O: from the kernel, and by trying."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder that is held open: its files are found in it even after it was moved."""
 
 from __future__ import annotations

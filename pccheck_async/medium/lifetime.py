@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that are open: drained when the interpreter exits, abandoned in forked children."""
 
 from __future__ import annotations

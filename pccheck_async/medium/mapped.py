@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The medium in memory that keeps its contents: files of a folder, mapped (PCcheck, section 3.3, persistent memory)."""
 
 from __future__ import annotations

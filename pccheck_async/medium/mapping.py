@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file mapped into memory, and the instructions or calls that make bytes stored there durable.
 
 Three kinds, distinguished by trying:

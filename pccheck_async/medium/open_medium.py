@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I/O backend and medium for one folder, by the name of the backend."""
 
 from __future__ import annotations

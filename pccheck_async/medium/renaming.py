@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renames that fail if the new name exists, or exchange both names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The status file: statistics that a running engine publishes for other processes.
 
 ``<store>/status`` is no part of the store's format: nothing is decided by it, nothing of it is flushed, and any of it

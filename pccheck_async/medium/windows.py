@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One file whose ranges are seen through windows: memory that stays at its address while the range behind it changes.
 
 A user holds arrays in a window. :meth:`Window.move` puts another range of the file there, in one step and without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named variables that live in a mapped file and are used in place (PyMM's programming model).
 
 ``shelf.shelf`` has the class and the reason for shadow copies, ``shelf.format`` the bytes and why a crash cannot tear

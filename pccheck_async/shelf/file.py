@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file protocol of a shelf. :class:`~pccheck_async.medium.windows.WindowedFile` documents the methods."""
 
 from __future__ import annotations

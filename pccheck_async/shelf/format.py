@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes of a shelf's file, without I/O.
 
 The file is divided into pages, of the size that the machine had which made it. Numbers are little-endian.

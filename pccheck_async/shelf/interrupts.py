@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C waits while a shelf changes: a KeyboardInterrupt is raised before or after a change, never in the middle.
 
 Python calls the handler of a signal between two byte codes of the main thread, with the frame that it interrupts. While

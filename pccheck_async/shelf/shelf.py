@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named variables in a mapped file, used where they lie (PyMM's programming model, HPEC'22).
 
 How a transaction protects a variable that is changed in place was decided by figures, of prototypes of both ways

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pages of a shelf are free: decided without I/O, from the extents that are not."""
 
 from __future__ import annotations

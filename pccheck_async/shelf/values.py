@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of a shelf: taken apart into a manifest and bytes to store, and made of both again, arrays in place."""
 
 from __future__ import annotations

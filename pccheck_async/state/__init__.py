@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The app state as a tree of plain nodes and a table of arrays, and back. No I/O, no pickle, nothing converted.
 
 ``save`` takes a live state apart, ``restore`` makes or fills one, ``cache`` makes the second save cheap. It may import

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The surroundings of a call on its thread: torch's modes and transforms, which change the effect of its functions."""
 
 from __future__ import annotations

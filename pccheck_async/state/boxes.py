@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The boxes of a global tensor on this rank: offsets and sizes, computed from the placements of a DTensor.
 
 torch has one offset per DTensor; where shards interleave (``_StridedShard``: FSDP2 over tensor parallelism), a local

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of classes that only the user's process has: tensors composed of others, and values that are pickled.
 
 A tensor is composed of others as torch's wrapper subclasses are: moments of low-bit optimizers. Such a class names the

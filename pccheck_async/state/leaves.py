@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors and arrays of a state, in columns; and the sources of their bytes in a capture.
 
 A source is an address, or an array that is packed piece by piece.

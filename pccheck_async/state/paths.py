@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 r"""Names of leaves: ``optimizer.state.0.exp_avg``.
 
 A path joins the keys from the root to the leaf with dots; a dot or backslash inside a key is escaped with a backslash

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The global random number generators as one Stateful object."""
 
 from __future__ import annotations

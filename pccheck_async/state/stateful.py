@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stateful objects, their places in a live state, and dicts there that their ``state_dict()`` made.
 
 Such a dict holds the object's state at one moment. Tensors in them are the object's own; all else is a copy, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of leaves, by the memory they view, so that aliases are stored once and come back aliased.
 
 Of every storage the byte ranges are kept that its leaves span; ranges that overlap or touch are merged, and bytes that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python code that reaches for the memory of a tensor in a way that torch does not count: it is seen, or made to wait.
 
 ``Tensor._version`` counts the changes of torch's own operations, not writes through ``param.data``, a NumPy

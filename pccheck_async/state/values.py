@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain values to nodes and back, with their exact types and all their bits; keys of mappings and items of sets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The durable state: which checkpoints exist, the slot of the next one, and the commit (:meth:`.Store.commit`).
 
 It may import medium and the rooms below; no engine, loop or trainer. While an engine runs, only this package decides

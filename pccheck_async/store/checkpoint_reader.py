@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading one checkpoint: the parts of all ranks that saved it, of which one process has one.
 
 Tensors that lie on several ranks are made of the boxes in all parts: into the boxes of this rank's live tensors, or in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the chunks of a payload at the storage's speed, and comparing each with its checksum."""
 
 from __future__ import annotations

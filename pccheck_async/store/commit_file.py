@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files ``commit`` and ``store.json``: made together, locked against other writers, read, laid out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names under which the parts of one checkpoint hold different tensors: experts, stages, buffers of each rank.
 
 Such a name is ambiguous. Parts of equal layout are compared by the checksums of their chunks; of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checkpoint to read, and which one next if that is damaged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading one part of a checkpoint: its manifest, and its chunks, every checksum verified on the way.
 
 Memory is bounded by the pool of staging buffers; bytes reach their tensors only after a checksum of them held. If a

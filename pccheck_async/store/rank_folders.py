@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folders of ranks in that of their group, by their names, and the test for a group's folder."""
 
 from __future__ import annotations

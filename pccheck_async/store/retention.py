@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints that a record keeps (invariant I6), the contents of the next record, and the space that they take."""
 
 from __future__ import annotations

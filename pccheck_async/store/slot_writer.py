@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way of one checkpoint into a slot: its chunks, and its manifest behind them.
 
 (Invariants, such as I9: :mod:`pccheck_async.store`.)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The slots of a store: which of them may be written, and when; and their files.
 
 A slot is *leased* to the checkpoint that is being written into it, *committed* while the newest durable record names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of parts: a slot of the store that an engine of this process has open, or one in any folder seen here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One store opened for writing: the commit by which a checkpoint becomes durable, and changes of records.
 
 :meth:`Store.commit` is all of the commit (PCcheck, section 3.2; invariants I1 to I3, I6, I11). The methods that it

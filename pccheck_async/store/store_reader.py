@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of a store, and the lock on a slot, also beside a writer of another process. Nothing here writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One stream of events for each engine: sums for statistics, lines of the log, spans and users' hooks follow from it.
 
 Primitives without an engine or a store, which import ``errors`` only. :mod:`.events` lists the events, and

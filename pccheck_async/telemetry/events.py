@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events in the life of an engine's checkpoints, as frozen values: for ``engine.on_event`` and for the log.
 
 The log has a line for those with a level (:mod:`pccheck_async.telemetry.logs` has the names and levels).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log: one logger, ``pccheck_async``, whose records carry fields.
 
 No handler is installed. Every record has the attributes of :data:`FIELDS` (None if they do not apply), so a

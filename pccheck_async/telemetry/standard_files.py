@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard input, output and error of a process that was started without them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stream of an engine's events: each is emitted once; totals, log lines, spans and users' hooks follow from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over the events of one engine, for statistics, metrics, the status file and summaries in the log."""
 
 from __future__ import annotations

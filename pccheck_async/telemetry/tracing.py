@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timing of operations: sums by stage, and spans for a recorder of a run.
 
 Without a recorder, as in everyday use, this costs the lookup of one variable for each timed operation. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failure doubles: media that crash, fail, hang or are slow, for tests of the engine and of programs that use it.
 
 Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``io``. The effects of

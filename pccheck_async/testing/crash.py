@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder in memory with volatile and durable contents, and the media of the processes that open it."""
 
 from __future__ import annotations

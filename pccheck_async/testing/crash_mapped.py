@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Persistent memory with volatile caches, for a :class:`CrashDisk` whose files are mapped.
 
 Bytes that were stored survive a power failure in units of 8, any subset of them (tear images with ``sector=8``), until

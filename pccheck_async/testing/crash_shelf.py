@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of a shelf on a :class:`CrashDisk`: users store into its windows directly; the power fails at will.
 
 A user's store into a window is in the caches of the processor, or of the kernel: it may survive in units of 8

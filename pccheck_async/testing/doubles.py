@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doubles in front of another medium: one operation fails, hangs until it is released, or is slow."""
 
 from __future__ import annotations

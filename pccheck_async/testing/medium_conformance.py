@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The promises of every medium, as checks to run a new one against.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a ``CrashDisk`` at one instant, and every folder that may be found after the power failed then.
 
 The power failures of the model, on purpose more than any one filesystem allows:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A look inside an engine, for tests: its parts, by names that stay when the parts move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All around a training step: the step context, accumulation windows, policies, preemption, resumable data.
 
 It connects an engine to the hooks that the engine has for training.

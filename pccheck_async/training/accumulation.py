@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows of gradient accumulation: after which training steps no gradient waits to be used by an optimizer's step.
 
 Gradients are not saved. A window is several step contexts (``engine.step``) that lead to one step of an optimizer; a

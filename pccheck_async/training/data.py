@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training data whose position is a few numbers, saved with the rest of the state and resumed without replay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes over the data and the epochs of a training loop: a loader's place, and the beginning of its next ``for``."""
 
 from __future__ import annotations

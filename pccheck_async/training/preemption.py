@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals that request the end of the process: one last checkpoint at the next safe point, and then it ends.
 
 The effects for a user, and job scripts for schedulers, are in ``examples/guide/preemption.md``. If forked workers of a

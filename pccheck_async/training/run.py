@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training run with an engine: its policy, its step contexts, its windows, preemption, and the last save."""
 
 from __future__ import annotations

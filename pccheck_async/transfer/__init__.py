@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moving bytes: staging buffers, the plan of chunks, copies to and from devices, and I/O operations.
 
 Two rooms inside have doors of their own: ``operations/`` (write, read, flush, copy, checksum: in C or in Python) and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resources that a forked child shares with its parent and must release: files and their locks, memory, engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cores and memory that this process may use, by affinity, cgroup limits and resource limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page-aligned memory that forked children do not get."""
 
 from __future__ import annotations

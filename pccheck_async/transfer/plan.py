@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The payload: storages laid back to back, the whole cut into chunks, and the tables by which chunks are copied.
 
 Storages start at multiples of 64 bytes, large ones at a block. A chunk is copied, checksummed, written and read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging buffers: one chunk of page-aligned host memory each, leased and returned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waiting for concurrent steps: to their end, cancelled or not; and the one error to raise of several."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of N, p and b, from measured times and the machine's limits; nothing is measured here.
 
 PCcheck, section 3.4: with N checkpoints in flight, each of which takes Tw(N) to become durable, one is durable every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials for the tuner in a folder of theirs: the speed of the storage, and that of a real engine at one point."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of a tuning, and the file that carries its settings to later runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tuner: measures the engine itself on the storage it is for, and picks N, p, b and the staging memory.
 
 Every point is measured by a real engine on a store of its own, in a folder that is gone afterwards: a sample state that

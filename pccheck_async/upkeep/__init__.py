@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maintenance of stores: describe, verify and compare checkpoints; copy, drop, pin, recover.
 
 The functions block; call them from asyncio code with ``asyncio.to_thread``. Those that only read open everything

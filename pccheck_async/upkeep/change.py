@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changing a store that no trainer has open: checkpoints are dropped, pinned and rejected."""
 
 from __future__ import annotations

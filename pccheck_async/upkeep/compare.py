@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How two checkpoints differ: leaf by leaf, in bounded memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copying a checkpoint into another store, and that of a group, with the parts of all ranks, into another group's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leaves of a stored state by their paths, as people and reports name them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describing a checkpoint, and counting the bytes that are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recovery of a store whose records or ``store.json`` are lost. Slots are only read, in any case."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints found in slots that no record names: by their manifests, and whole only if every checksum holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifying a store: every checksum of it, at the speed of the disk. Nothing is copied anywhere."""
 
 from __future__ import annotations

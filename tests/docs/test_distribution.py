@@ -132,6 +132,12 @@ def test_the_sdist_has_all_that_the_build_needs(sdist: Path) -> None:
     assert _files(sdist, "**/*.so", "**/*.o", "**/*.pyc") == set()
 
 
+def test_every_source_names_its_licence() -> None:
+    for name in sorted(_files(ROOT, "pccheck_async/**/*.py", "pccheck_async/*.pyi", "ext/*.[ch]")):
+        first = (ROOT / name).read_text().partition("\n")[0]
+        assert first.strip("#/* ") == "SPDX-License-Identifier: Apache-2.0", name
+
+
 def test_the_wheel_has_the_package_and_the_extension(wheel: Path) -> None:
     [facts] = wheel.glob("pccheck_async-*.dist-info")
     assert {path.name for path in wheel.iterdir()} == {"pccheck_async", facts.name}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.distributed.checkpoint`` on stores of this package: ``dcp.save``, ``dcp.async_save``, ``dcp.load``.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The meaning of a ``checkpoint_id``: checkpoints are not folders here, but steps of one root."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan of DCP as an app state, and manifests as DCP's metadata.
 
 The app state has a tensor under each of DCP's names, and under :data:`OWN` further data of DCP: the bytes that its

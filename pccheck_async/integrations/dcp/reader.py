@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The side that loads."""
 
 from __future__ import annotations

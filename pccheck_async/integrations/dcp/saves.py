@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves of this process under one root: an engine that is opened at the first save and stays open."""
 
 from __future__ import annotations

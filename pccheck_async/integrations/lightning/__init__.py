@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: exact resumption by a callback, and its ``CheckpointIO`` on stores of this package.
 
 ::

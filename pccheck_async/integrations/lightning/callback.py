@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A callback that saves the whole training between two batches, and restores it there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's own checkpoints, each path a store of one checkpoint, written while training goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work that follows a save, in the order of the saves, on a thread that lives as long as there is something to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 and tensor parallelism: ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save each rank's shards."""
 
 from __future__ import annotations

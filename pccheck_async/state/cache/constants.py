@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constant leaves: large ones that no optimizer owns and that stay the same from checkpoint to checkpoint.
 
 Code that changes such a leaf (MoCo's teacher, a target network, a replay buffer) is never made to wait, so it is

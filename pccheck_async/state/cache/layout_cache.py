@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout cache: how leaves lay when they were last laid out, so that they are not laid out again at every save.
 
 A layout depends on the kind of each leaf (type, dtype, shape, strides, storage offset) and on how their

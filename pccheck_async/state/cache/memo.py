@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memo of a state: the findings of one save that later saves of the same structure reuse.
 
 The outline of the state, the layout of its leaves with all that follows from it (:class:`.storages.Known`: plan, copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns: the structure of a live value, which ``_ext.match`` compares with the value at the next save.
 
 The outline of a state has its patterns, the nodes that the walk over it made, and the plain values; it holds no array,

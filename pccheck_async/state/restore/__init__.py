@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stored state back into Python: new objects (``load``) or the live ones (``engine.restore``).
 
 ``live`` makes a tree of a live state, like the stored one. ``diff`` says how they differ and what is done with each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks and repairs around the ``load_state_dict`` of modules and optimizers.
 
 Torch's ``state_dict()`` of an optimizer calls parameters by numbers; state under any other key is loaded, and no step

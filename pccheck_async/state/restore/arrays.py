@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that stored arrays are read into: new memory for ``load``, live tensors and arrays for ``restore``."""
 
 from __future__ import annotations

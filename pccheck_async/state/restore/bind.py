@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoded manifest is matched: with new memory for ``load``, with the live objects for ``engine.restore``.
 
 The bytes go to the addresses of live arrays, and to new memory; the other values are made of these.

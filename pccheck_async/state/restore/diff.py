@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a live state and a stored one differ, and what a restore does with each of their parts. Nothing changes here.
 
 The live state is a tree like the stored one (:func:`.live.live_tree`); both are walked side by side, once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A live state as a tree, to be compared with stored ones: nothing is refused, and every container is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several parts of a checkpoint: the entries that only others have, and which bytes of which part are read.
 
 Tensors may lie on other ranks, or in other boxes, than when they were saved. Of each part only the MiBs that hold

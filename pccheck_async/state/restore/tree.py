@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a skeleton: the Python value it describes, the names in it, its leaves, and the part that keys select."""
 
 from __future__ import annotations

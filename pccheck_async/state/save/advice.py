@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advice for values that cannot be saved."""
 
 from __future__ import annotations

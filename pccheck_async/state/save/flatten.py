@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flatten an app state into a skeleton of nodes and a table of tensors and arrays. No byte of an array is copied."""
 
 from __future__ import annotations

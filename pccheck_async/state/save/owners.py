@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of the rank that saves a box that several ranks have alike: each box once per storage domain.
 
 Ranks exchange no messages for it. All that have a box walk over the same tensors in the same order, and the one with

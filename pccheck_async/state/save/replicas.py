@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison of replicas: tensors that ranks believe to have alike are saved by one rank, and restored by all.
 
 At every save each rank takes a sample of its replicas as they are captured, the same ranges on all that share them: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each source of a state is captured: before the call returns (eager), or while training goes on (lazy).
 
 Lazy are those in memory that only the step of an attached optimizer changes, and large ones without an owner that were

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How torn captures are found out: leaves that changed while they were captured.
 
 Torn are leaves that code changes outside the steps of attached optimizers. Steps are watched by

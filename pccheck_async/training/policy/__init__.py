@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When to checkpoint: policies that get a report of every step and every checkpoint, and decide.
 
 Pure: time comes in with the reports, so that a run can be replayed or simulated.

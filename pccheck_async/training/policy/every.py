@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values of ``interval=``: fixed intervals of steps or seconds, a policy, or nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published intervals, as functions of measured times, and checks of the arguments that policies take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies that profile, calibrate, and then decide by their measurements.
 
 Adaptive, Young-Daly and CheckFreq go by the cost of a checkpoint, PCcheck by its time with N in flight.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a checkpoint to training, measured against clean steps; and the level of noisy values that may change."""
 
 from __future__ import annotations

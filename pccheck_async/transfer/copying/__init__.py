@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy backends: from live state memory, on the host or on CUDA devices, into staging buffers, and back.
 
 :func:`make_backend` returns the one for this machine. Only ``cupy_runtime.py`` imports CuPy. May import: state's

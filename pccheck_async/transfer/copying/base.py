@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between live state and staging buffers: the contract of copy backends, and the backend for host memory.
 
 (Invariants, such as I8: :mod:`pccheck_async.store`.)

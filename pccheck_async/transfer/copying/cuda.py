@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA backend: its own streams copy device memory by address, as the base class copies that of the host.
 
 ``examples/guide/training.md`` has the consequences for training (the work that a capture contains, snapshots, overlap,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CUDA device: memory, events and the trainer's streams by torch; streams and copies of its own by CuPy or torch."""
 
 from __future__ import annotations

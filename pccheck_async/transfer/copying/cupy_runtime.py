@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime by CuPy. The only module that imports CuPy."""
 
 from __future__ import annotations

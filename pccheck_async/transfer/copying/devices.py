@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The devices of the CUDA backend: streams of copies, memory, events; and fences made of these events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One device's share of the copying: lanes (streams with a scratch image each), snapshots, and their tables.
 
 Large segments of a chunk are copied one by one. Small ones the device gathers into a scratch image of the chunk, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime as devices need it, by torch's functions (``cupy_runtime.py``: CuPy's), and the one kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a state is first copied on its device (CheckFreq, Algorithm 1), and accounting of the device memory."""
 
 from __future__ import annotations

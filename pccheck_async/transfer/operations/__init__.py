@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on bytes (write, read, flush, copy, checksum), and the two backends that perform them.
 
 ================  ========================================================================  =========================

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on bytes, submitted in batches: the base of both backends, and the backend in C.
 
 A call puts an operation into the batch of the current loop iteration, which is submitted at once. A cancelled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend in pure Python: ``os.pwrite`` and the like on threads. Works where nothing compiles."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Daemon worker threads that report to an event loop in batches."""
 
 from __future__ import annotations
