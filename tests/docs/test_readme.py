@@ -82,6 +82,18 @@ def test_every_block_says_whether_it_runs() -> None:
     assert {block.mark for block in blocks_of(README) if "quickstart" in block.mark} == INSTALLING
 
 
+def test_no_line_of_code_is_cut_on_a_page() -> None:
+    long = [
+        f"{page}: {line}"
+        for page, text in ALL.items()
+        if page == "README.md" or page.startswith("examples/guide")
+        for block in blocks_of(text)
+        for line in block.text.splitlines()
+        if len(line) > 88
+    ]
+    assert long == []
+
+
 @pytest.mark.slow
 def test_every_block_runs(tmp_path: Path) -> None:
     """In their order, each page in a folder of its own: what one block leaves, the next one finds."""
