@@ -210,10 +210,14 @@ def test_a_group_that_gets_too_few_threads_says_so(tmp_path: Path, left: int) ->
         before = threading.active_count()
         with pytest.MonkeyPatch.context() as patch:
             limit_threads(patch, left)
-            return opened(tmp_path), threading.active_count() - before
+            told = opened(tmp_path)
+        ending = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < ending:
+            time.sleep(0.01)  # those of torch's store end by themselves
+        return told, threading.active_count() - before
 
     told, more = in_child(work)
-    assert more == 0
+    assert more <= 0
     # At least eight are needed: three of the server, the loop's, two helpers, two of the client.
     assert ("pids.max" in told) == (left < 8), told
 
