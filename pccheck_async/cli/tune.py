@@ -134,7 +134,7 @@ def _tuned(tuning: pccheck.stores.Tuning, path: Path, given: Path, written: Path
     yield f"The storage takes {size(int(tuning.bandwidth))}/s, a running write {tuning.stream_cpu:.2f} of a core."
     noise = f"Differences under {tuning.noise:.0%} are noise. " if math.isfinite(tuning.noise) else ""
     yield f"{noise}Measured in {tuning.seconds:.0f} s."
-    call = f"read_tuning({str(given)!r})"
+    call = f"stores.read_tuning({str(given)!r})"
     yield f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call})."
 
 
