@@ -197,7 +197,7 @@ _FOLDERS: Final[dict[Source, str]] = {
 
 
 def _look(name: Path) -> Source | None:
-    """Return the format that a file or folder looks like, or None."""
+    """Return the format that a file or folder looks like, or None. Raises the errors of ``refuse_other_things``."""
     if name.is_dir():
         if (name / dcp_reading.METADATA).is_file():
             return "dcp"

@@ -105,7 +105,7 @@ _OTHER_THINGS: Final = (
 
 
 def refuse_other_things(file: Path) -> None:
-    """Raise CorruptStoreError for an empty file, UnsupportedStateError for a download's leftovers in a file's place."""
+    """Raise CorruptStoreError for an empty file, UnsupportedStateError for a pointer of Git LFS or a page of HTML."""
     with file.open("rb") as opened:
         head = opened.read(512)
     if not head:

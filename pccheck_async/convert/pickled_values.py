@@ -280,7 +280,7 @@ class _Dtype:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Raises UnpicklingError if this package does not support the dtype."""
+        """The dtype with byte order and unit. Raises UnpicklingError if this package does not support it."""
         try:
             return dtypes.numpy_dtype(str(self._name))
         except CorruptStoreError as error:

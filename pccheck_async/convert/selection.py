@@ -158,7 +158,7 @@ def native(node: Node, path: str, selection: Selection) -> Node:
 
 
 def _key(node: Node, path: str, selection: Selection) -> Node:
-    """Keys and members of sets are hashable, and that is all that may be below them."""
+    """Return what :func:`native` makes of a mapping's key or a set's member: of containers, only a tuple may be one."""
     if isinstance(node, TupleNode):
         return TupleNode([_key(item, path, selection) for item in node.items])
     return native(node, f"{path} (a key)" if isinstance(node, (NumpyScalarNode, NumpyDtypeNode)) else path, selection)

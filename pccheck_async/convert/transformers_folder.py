@@ -50,7 +50,9 @@ def lies_in(folder: Path) -> bool:
 
 
 def read(folder: Path, reading: Reading) -> tuple[dict[str, Any], int | None]:
-    """Return the state and its step, None if no file names it. Tensors are mapped.
+    """Return the state, and its step: that in the Trainer's file or in the folder's name, else None.
+
+    Tensors are mapped. What the folder lacks is added to ``reading.missing``.
 
     Raises:
         FileNotFoundError: not all files of the model are there.

@@ -92,7 +92,10 @@ class InFlight:
     def note_waited(
         self, pending: PendingCheckpoint, start: float, where: Literal["checkpoint", "optimizer"] = "optimizer"
     ) -> None:
-        """Count the time since ``start`` (of ``time.perf_counter()``) that training was kept waiting."""
+        """Count the time from ``start`` (of ``time.perf_counter()``) until now: training waited for ``pending``.
+
+        ``where``: as in :class:`Waited`.
+        """
         seconds = time.perf_counter() - start
         pending.stall += seconds
         self._stream.emit(Waited(step=pending.step, counter=pending.counter, seconds=seconds, where=where))

@@ -99,9 +99,9 @@ class EngineLoop:
             return not self._stopping
 
     async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
-        """Refuse new coroutines, cancel those of other threads, and wait until they ended. Called on this loop.
+        """Refuse new coroutines, cancel the submitted ones, and wait until they ended. Called on this loop.
 
-        ``spared`` ends by itself when the caller has.
+        The caller's own task is left alone, and so is ``spared``, which ends by itself when the caller has.
         """
         with self._guard:
             self._stopping = True

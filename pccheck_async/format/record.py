@@ -140,7 +140,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return self.metadata.get(REJECTED_KEY) is True
 
     def as_rejected(self) -> Entry:
-        """Return it with the mark."""
+        """Return the entry with the mark of a rejected one."""
         return self if self.rejected else replace(self, metadata=self.metadata | {REJECTED_KEY: True})
 
     def marked_as(self, other: Entry) -> Entry:

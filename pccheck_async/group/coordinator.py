@@ -307,7 +307,10 @@ class Coordinator:
         return len(ballot.prepared) == self.world
 
     def _check_step(self, ballot: _Ballot, message: Admitted | Ok) -> list[AnyDecision]:
-        """Ranks that save different steps as one checkpoint have lost each other (G7)."""
+        """Break the group if the message has another step than the ballot; return that decision, else nothing.
+
+        Ranks that save different steps as one checkpoint have lost each other (G7).
+        """
         if ballot.step == message.step:
             return []
         return self._break(

@@ -366,7 +366,10 @@ class Member:
         return [TakeOver(self._orphans)]
 
     def _vote(self, counter: int, job: _Job) -> list[Action]:
-        """Report to rank 0 that a part is prepared. After the flush: else power may fail behind the decision (G2)."""
+        """Report to rank 0 that this rank's part is prepared, unless the checkpoint is decided already.
+
+        Called only after the flush: else a checkpoint could be decided whose bytes a power failure takes (G2).
+        """
         if job.decided is not None:
             return []
         assert self.run is not None

@@ -83,7 +83,7 @@ class Schedule:
         return not self.upcoming and (self.reached is None or step > self.reached)
 
     def learn(self, decision: Next | Propose | Confirm | Withdraw) -> Acknowledge | None:
-        """Take a decision in; return the answer to a proposal."""
+        """Take in a decision of rank 0; return the answer if it is a proposal, else None."""
         match decision:
             case Next():
                 self.upcoming += (decision,)

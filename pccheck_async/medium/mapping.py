@@ -63,7 +63,10 @@ def map_range(address: int | None, nbytes: int, protection: int, flags: int, fd:
 
 
 def map_for_this_process(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
-    """Map a range of a file for reading and writing, which forked children and core dumps get none of."""
+    """Map a range of a file for reading and writing, and return the address. Raises OSError.
+
+    Forked children and core dumps get none of this memory.
+    """
     address = map_range(address, nbytes, READ_WRITE, flags, fd, offset)
     for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
         libc.madvise(address, nbytes, advice)

@@ -48,7 +48,7 @@ def is_group_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _is_store_of_rank(folder: Path) -> bool:
-    """Whether a folder with the name of a rank's is one: users may give a store such a name, too."""
+    """Whether a folder that is named like a rank's holds the store of one: users may give other stores such a name."""
     try:
         return decode_identity(Folder(folder).read_small(IDENTITY_NAME)).format == GROUP_VERSION
     except (OSError, CorruptStoreError):

@@ -85,7 +85,10 @@ class Captured(_OfCheckpoint, frozen=True, kw_only=True):
 
 
 class Durable(_OfCheckpoint, frozen=True, kw_only=True):
-    """It is committed: seconds since it was admitted, those until captured, those training waited for it so far."""
+    """It is committed, ``seconds`` after it was admitted; it was captured in the first ``capture_seconds`` of those.
+
+    Training has waited for it for ``stall`` seconds so far.
+    """
 
     text = "checkpoint of step %(step)d durable: %(nbytes)d bytes in %(seconds).3f s, training waited %(stall).3f s"
     nbytes: int

@@ -134,7 +134,7 @@ class Course:
 
     @property
     def _worked(self) -> bool:
-        """Whether the epoch had a pass, or most of one: one batch may have been taken to look at."""
+        """Whether a pass of the epoch ended or gave more than one batch: a single one may be but a look at the data."""
         return any(self.place.earlier) or self._ended or self._delivered > 1
 
     @property
@@ -257,12 +257,14 @@ class Course:
         return EpochPlace(self.place.epoch + 1, self.place.number + 1)
 
     def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[T]:
-        """Return the iterator of one ``for``; its place is decided now, not at its first ``next``.
+        """Return the iterator of one ``for``. Where it begins is decided now, not at its first ``next``.
+
+        A restore or another ``for`` before that ``next`` changes it. Raises RuntimeError if ``epoch`` is not underway.
 
         Args:
             batches: Loads a pass.
-            epoch: Of :meth:`epochs`, whose pass this is; None: of a loop over the loader itself.
-            on: Go on at the place, instead of with a new pass.
+            epoch: The number of the epoch that is iterated over; None for a loop over the loader itself.
+            on: Go on at the current place, instead of beginning a new pass.
         """
         self._check(epoch)
         if self._counter == "epochs":

@@ -505,7 +505,10 @@ def _tuners(trainer: Any) -> list[Any]:
 
 
 def _frozen(trainer: Any) -> dict[str, list[str]]:
-    """Return the names that ``BaseFinetuning`` has frozen: parameters, and the averages of BatchNorm."""
+    """Return the names of the frozen ``"parameters"``, and of the BatchNorm modules with frozen averages (``"norms"``).
+
+    Empty if the trainer has no ``BaseFinetuning``.
+    """
     if not _tuners(trainer):
         return {}
     module = trainer.lightning_module

@@ -70,7 +70,9 @@ def _ways(part: torch.nn.Module) -> Iterator[str]:
 
 
 def with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
-    """Return the stored state with the names that it lacks and that are the same tensors here as others that it has.
+    """Return the stored state, with each name added that it lacks and whose tensor in ``own`` has a stored name, too.
+
+    The added name gets what is stored under the other.
 
     Hugging Face's files hold a tied parameter under one of its names.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How torn captures are found out: leaves that changed while they were captured.
 
-Torn are leaves that code changes outside the steps of attached optimizers. Steps are watched by
+A leaf is torn by code that changes it outside the steps of attached optimizers. Those steps are watched by
 :mod:`pccheck_async.engine.overlap`.
 """
 

@@ -36,7 +36,7 @@ class EverySteps(_Given):
         self._decision = Decision(interval, None, f"{every}, as given")
 
     def due(self, report: StepReport) -> bool:
-        """Go by the step's number."""
+        """Return whether to save this step: because of its number, or because the last save was skipped."""
         return self._was_skipped() or (report.step + 1) % self._interval == 0
 
     def next_after(self, step: int) -> int:

@@ -270,9 +270,9 @@ def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> La
 
 
 def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:
-    """Return rows of (destination, source, length): one for each block of GPU threads.
+    """Cut copies into rows of (destination, source, length), one for each block of GPU threads.
 
-    None has more than ``most`` bytes, a multiple of 16, so that cutting keeps alignment.
+    No row has more than ``most`` bytes. That has to be a multiple of 16: then the cuts keep the alignment.
     """
     counts = ((lengths + np.uint64(most - 1)) // np.uint64(most)).astype(np.int64)
     row = np.repeat(np.arange(len(lengths)), counts)
