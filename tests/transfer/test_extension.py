@@ -217,6 +217,26 @@ def test_forgotten_queues_close_with_a_warning(through: str, fd: int) -> None:
     assert threads_fall_to(threads)
 
 
+def test_a_queue_whose_last_reference_goes_is_closed_without_the_garbage_collector() -> None:
+    gc.collect()
+    fds, threads = fds_now(), threads_now()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        queue, keepalive = _ext.Queue(2, 2), Owner()
+        gone = weakref.ref(keepalive)
+        queue.submit([(1, _ext.GATHER, b"", bytearray(CHUNK), keepalive)])
+        del keepalive
+        gc.disable()
+        try:
+            del queue
+            assert gone() is None
+        finally:
+            gc.enable()
+    assert [warning.category for warning in caught] == [ResourceWarning]
+    assert fds_now() <= fds
+    assert threads_fall_to(threads)
+
+
 def forgotten() -> list[Owner]:
     """A queue in a cycle, which alone holds a view that is older: the garbage collector comes to the view first."""
     view, owner = memoryview(bytearray(CHUNK)), Owner()
