@@ -653,6 +653,15 @@ def test_pins_hold_against_the_rules_of_a_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_unpinned_is_left_to_the_rules(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert stores.pin(tmp_path, 1).pinned
+    assert not stores.unpin(tmp_path, 1).pinned
+    save(tmp_path, 3, keep_last=1)
+    assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(3, False)]
+
+
+@pytest.mark.slow
 def test_a_removal_that_loses_power_is_done_or_not() -> None:
     disk = CrashDisk()
     with SyncCheckpointEngine("x", io=CrashWriter(disk), chunk_bytes=CHUNK, keep_last=3) as engine:
