@@ -20,6 +20,7 @@ from pccheck_async.group.folder import domain_of
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles
+from pccheck_async.medium.open_medium import open_medium
 from pccheck_async.medium.windows import WindowedFile
 from pccheck_async.store import StoreReader, rank_folders, rank_name
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
@@ -181,6 +182,25 @@ def test_a_load_reads_the_records_once_before_the_slot_is_locked_and_once_after(
     monkeypatch.setattr(Files, "lock", noting_lock)
     assert load_sync(tmp_path)["x"].tolist() == [*range(9)]
     assert seen == ["record", "lock", "record"]
+
+
+def test_a_slot_that_the_newest_record_names_no_more_is_not_handed_out(tmp_path: Path) -> None:
+    """However whole its bytes look: a writer may have begun to write over them before it was locked."""
+
+    async def look(stale: Record | None) -> tuple[Record, object]:
+        async with await open_medium(tmp_path, "auto", writers=1, copiers=1) as opened:
+            reader = await StoreReader.open(opened)
+            assert reader is not None
+            found = await reader.lock(lambda record: next((it for it in record.entries if it.step == 1), None), stale)
+            return await reader.record(), found
+
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
+        engine.checkpoint({"x": torch.arange(9)}, step=1).result(60)
+        record, found = asyncio.run(look(None))
+        assert found is not None
+        engine.checkpoint({"x": torch.arange(9)}, step=2).result(60)
+    _, found = asyncio.run(look(record))
+    assert found is None
 
 
 @pytest.mark.slow
