@@ -227,7 +227,7 @@ def test_a_reader_looks_again_once_the_slot_is_locked(tmp_path: Path, monkeypatc
         return bool(await lock(self, file, **options))
 
     monkeypatch.setattr(Files, "lock", lock_late)
-    # Without that look its manifest would be damaged, which it is not: it is not kept any more.
+    # It is not kept any more, and that is what the error says: nothing is damaged.
     with pytest.raises(NoCheckpointError, match="step 1"):
         load_sync(store, step=1)
     assert load_sync(store)["x"].tolist() == [4.0] * 9
