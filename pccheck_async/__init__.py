@@ -7,7 +7,8 @@ checkpoint. Nothing is imported before it is used.
 Saving: :class:`CheckpointEngine` (``async with``) and :class:`SyncCheckpointEngine` (``with``) have the same verbs.
 ``checkpoint`` returns a :class:`PendingCheckpoint` when the state is captured and may change; awaited, that gives the
 :class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy`
-decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state.
+decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state. :class:`Keep` has rules for
+what stays, :class:`StorageOptions` how bytes get to the storage, :class:`Group` the ranks that save together.
 
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
         load_sync,
         open_checkpoint,
     )
-    from pccheck_async.engine import PendingCheckpoint
+    from pccheck_async.engine import PendingCheckpoint, StorageOptions
     from pccheck_async.errors import (
         CheckpointError,
         GroupError,
@@ -53,15 +54,16 @@ if TYPE_CHECKING:
     from pccheck_async.group import Group
     from pccheck_async.shelf import Shelf
     from pccheck_async.state import FlatShard, RNGState, Stateful
+    from pccheck_async.store import Keep
     from pccheck_async.training import TrainingStep
     from pccheck_async.training.data import ResumableLoader, ResumableSampler
     from pccheck_async.training.policy import Adaptive, Policy
 
 __all__ = [
     "Adaptive", "CheckpointEngine", "CheckpointError", "CheckpointInfo", "FlatShard", "Group", "GroupError",
-    "NoCheckpointError", "PendingCheckpoint", "Policy", "RNGState", "Restored", "ResumableLoader", "ResumableSampler",
-    "Shelf", "StateMismatchError", "Stateful", "SyncCheckpointEngine", "TornCaptureError", "TrainingStep",
-    "list_checkpoints", "load", "load_sync", "open_checkpoint",
+    "Keep", "NoCheckpointError", "PendingCheckpoint", "Policy", "RNGState", "Restored", "ResumableLoader",
+    "ResumableSampler", "Shelf", "StateMismatchError", "Stateful", "StorageOptions", "SyncCheckpointEngine",
+    "TornCaptureError", "TrainingStep", "list_checkpoints", "load", "load_sync", "open_checkpoint",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -78,7 +80,7 @@ _import = importer(
             "load_sync": "load_sync",
             "open_checkpoint": "open_checkpoint",
         },
-        "engine": {"PendingCheckpoint": "PendingCheckpoint"},
+        "engine": {"PendingCheckpoint": "PendingCheckpoint", "StorageOptions": "StorageOptions"},
         "errors": {
             "CheckpointError": "CheckpointError",
             "GroupError": "GroupError",
@@ -90,6 +92,7 @@ _import = importer(
         "group": {"Group": "Group"},
         "shelf": {"Shelf": "Shelf"},
         "state": {"FlatShard": "FlatShard", "RNGState": "RNGState", "Stateful": "Stateful"},
+        "store": {"Keep": "Keep"},
         "training": {"TrainingStep": "TrainingStep"},
         "training.data": {"ResumableLoader": "ResumableLoader", "ResumableSampler": "ResumableSampler"},
         "training.policy": {"Adaptive": "Adaptive", "Policy": "Policy"},

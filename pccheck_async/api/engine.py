@@ -58,14 +58,7 @@ class CheckpointEngine(EngineBase):
         keep_last: How many of the newest committed checkpoints are kept. "all": nothing is dropped, until
             :meth:`remove` drops it; a commit record names 64 checkpoints, so that :meth:`checkpoint` raises
             StoreFullError, before it captures anything, if these exist or are in flight.
-        keep_every: Also keep the first checkpoint at or after each multiple of this many steps, as long as the commit
-            record has room (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
-        keep_best: Also keep the best by a number in their metadata, for example ``("loss", 3, "min")``. A step of
-            :meth:`step` that sets this number is saved, due by ``interval`` or not (not in a group).
-        spaced: Also keep the first checkpoint of each slice of time, for so long: ``[(timedelta(minutes=10),
-            timedelta(hours=1)), (timedelta(hours=1), timedelta(days=1))]`` keeps one per 10 minutes of the last hour,
-            and one per hour of the last day (or in seconds). Slices begin at multiples of their length since the epoch;
-            times are those of the captures, in a group by rank 0's clock, and count back from the newest checkpoint.
+        keep: Further rules (:class:`pccheck_async.Keep`): ``Keep(every=1000, best=("loss", 3, "min"))``.
         save_last: Leaving the context without an error saves the last step that :meth:`step` finished, unless a
             checkpoint that was taken since that step began (also by hand, of that step or a later one) holds it. After
             a signal of :meth:`on_preemption` this also happens with an error. The state is captured as it is at that
@@ -76,24 +69,10 @@ class CheckpointEngine(EngineBase):
             attached, or if they are in other memory then), :meth:`restore` was called, or the step left a window
             of gradient accumulation open. A step that raised, :meth:`close` and the end of the
             interpreter save nothing.
-        chunk_bytes: Unit of copying and writing, in bytes.
-        host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed; a larger one is
-            captured at the speed of the storage.
-        writers: Writes running at a time (PCcheck's p).
-        medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory if the filesystem has it
-            (DAX), emulated on tmpfs, else of the page cache; "auto": mapped on persistent memory. Each reads and
-            continues the stores of the others.
-        device: How tensors on CUDA devices are captured. "auto": first copied on their device if it has memory to
-            spare and that is faster than waiting for the host (CheckFreq's rule). "snapshot": whenever the device has
-            the memory. "stream": never.
-        io: "threads" (of the C extension), "python", or "auto"; or a medium, such as those of
-            :mod:`pccheck_async.testing`.
         interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or by a
             policy of :mod:`pccheck_async.training.policy`. None: as often as 3 % of training time allow.
         max_stall: Most seconds that a step of an attached optimizer waits on the host for a capture; after that the
             checkpoint is abandoned. The time that GPUs wait for copies queued on them does not count.
-        check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
-            costs the time and the memory of that copy.
         allow_pickle: Save values of types that need pickle (a loss scaler without ``state_dict``, a
             namespace, an enum, a function) as ``torch.save`` pickles them, each as a whole, and :meth:`restore` them.
             Unpickling runs code: give this only if you trust the writer of the store. A warning is logged at the first
@@ -103,18 +82,13 @@ class CheckpointEngine(EngineBase):
             than those of the store. By default such a step has to be larger than the newest that the store holds.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
         on_error: "raise" a failure that was not awaited at the next call, or "warn" of it.
-        lock_timeout: Seconds to wait for another writer of the same store that is dying.
-        exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.
         group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
             Every rank opens an engine on the same ``path``, which is then a group's folder, and calls all methods
             alike. A checkpoint is complete on all ranks, or it is not there. Errors of one rank are
             :class:`GroupError` on the others. None: one process. DTensors are saved as they lie on the ranks, boxes
             of several ranks only once on each filesystem, and restored into any other layout and number of ranks.
-        replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
-            ``["model.*"]``: saved once on each filesystem, too. Parameters of ``DistributedDataParallel`` and the state
-            of their optimizers are known to be. All other plain values are each rank's own.
-        trusted_replicas: Globs over the paths of such tensors that are not compared. Of the others each save compares a
-            sample; if ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
+            :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
+        storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
 
     Raises:
         ValueError: a setting is out of range.
@@ -222,7 +196,7 @@ class CheckpointEngine(EngineBase):
                 NumPy, a storage or DLPack waits by itself. Other code that changes one must call
                 :meth:`wait_captured` first; otherwise the checkpoint is torn. That is detected (TornCaptureError),
                 except for writes through references to memory that were taken before, compiled code and CUDA graphs
-                (see ``check_captures``).
+                (see ``StorageOptions(check_captures=True)``).
 
         Returns:
             The checkpoint in flight; await it for durability.
@@ -421,9 +395,9 @@ class CheckpointEngine(EngineBase):
 
         Chooses the smallest ``max_in_flight``, then the smallest ``writers``, then the smallest ``chunk_bytes`` that
         are as fast as the best, and ``host_memory``, within disk, memory and cores (PCcheck, section 3.4). This
-        engine's ``keep_last`` counts, and its ``host_memory`` is the budget. Sample checkpoints are saved into a
-        folder inside the store's, about as many as the disk takes in ``budget_seconds``; the store's checkpoints are
-        not touched. Do not train meanwhile: other work of the machine is measured, too.
+        engine's ``keep_last`` and ``keep`` count, and its ``host_memory`` is the budget. Sample checkpoints are saved
+        into a folder inside the store's, about as many as the disk takes in ``budget_seconds``; the store's checkpoints
+        are not touched. Do not train meanwhile: other work of the machine is measured, too.
 
         Args:
             state: The state to be saved; only its size matters.
@@ -441,7 +415,7 @@ class CheckpointEngine(EngineBase):
             InfeasibleError: nothing fits; names the missing resource.
             NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint gives the size.
             StoreLockedError: another tuning runs in this folder.
-            ValueError: ``io`` is a single medium, or an argument is out of range.
+            ValueError: ``io`` of the engine is a single medium, or an argument is out of range.
             WriteError: the storage failed.
         """
         measure = self._tuning(state, nbytes, step_seconds, budget_seconds, progress)

@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal, Never, Unpack
 
 import torch
 from torch.distributed import ProcessGroup
 
+from pccheck_async.api.old_keywords import OldKeywords, refuse_unknown, renamed
 from pccheck_async.engine import (
-    Auto,
     EngineConfig,
     EngineCore,
     EngineStatistics,
     Policy,
+    StorageOptions,
     check_flag,
     openmetrics,
     scalars,
@@ -28,8 +27,7 @@ from pccheck_async.engine import (
 from pccheck_async.format import CheckpointInfo
 from pccheck_async.group import Group, Ranks
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
-from pccheck_async.medium.open_medium import IO, MediumName
-from pccheck_async.store import SpaceNeeded
+from pccheck_async.store import Keep, SpaceNeeded
 from pccheck_async.telemetry import Hook
 from pccheck_async.training import TrainingRun
 from pccheck_async.training.policy import make_policy
@@ -47,57 +45,37 @@ class EngineBase:
         *,
         max_in_flight: int = 2,
         keep_last: int | Literal["all"] = 1,
-        keep_every: int | None = None,
-        keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
-        spaced: Sequence[tuple[timedelta | float, timedelta | float]] = (),
+        keep: Keep = Keep(),
         save_last: bool = True,
-        chunk_bytes: int | Auto = "auto",
-        host_memory: int | Auto = "auto",
-        writers: int | Auto = "auto",
-        medium: MediumName = "auto",
-        device: Literal["auto", "snapshot", "stream"] = "auto",
-        io: IO = "auto",
         interval: int | timedelta | Policy | None = None,
         max_stall: float | None = None,
-        check_captures: bool = False,
-        allow_pickle: bool = False,
-        overwrite: bool = False,
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
-        lock_timeout: float = 5.0,
-        exit_timeout: float = 60.0,
+        allow_pickle: bool = False,
+        overwrite: bool = False,
         group: ProcessGroup | Group | None = None,
-        replicated: Sequence[str] = (),
-        trusted_replicas: Sequence[str] = (),
-        **unknown: Never,
+        storage: StorageOptions = StorageOptions(),
+        **old: Unpack[OldKeywords],
     ) -> None:
-        if unknown:
-            raise _unknown(type(self).__name__, next(iter(unknown)))
+        if old:
+            callee = type(self).__name__
+            refuse_unknown(callee, old, EngineBase.__init__.__kwdefaults__ or {})
+            given = renamed(callee, {"keep": keep, "group": group, "storage": storage, **old})
+            keep, group, storage = given["keep"], given["group"], given["storage"]
         config = EngineConfig(
             max_in_flight=max_in_flight,
             keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            spaced=spaced,
-            chunk_bytes=chunk_bytes,
-            host_memory=host_memory,
-            writers=writers,
-            medium=medium,
-            device=device,
+            keep=keep,
             max_stall=max_stall,
-            check_captures=check_captures,
             allow_pickle=allow_pickle,
             overwrite=overwrite,
             on_busy=on_busy,
             on_error=on_error,
-            lock_timeout=lock_timeout,
-            exit_timeout=exit_timeout,
-            replicated=replicated,
-            trusted_replicas=trusted_replicas,
+            storage=storage,
         )
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)
-        self._core = EngineCore(path, io, config, None if group is None else Ranks(Group.of(group)))
+        self._core = EngineCore(path, config, None if group is None else Ranks(Group.of(group)))
         self._training = TrainingRun(self._core, policy, save_last=save_last)
 
     def __reduce_ex__(self, protocol: object) -> Never:
@@ -226,7 +204,6 @@ class EngineBase:
             self._core.path,
             nbytes=checkpoint_bytes(self._core, state, nbytes),
             config=self._core.config,
-            io=self._core.io,
             step_seconds=step_seconds,
             budget_seconds=budget_seconds,
             progress=progress,
@@ -236,13 +213,3 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
-
-
-def _unknown(engine: str, name: str) -> TypeError:
-    """Return the error for an unknown argument; Python's own would name a class that the user did not call."""
-    near = get_close_matches(
-        name, [*(field.name for field in fields(EngineConfig)), "interval", "io", "save_last"], cutoff=0.5
-    )
-    return TypeError(
-        f"{engine} has no argument {name!r}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
-    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -73,10 +73,10 @@ def tune(
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from pccheck_async.engine import EngineConfig, EngineLoop
+    from pccheck_async.engine import EngineConfig, EngineLoop, StorageOptions
     from pccheck_async.tuning import tune as measure
 
-    config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
+    config = EngineConfig(keep_last=keep_last, storage=StorageOptions(host_memory=host_memory or "auto"))
     if nbytes is None and (place := read_place(path)).complete:
         nbytes = place.infos[0].nbytes
     if nbytes is None:
@@ -98,13 +98,14 @@ def tune(
             )
             tuning = loop.call(measuring)
     written = tuning.write(out or path)
-    return Report(msgspec.to_builtins(tuning) | {"path": str(written)}, _tuned(tuning, path, out or path, written))
+    found = msgspec.to_builtins(tuning) | {"settings": tuning.numbers, "path": str(written)}
+    return Report(found, _tuned(tuning, path, out or path, written))
 
 
 def _tuned(tuning: pccheck.stores.Tuning, path: Path, given: Path, written: Path) -> Iterator[str | Table]:
     headings = ("in flight", "writers", "chunk", "durable after", "rate", "capture", "runs")
     measured = table(*headings, "", right=len(headings))
-    settings: dict[str, Any] = {**tuning.settings}
+    settings = tuning.numbers
     for row in tuning.measurements:
         point = row.point
         chosen = all(settings[name] == getattr(point, name) for name in ("max_in_flight", "writers", "chunk_bytes"))
@@ -135,7 +136,9 @@ def _tuned(tuning: pccheck.stores.Tuning, path: Path, given: Path, written: Path
     noise = f"Differences under {tuning.noise:.0%} are noise. " if math.isfinite(tuning.noise) else ""
     yield f"{noise}Measured in {tuning.seconds:.0f} s."
     call = f"stores.read_tuning({str(given)!r})"
-    yield f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call})."
+    yield f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call}), or copy:"
+    options = ", ".join(f"{name}={number}" for name, number in settings.items() if name != "max_in_flight")
+    yield f"    max_in_flight={settings['max_in_flight']}, storage=StorageOptions({options}),"
 
 
 def _steps(count: int | None) -> str:

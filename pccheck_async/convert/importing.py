@@ -19,6 +19,7 @@ from pccheck_async.convert import (
     transformers_folder,
 )
 from pccheck_async.convert.pickled_values import Reading, read_file
+from pccheck_async.engine import StorageOptions
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
@@ -145,7 +146,7 @@ def import_checkpoint(
     check_metadata(metadata or {})
     # "all": it takes one slot more than there are, and other processes' commits meanwhile stay, too.
     with SyncCheckpointEngine(
-        path, max_in_flight=1, keep_last="all", host_memory=host_memory, io=io, overwrite=True
+        path, max_in_flight=1, keep_last="all", overwrite=True, storage=StorageOptions(io=io, host_memory=host_memory)
     ) as engine:
         with mapped_memory.given_back(leaves.values):
             info = engine.checkpoint(state, step=step, metadata=metadata).result()

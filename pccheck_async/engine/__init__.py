@@ -8,7 +8,7 @@ It may import: store and the rooms below.
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
-from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
+from pccheck_async.engine.config import Auto, Decisions, EngineConfig, StorageOptions, check_flag, decide
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop, call_once
 from pccheck_async.engine.metrics import openmetrics, scalars
@@ -46,6 +46,7 @@ __all__ = [
     "StepEnd",
     "StepHooks",
     "StepReport",
+    "StorageOptions",
     "TrainingHooks",
     "block_on",
     "call_once",

@@ -17,7 +17,7 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
+from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
 from pccheck_async.store import open_store
 from pccheck_async.telemetry import Stream
@@ -45,7 +45,6 @@ class EngineParts:
     async def open(
         self,
         path: str,
-        io: IO,
         config: EngineConfig,
         peers: Peers,
         *,
@@ -61,11 +60,12 @@ class EngineParts:
         Raises the errors of :func:`open_store`; WriteError if the folder cannot be written.
         """
         self.loop, self.stream, self.peers = loop, stream, peers
+        options = config.storage
         cores, memory = share_of_machine()
-        first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
+        first = decide(options, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Set before any file is open: a child forked meanwhile closes them.
         self.opened = opened = await open_medium(
-            path, io, writers=first.writers, copiers=first.copiers, medium=config.medium
+            path, options.io, writers=first.writers, copiers=first.copiers, medium=options.medium
         )
         backend: CopyBackend | None = None
         try:
@@ -74,13 +74,13 @@ class EngineParts:
                 path=path,
                 retention=config.retention,
                 max_in_flight=config.max_in_flight,
-                lock_timeout=config.lock_timeout,
+                lock_timeout=options.lock_timeout,
                 version=peers.record_version,
             )
-            self.backend = backend = make_backend(opened.operations, config.device)
+            self.backend = backend = make_backend(opened.operations, options.gpu_capture)
             pinning = backend.pinning
             self.decisions = decisions = decide(
-                config, block_bytes=store.block_bytes, cores=cores, memory=memory, cuda=pinning is not None
+                options, block_bytes=store.block_bytes, cores=cores, memory=memory, cuda=pinning is not None
             )
             decisions.reasons["io"] = opened.reason
             self.pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
@@ -97,7 +97,7 @@ class EngineParts:
                 path=path,
             )
             # Other media need not be folders.
-            self.publisher = Publisher(path, collect) if isinstance(io, str) else None
+            self.publisher = Publisher(path, collect) if isinstance(options.io, str) else None
             self.complete = True
         except BaseException:
             await opened.close()

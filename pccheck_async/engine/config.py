@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from numbers import Real
 from typing import Literal
 
 from pccheck_async.format import align, check_count
-from pccheck_async.medium.open_medium import MediumName
-from pccheck_async.store import Best, KeepAll, Retention, make_best, make_spaced
+from pccheck_async.medium.open_medium import IO, MediumName, check_io
+from pccheck_async.store import Keep, KeepAll, Retention
+from pccheck_async.transfer.copying import DeviceMode
 
-__all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
+__all__ = ["Auto", "Decisions", "EngineConfig", "StorageOptions", "check_flag", "decide"]
 
 Auto = Literal["auto"]
 
@@ -30,66 +29,91 @@ _BUFFERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How an engine moves bytes to its storage: seldom needed, and never for what is saved.
+
+    Args:
+        medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory if the filesystem has it
+            (DAX), emulated on tmpfs, else of the page cache; "auto": mapped on persistent memory. Each reads and
+            continues the stores of the others.
+        io: "threads" (of the C extension), "python", or "auto"; or a medium, such as those of
+            :mod:`pccheck_async.testing`.
+        writers: Writes running at a time (PCcheck's p).
+        chunk_bytes: Unit of copying and writing, in bytes.
+        host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed; a larger one is
+            captured at the speed of the storage.
+        gpu_capture: How tensors on CUDA devices are captured. "auto": first copied on their device if it has memory to
+            spare and that is faster than waiting for the host (CheckFreq's rule). "snapshot": whenever the device has
+            the memory. "stream": never.
+        check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
+            costs the time and the memory of that copy.
+        lock_timeout: Seconds to wait for another writer of the same store that is dying.
+        exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    medium: MediumName = "auto"
+    io: IO = "auto"
+    writers: int | Auto = "auto"
+    chunk_bytes: int | Auto = "auto"
+    host_memory: int | Auto = "auto"
+    gpu_capture: DeviceMode = "auto"
+    check_captures: bool = False
+    lock_timeout: float = 5.0
+    exit_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.medium not in ("auto", "files", "mapped"):
+            raise ValueError(f"medium is 'auto', 'files' or 'mapped', not {self.medium!r}")
+        check_io(self.io)
+        for name in ("writers", "chunk_bytes", "host_memory"):
+            if getattr(self, name) != "auto":
+                check_count(name, getattr(self, name))
+        if self.gpu_capture not in ("auto", "snapshot", "stream"):
+            raise ValueError(f"gpu_capture is 'auto', 'snapshot' or 'stream', not {self.gpu_capture!r}")
+        check_flag("check_captures", self.check_captures)
+        _check_seconds("lock_timeout", self.lock_timeout)
+        _check_seconds("exit_timeout", self.exit_timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The user's settings, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
 
     max_in_flight: int = 2
     keep_last: int | Literal["all"] = 1
-    keep_every: int | None = None
-    keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
-    spaced: Sequence[tuple[timedelta | float, timedelta | float]] = ()
-    chunk_bytes: int | Auto = "auto"
-    host_memory: int | Auto = "auto"
-    writers: int | Auto = "auto"
-    medium: MediumName = "auto"
-    device: Literal["auto", "snapshot", "stream"] = "auto"
+    keep: Keep = field(default_factory=Keep)
     max_stall: float | None = None
-    check_captures: bool = False
     allow_pickle: bool = False
     overwrite: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
-    replicated: Sequence[str] = ()
-    trusted_replicas: Sequence[str] = ()
     on_error: Literal["raise", "warn"] = "raise"
-    lock_timeout: float = 5.0
-    exit_timeout: float = 60.0
+    storage: StorageOptions = field(default_factory=StorageOptions)
 
     def __post_init__(self) -> None:
         check_count("max_in_flight", self.max_in_flight)
+        _check_kind("keep", self.keep, Keep, "Keep(every=1000)")
+        _check_kind("storage", self.storage, StorageOptions, "StorageOptions(writers=8)")
         _ = self.retention
-        for name in ("chunk_bytes", "host_memory", "writers"):
-            if getattr(self, name) != "auto":
-                check_count(name, getattr(self, name))
-        if self.medium not in ("auto", "files", "mapped"):
-            raise ValueError(f"medium is 'auto', 'files' or 'mapped', not {self.medium!r}")
-        if self.device not in ("auto", "snapshot", "stream"):
-            raise ValueError(f"device is 'auto', 'snapshot' or 'stream', not {self.device!r}")
         if self.on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")
         if self.on_error not in ("raise", "warn"):
             raise ValueError(f"on_error is 'raise' or 'warn', not {self.on_error!r}")
         if self.max_stall is not None:
             _check_seconds("max_stall", self.max_stall, " or None")
-        _check_seconds("lock_timeout", self.lock_timeout)
-        _check_seconds("exit_timeout", self.exit_timeout)
-        check_flag("check_captures", self.check_captures)
         check_flag("allow_pickle", self.allow_pickle)
         check_flag("overwrite", self.overwrite)
-        for name in ("replicated", "trusted_replicas"):
-            globs = getattr(self, name)
-            if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
-                raise ValueError(f"{name} is a list of globs over paths, not {globs!r}")
 
     @property
     def retention(self) -> Retention:
         """The rules of retention."""
-        if self.keep_last == "all":
-            if self.keep_every is not None or self.keep_best is not None or self.spaced:
-                raise ValueError("keep_last='all' keeps every checkpoint: give no keep_every, keep_best or spaced")
-            return KeepAll()
-        best = None if self.keep_best is None else make_best(self.keep_best)
-        spaced = make_spaced(self.spaced)
-        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best, spaced=spaced)
+        if self.keep_last != "all":
+            return Retention(keep_last=self.keep_last, keep=self.keep)
+        if self.keep != Keep():
+            raise ValueError("keep_last='all' keeps every checkpoint: give no keep=Keep(...)")
+        return KeepAll()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +135,38 @@ class Decisions:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
+def decide(options: StorageOptions, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
     """Turn every "auto" into a number.
 
     Chunks are whole blocks of the store. The process may use ``cores`` and can still take ``memory`` bytes; ``cuda``:
     there is a CUDA device.
     """
     reasons: dict[str, str] = {}
-    if config.host_memory == "auto":
+    if options.host_memory == "auto":
         host_memory = memory // 4
         reasons["host_memory"] = f"a quarter of the {memory} bytes that this process can still take"
     else:
-        host_memory = config.host_memory
+        host_memory = options.host_memory
         reasons["host_memory"] = "given"
-    if config.chunk_bytes == "auto":
+    if options.chunk_bytes == "auto":
         most, reason = _CHUNK_BYTES[cuda]
         chunk_bytes = max(block_bytes, min(most, host_memory // _BUFFERS) // block_bytes * block_bytes)
         if chunk_bytes != most:
             reason = f"host_memory of {host_memory} bytes holds {_BUFFERS} of them"
         reasons["chunk_bytes"] = reason
     else:
-        chunk_bytes = align(config.chunk_bytes, block_bytes)
-        reasons["chunk_bytes"] = "given" if chunk_bytes == config.chunk_bytes else f"given, in blocks of {block_bytes}"
+        chunk_bytes = align(options.chunk_bytes, block_bytes)
+        reasons["chunk_bytes"] = "given" if chunk_bytes == options.chunk_bytes else f"given, in blocks of {block_bytes}"
     if host_memory < chunk_bytes:
-        if config.host_memory != "auto":
+        if options.host_memory != "auto":
             raise ValueError(f"host_memory of {host_memory} bytes is less than one chunk of {chunk_bytes} bytes")
         host_memory = chunk_bytes
         reasons["host_memory"] += "; that is less than a chunk, so one chunk"
-    if config.writers == "auto":
+    if options.writers == "auto":
         writers = _WRITERS
         reasons["writers"] = f"{_WRITERS}: they wait for the device, not for a core"
     else:
-        writers = config.writers
+        writers = options.writers
         reasons["writers"] = "given"
     copiers = min(_COPIERS, cores)
     reasons["copiers"] = f"{copiers}, of {cores} cores: training waits for copies, writes wait for the device"
@@ -153,6 +177,11 @@ def check_flag(name: str, value: object) -> None:
     """Raise ValueError if a setting is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is True or False, not {value!r}")
+
+
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is a {kind.__name__}, such as {name}={example}, not {value!r}")
 
 
 def _check_seconds(name: str, value: object, other: str = "") -> None:

@@ -43,7 +43,7 @@ from pccheck_async.format import (
     whole_step,
 )
 from pccheck_async.medium import forget, remember
-from pccheck_async.medium.open_medium import IO, check_io, store_path
+from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
 from pccheck_async.store import KeepAll
@@ -73,13 +73,11 @@ class EngineCore:
         loop: The engine's, from :meth:`open` on.
     """
 
-    def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig, peers: Peers | None = None) -> None:
-        check_io(io)
+    def __init__(self, path: str | os.PathLike[str], config: EngineConfig, peers: Peers | None = None) -> None:
         self.peers: Peers = Alone() if peers is None else peers
-        self.path = store_path(path) if isinstance(io, str) else os.fspath(path)
+        self.path = store_path(path) if isinstance(config.storage.io, str) else os.fspath(path)
         self.config = config
         self.keeps = self.peers.retention(config)
-        self.io = io
         self.made_at = _caller()
         self.training = TrainingHooks()
         self.unawaited: dict[object, str] = {}
@@ -141,7 +139,6 @@ class EngineCore:
         work.set(Work(self.path))
         await self._assembly.open(
             self.peers.folder(self.path),
-            self.io,
             self.config,
             self.peers,
             loop=self.loop,
@@ -232,7 +229,7 @@ class EngineCore:
         waiting = len(self.in_flight)
         try:
             with self.training.ending(go=False):  # it goes already
-                block_on(self, self.close, self.config.exit_timeout)
+                block_on(self, self.close, self.config.storage.exit_timeout)
         except Exception as error:  # noqa: BLE001 - no caller is left to raise it in
             return f"the engine of {self.path} was not closed before the interpreter exited; {error}"
         drained = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
@@ -352,7 +349,7 @@ class EngineCore:
             return skipped, start
         self._check_place(name, replace=replace)
         optimizers = self.guard.optimizers if overlap else None
-        check, inline = self.config.check_captures, assembly.inline_captures
+        check, inline = self.config.storage.check_captures, assembly.inline_captures
         capture = self.captures.start(
             state,
             assembly.backend,
@@ -586,7 +583,7 @@ class EngineCore:
         parts = self.assembly
         io, pool = parts.opened.medium.statistics(), parts.pool.statistics()
         store, copying = parts.store.statistics(), parts.backend.statistics()
-        reasons = parts.decisions.reasons | {"device": copying.reason}
+        reasons = parts.decisions.reasons | {"gpu_capture": copying.reason}
         with self.in_flight.lock:
             return EngineStatistics(
                 **self.stream.totals.statistics(),

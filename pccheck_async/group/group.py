@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -27,35 +30,67 @@ class Group:
         store: A ``torch.distributed.Store`` that all of them reach; used at opening only. Of a store that earlier runs
             used, give a ``PrefixStore`` with a prefix of this run.
         timeout: Seconds within which all ranks have to open the engine.
+        replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
+            ``["model.*"]``: saved once on each filesystem, too. Parameters of ``DistributedDataParallel`` and the state
+            of their optimizers are known to be. All other plain values are each rank's own.
+        trusted_replicas: Globs over the paths of such tensors that are not compared. Of the others each save compares a
+            sample; if ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
 
     Raises:
-        ValueError: The rank is none of the world's.
+        ValueError: The rank is none of the world's, or there are no globs in a place for them.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        *,
+        timeout: float = 300.0,
+        replicated: Sequence[str] = (),
+        trusted_replicas: Sequence[str] = (),
+    ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.replicated = _globs("replicated", replicated)
+        self.trusted_replicas = _globs("trusted_replicas", trusted_replicas)
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
         self._store = store
         self._process_group: dist.ProcessGroup | None = None
-        self._opened = 0
+        self._openings = count(1)  # one for all copies: each opening has a key of its own in the store
 
     @classmethod
-    def from_env(cls, *, timeout: float = 300.0) -> Group:
+    def from_env(
+        cls, *, timeout: float = 300.0, replicated: Sequence[str] = (), trusted_replicas: Sequence[str] = ()
+    ) -> Group:
         """Return the group of the environment that torchrun makes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
         store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-        return cls(rank, world_size, PrefixStore("pccheck", store), timeout=timeout)
+        return cls(
+            rank,
+            world_size,
+            PrefixStore("pccheck", store),
+            timeout=timeout,
+            replicated=replicated,
+            trusted_replicas=trusted_replicas,
+        )
 
     @classmethod
-    def of(cls, group: object) -> Group:
-        """Return the group of a user's argument: itself, or that of a process group.
+    def of(cls, group: object, *, replicated: Sequence[str] = (), trusted_replicas: Sequence[str] = ()) -> Group:
+        """Return the group of a process group; or a :class:`Group` itself, or with globs that it does not have yet.
 
-        Raises TypeError, ValueError: this process is not in it.
+        Args:
+            group: A ``torch.distributed.ProcessGroup``, such as ``dist.group.WORLD``, or a :class:`Group`.
+            replicated: As for :class:`Group`.
+            trusted_replicas: As for :class:`Group`.
+
+        Raises:
+            TypeError: It is none, or it has such globs already.
+            ValueError: This process is not in it, or there are no globs in a place for them.
         """
         if isinstance(group, Group):
-            return group
+            return group._with(replicated=replicated, trusted_replicas=trusted_replicas)
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"group is a torch.distributed.ProcessGroup, such as dist.group.WORLD after init_process_group(), or a "
@@ -64,9 +99,21 @@ class Group:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError("this process is not in the group that it was given")
-        made = cls(rank, dist.get_world_size(group), None)
+        size = dist.get_world_size(group)
+        made = cls(rank, size, None, replicated=replicated, trusted_replicas=trusted_replicas)
         made._process_group = group
         return made
+
+    def _with(self, **globs: Sequence[str]) -> Group:
+        given = {name: value for name, each in globs.items() if (value := _globs(name, each))}
+        for name in given:
+            if getattr(self, name):
+                raise TypeError(f"the group has {name}={[*getattr(self, name)]} already")
+        if not given:
+            return self
+        changed = copy(self)
+        vars(changed).update(given)
+        return changed
 
     def world_ranks(self) -> list[int]:
         """Return the numbers of this group's ranks in the world of torch.distributed, in their order."""
@@ -79,7 +126,6 @@ class Group:
 
         Raises GroupError: no address came in time.
         """
-        self._opened += 1
         if self._process_group is not None:
             shared: list[Address | None] = [address]
             dist.broadcast_object_list(shared, group=self._process_group, group_src=0)
@@ -87,7 +133,7 @@ class Group:
             assert found is not None
             return found
         assert self._store is not None
-        key = f"address/{self._opened}"
+        key = f"address/{next(self._openings)}"
         if address is not None:
             self._store.set(key, msgspec.msgpack.encode(address))
         try:
@@ -95,3 +141,9 @@ class Group:
             return _decoder.decode(self._store.get(key))
         except RuntimeError as error:
             raise GroupError(f"rank 0 did not open the engine within {self.timeout} s") from error
+
+
+def _globs(name: str, globs: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
+        raise ValueError(f"{name} is a list of globs over paths, not {globs!r}")
+    return tuple(globs)

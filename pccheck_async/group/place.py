@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from pccheck_async.engine import Auto, EngineConfig, decide
+from pccheck_async.engine import Auto, StorageOptions, decide
 from pccheck_async.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -387,12 +387,12 @@ async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | A
     Raises ValueError if ``host_memory`` holds no chunk at all.
     """
     # No buffers are made here: how much memory there is decides nothing.
-    decided = decide(EngineConfig(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
+    decided = decide(StorageOptions(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
     return await open_medium(path, io, writers=decided.writers, copiers=decided.copiers)
 
 
 def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:
     """Return buffers for chunks. Raises ValueError if ``host_memory`` holds no chunk."""
     cores, memory = share_of_machine()
-    decided = decide(EngineConfig(host_memory=host_memory), block_bytes=block_bytes, cores=cores, memory=memory)
+    decided = decide(StorageOptions(host_memory=host_memory), block_bytes=block_bytes, cores=cores, memory=memory)
     return BufferPool(decided.host_memory, decided.chunk_bytes)

@@ -182,13 +182,13 @@ class Ranks(Peers):
         self._client = client = await self._call(Client, self.address, group.rank, learn, lost)
         self._parts = PartSources(member, store, opened, folder, client)
         self._said_hello = True
-        self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(folder, config)))
+        self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(folder, config, group)))
         await self._opened
         if self._server is not None:
             self._naming = self._loop.create_task(name_slow_ranks(self._server.awaited, folder))
         self._warn_of_incomplete()
         owners = Owners(
-            group.rank, member.homes, group.world_ranks(), config.replicated, config.trusted_replicas,
+            group.rank, member.homes, group.world_ranks(), group.replicated, group.trusted_replicas,
             lambda: member.differing,
         )  # fmt: skip
         return Connected(member.counter, owners)
@@ -492,7 +492,7 @@ class Ranks(Peers):
                 path=path,
                 retention=Retention(),
                 max_in_flight=1,
-                lock_timeout=self._config.lock_timeout,
+                lock_timeout=self._config.storage.lock_timeout,
                 version=GROUP_VERSION,
             )
             await store.take_over_once()
@@ -508,18 +508,15 @@ class Ranks(Peers):
                 write("surplus", "%s is not needed any more, and cannot be removed: %s", path, error)
 
 
-def _settings(folder: Path, config: EngineConfig) -> str:
+def _settings(folder: Path, config: EngineConfig, group: Group) -> str:
     """Return the settings that must be equal on all ranks, as JSON."""
-    best = config.retention.keep_best
     settings = {
         "folder": folder.name,  # nodes may have it in different places
         "max_in_flight": config.max_in_flight,
         "keep_last": config.keep_last,
-        "keep_every": config.keep_every,
-        "replicated": [*config.replicated],
-        "trusted_replicas": [*config.trusted_replicas],
-        "keep_best": None if best is None else (best.metric, best.count, best.mode),
-        "spaced": config.retention.spaced,
+        "keep": config.keep,
+        "replicated": group.replicated,
+        "trusted_replicas": group.trusted_replicas,
     }
     return msgspec.json.encode(settings).decode()
 

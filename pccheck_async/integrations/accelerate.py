@@ -34,7 +34,7 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
     ``state["loader"]``. Nothing may draw random numbers between ``engine.restore`` and the loop.
 
     Ranks save one checkpoint together with ``SyncCheckpointEngine(..., group=torch.distributed.group.WORLD)``, each its
-    own copy of its state; ``replicated=["model.*.weight", "optimizer.state.*"]`` and the like save one.
+    own copy of its state; ``Group.of(..., replicated=["model.*.weight", "optimizer.state.*"])`` and the like save one.
 
     Args:
         accelerator: One that has prepared the models and optimizers.

@@ -26,7 +26,7 @@ from typing import Any, Final, Self
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.api import SyncCheckpointEngine, renamed
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.stopped import log_stopped
@@ -130,6 +130,7 @@ class PCcheckCallback(TrainerCallback):
         private: Private = (),
         **settings: Any,
     ) -> None:
+        settings = renamed("PCcheckCallback", settings)
         self._make_engine = partial(
             SyncCheckpointEngine,
             store,

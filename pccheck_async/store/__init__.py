@@ -35,7 +35,7 @@ from pccheck_async.store.fallback import (
 )
 from pccheck_async.store.part_reader import PartReader, Source, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best, make_spaced
+from pccheck_async.store.retention import Best, Keep, KeepAll, Retention, SpaceNeeded
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
@@ -51,6 +51,7 @@ __all__ = [
     "DroppedMeanwhileError",
     "Fallback",
     "FolderPart",
+    "Keep",
     "KeepAll",
     "OwnSlot",
     "PartReader",
@@ -71,8 +72,6 @@ __all__ = [
     "choose",
     "is_group_folder",
     "lock_commit",
-    "make_best",
-    "make_spaced",
     "no_store",
     "only_rejected",
     "open_store",

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from pccheck_async.format import Entry, Record, Which, check_count, describe_whi
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
-__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best", "make_spaced"]
+__all__ = ["Best", "Committed", "Keep", "KeepAll", "Kept", "Retention", "SpaceNeeded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,39 @@ class Kept(NamedTuple):
     entries: list[Entry]
     """Those kept, newest first."""
     crowded_out: list[Entry]
-    """Those that ``keep_every`` keeps and that are dropped because a record has no room for all of them."""
+    """Those that ``Keep(every=...)`` keeps and that are dropped because a record has no room for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Checkpoints that an engine keeps beside the newest ones (``keep_last``), each as long as a rule names it.
+
+    Args:
+        every: The first checkpoint at or after each multiple of this many steps, as long as the commit record has room
+            (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
+        best: The best by a number in their metadata, for example ``("loss", 3, "min")``; of equal ones the newest. A
+            step of :meth:`pccheck_async.CheckpointEngine.step` that sets this number is saved, due by ``interval`` or
+            not (not in a group).
+        spaced: The first checkpoint of each slice of time, for so long: ``[(timedelta(minutes=10),
+            timedelta(hours=1)), (timedelta(hours=1), timedelta(days=1))]`` keeps one per 10 minutes of the last hour,
+            and one per hour of the last day (or in seconds). Slices begin at multiples of their length since the epoch;
+            times are those of the captures, in a group by rank 0's clock, and count back from the newest checkpoint.
+
+    Raises:
+        ValueError: a rule is out of range.
+        TypeError: a rule is none.
+    """
+
+    every: int | None = None
+    best: tuple[str, int, Literal["min", "max"]] | None = None
+    spaced: Sequence[tuple[timedelta | float, timedelta | float]] = ()
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_count("Keep(every=...)", self.every)
+        if self.best is not None:
+            _check_best(self.best)
+        object.__setattr__(self, "spaced", _make_spaced(self.spaced))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,40 +89,42 @@ class Retention:
 
     Attributes:
         keep_last: So many of the newest by counter.
-        keep_every: The first one at or after each multiple of so many steps, counted as ``interval`` counts them: after
-            step s, s + 1 have ended. The first is that of the smallest step, whichever was committed first; of equal
-            steps, after a rollback, the newest.
-        keep_best: The best by a number in their metadata; of equal ones the newest.
-        spaced: Pairs of seconds (every, for how long): the first one of each slice of so many seconds since the epoch,
-            until it is so much older than the newest, by the times of their captures.
+        keep: Further rules. Of ``every`` the first one is that of the smallest step, whichever was committed first; of
+            equal steps, after a rollback, the newest. One of ``spaced`` is kept until it is so much older than the
+            newest.
         most: Checkpoints that are kept in all: the room of a record, less its other entries.
 
     Raises:
-        ValueError: a rule is out of range, or a record cannot name as many checkpoints.
-        TypeError: a rule is none.
+        ValueError: ``keep_last`` is out of range, or a record cannot name as many checkpoints.
     """
 
     keep_last: int = 1
-    keep_every: int | None = None
-    keep_best: Best | None = None
-    spaced: tuple[tuple[float, float], ...] = ()
+    keep: Keep = field(default_factory=Keep)
     most: int = MOST_ENTRIES
 
     def __post_init__(self) -> None:
         check_count("keep_last", self.keep_last)
-        if self.keep_every is not None:
-            check_count("keep_every", self.keep_every)
         if self.reserved > self.most:
             terms = ["keep_last"]
-            terms += [] if self.keep_best is None else ["the count of keep_best"]
-            terms += ["the slices of spaced"] if self.spaced else []
+            terms += [] if self.best is None else ["the count of Keep(best=...)"]
+            terms += ["the slices of Keep(spaced=...)"] if self.spaced else []
             what = terms[0] if len(terms) == 1 else f"{' and '.join(terms)} together"
             raise ValueError(f"{what} is at most {self.most} (the commit record's size), not {self.reserved}")
 
     @property
+    def best(self) -> Best | None:
+        """The rule for the best ones."""
+        return None if self.keep.best is None else Best(*self.keep.best)
+
+    @property
+    def spaced(self) -> tuple[tuple[float, float], ...]:
+        """The rules for slices of time, in seconds: pairs of every, and for how long."""
+        return cast("tuple[tuple[float, float], ...]", self.keep.spaced)
+
+    @property
     def reserved(self) -> int:
-        """The most checkpoints that the rules keep at a time, those of ``keep_every`` left out: they have no end."""
-        best = self.keep_best.count if self.keep_best else 0
+        """The most checkpoints that the rules keep at a time, those of ``every`` left out: they have no end."""
+        best = self.best.count if self.best else 0
         return self.keep_last + best + sum(_slices(*each) for each in self.spaced)
 
     def check_place(self, kept: int) -> None:
@@ -109,13 +143,13 @@ class Retention:
         counted = [entry for entry in candidates if not entry.rejected]
         kept = {entry.counter for entry in counted[: self.keep_last]}
         kept.update([entry.counter for entry in candidates if entry.pinned])
-        if self.keep_best is not None:
-            kept.update([entry.counter for entry in self.keep_best.among(counted)])
+        if self.best is not None:
+            kept.update([entry.counter for entry in self.best.among(counted)])
         for every, seconds in self.spaced:
             kept.update(_first_of_slices(counted, every, seconds))
         crowded_out: list[Entry] = []
-        if self.keep_every is not None:
-            periodic = [entry for entry in self._periodic(counted, self.keep_every) if entry.counter not in kept]
+        if self.keep.every is not None:
+            periodic = [entry for entry in self._periodic(counted, self.keep.every) if entry.counter not in kept]
             room = max(0, self.most - len(kept))
             kept.update([entry.counter for entry in periodic[:room]])
             crowded_out = periodic[room:]
@@ -211,11 +245,11 @@ class Retention:
     def space_needed(self, slot_bytes: int, in_flight: int, available_bytes: int) -> SpaceNeeded:
         """Return the space that the rules take for slots of ``slot_bytes``."""
         slots = {"in flight": in_flight, f"the last {self.keep_last}": self.keep_last}
-        if self.keep_best is not None:
-            slots[f"the best {self.keep_best.count} by {self.keep_best.metric!r}"] = self.keep_best.count
+        if self.best is not None:
+            slots[f"the best {self.best.count} by {self.best.metric!r}"] = self.best.count
         for every, seconds in self.spaced:
             slots[f"one per {every:g} s of the last {seconds:g} s"] = _slices(every, seconds)
-        return SpaceNeeded(slot_bytes, slots, self.keep_every, available_bytes)
+        return SpaceNeeded(slot_bytes, slots, self.keep.every, available_bytes)
 
 
 class KeepAll(Retention):
@@ -263,7 +297,7 @@ class SpaceNeeded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots of all rules but ``keep_every``."""
+        """Bytes of the slots of all rules but ``Keep(every=...)``."""
         return sum(self.slots.values()) * self.slot_bytes
 
     def __str__(self) -> str:
@@ -347,49 +381,46 @@ class Committed:
         return self.record_naming(kept.entries) if new in kept.entries else None
 
     def _warn_of(self, new: Entry, kept: Kept) -> None:
-        """Log which checkpoints are dropped for want of room, and, once, that ``keep_best`` cannot rank ``new``."""
+        """Log which checkpoints are dropped for want of room, and, once, that no number ranks ``new``."""
         for entry in kept.crowded_out:
-            text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
+            text = "the checkpoint of step %d is dropped although Keep(every=...) keeps it: a record names %d"
             write("crowded_out", text, entry.step, MOST_ENTRIES)
-        best = self.retention.keep_best
+        best = self.retention.best
         if best is not None and not self._without_metric and best.number(new) is None:
             self._without_metric = True
-            text = "keep_best ignores checkpoints without a number %r in their metadata; that of step %d is %s"
+            text = "Keep(best=...) ignores checkpoints without a number %r in their metadata; that of step %d is %s"
             write("no_metric", text, best.metric, new.step, new.metadata or "empty")
 
 
-def make_best(best: object) -> Best:
-    """Validate a user's ``keep_best``. Raises TypeError, ValueError."""
-    if isinstance(best, Best):
-        best = best.metric, best.count, best.mode
+def _check_best(best: object) -> None:
     if not isinstance(best, tuple) or len(best) != 3:
-        raise TypeError(f'keep_best is a metric, a count and "min" or "max", such as ("loss", 3, "min"), not {best!r}')
-    found = Best(*best)
-    if not isinstance(found.metric, str):
-        raise TypeError(f"keep_best names a metric of the metadata, not {found.metric!r}")
-    check_count("the count of keep_best", found.count)
-    if found.mode not in ("min", "max"):
-        raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
-    return found
+        text = 'Keep(best=...) is a metric, a count and "min" or "max", such as ("loss", 3, "min")'
+        raise TypeError(f"{text}, not {best!r}")
+    metric, count, mode = best
+    if not isinstance(metric, str):
+        raise TypeError(f"Keep(best=...) names a metric of the metadata, not {metric!r}")
+    check_count("the count of Keep(best=...)", count)
+    if mode not in ("min", "max"):
+        raise ValueError(f"Keep(best=...) ends with 'min' or 'max', not {mode!r}")
 
 
-def make_spaced(spaced: object) -> tuple[tuple[float, float], ...]:
-    """Validate a user's ``spaced``; return it in seconds. Raises TypeError, ValueError."""
+def _make_spaced(spaced: object) -> tuple[tuple[float, float], ...]:
+    """Return the pairs in seconds."""
     if not isinstance(spaced, list | tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in spaced):
         raise TypeError(
-            "spaced is a list of pairs (every, for how long) of timedeltas or seconds, such as "
+            "Keep(spaced=...) is a list of pairs (every, for how long) of timedeltas or seconds, such as "
             f"[(timedelta(minutes=10), timedelta(hours=1))], not {spaced!r}"
         )
     pairs = [tuple(map(_seconds, each)) for each in spaced]
     for each, (every, seconds) in zip(spaced, pairs, strict=True):
         if not 0 < every <= seconds < math.inf:
             raise ValueError(
-                "spaced: slices are longer than 0 and not longer than what is kept, and both are finite; not so in "
-                f"{each}"
+                "Keep(spaced=...): slices are longer than 0 and not longer than what is kept, and both are finite; not "
+                f"so in {each}"
             )
         if seconds / every > MOST_ENTRIES:  # also if their number is infinite, as a float
-            text = f"spaced: {seconds / every:g} slices in {each}; a commit record names {MOST_ENTRIES} checkpoints"
-            raise ValueError(text)
+            text = f"Keep(spaced=...): {seconds / every:g} slices in {each}"
+            raise ValueError(f"{text}; a commit record names {MOST_ENTRIES} checkpoints")
     return tuple((every, seconds) for every, seconds in pairs)
 
 
@@ -397,7 +428,7 @@ def _seconds(value: object) -> float:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"spaced takes timedeltas or seconds, not {value!r}")
+        raise TypeError(f"Keep(spaced=...) takes timedeltas or seconds, not {value!r}")
     try:
         return float(value)
     except OverflowError:  # an int beyond the range of floats: refused as infinity is

@@ -47,7 +47,7 @@ status              WARNING  the status file for ``pccheck watch`` cannot be wri
 progress            WARNING  a progress callback raised, and is not called any more
 store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
-crowded_out         WARNING  ``keep_every`` keeps more than a record names
+crowded_out         WARNING  ``Keep(every=...)`` keeps more than a record names
 last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
 last_unseen         INFO     leaving the context saves the last step, and no optimizer is attached: changes made past
                              torch's counters are not seen
@@ -61,8 +61,8 @@ captured_eagerly    WARNING  the next 100 checkpoints capture values torn again 
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
-no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
-metric_each_step    INFO     many steps in a row set the metric of ``keep_best``: none is saved for that any more
+no_metric           WARNING  a checkpoint has no number of the name that ``Keep(best=...)`` goes by; once
+metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes

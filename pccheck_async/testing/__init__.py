@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failure doubles: media that crash, fail, hang or are slow, for tests of the engine and of programs that use it.
 
-Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``io``. The effects of
-a power failure on a training job's checkpoints, for instance::
+Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``StorageOptions(io=...)``. The
+effects of a power failure on a training job's checkpoints, for instance::
 
     history = []
     disk = CrashDisk(observer=history.append)          # a DiskSnapshot at every operation boundary
-    async with CheckpointEngine("anywhere", io=CrashWriter(disk)) as engine:
+    async with CheckpointEngine("anywhere", storage=StorageOptions(io=CrashWriter(disk))) as engine:
         pending = await engine.checkpoint(state, step=1)
         disk.acknowledge((await pending.durable()).counter)
     for snapshot in history:

@@ -64,7 +64,7 @@ class WrappingWriter(StepwiseMedium):
                 await asyncio.sleep(0.1)
                 await super().flush(file)
 
-        CheckpointEngine(path, io=SlowFlush(CrashWriter(CrashDisk())))
+        CheckpointEngine(path, storage=StorageOptions(io=SlowFlush(CrashWriter(CrashDisk()))))
     """
 
     def __init__(self, inner: Medium) -> None:

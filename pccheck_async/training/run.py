@@ -42,7 +42,7 @@ MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
 """Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
 _EVERY_STEP = 16
-"""Steps in a row that set the metric of ``keep_best`` and are saved for it; after them every step seems to."""
+"""Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
 
 
 class TrainingStep:
@@ -51,7 +51,7 @@ class TrainingStep:
     Attributes:
         step: The user's number.
         metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the step context.
-            One that sets the metric of ``keep_best`` is saved (not in a group).
+            One that sets the metric of ``Keep(best=...)`` is saved (not in a group).
         pending: The checkpoint that was taken when the step context ended, or None.
         whole: Whether it ended outside windows of gradient accumulation: the state is that of a whole step.
         inside_window: Whether it is saved although it is not whole, after its checkpoint waited too long for that.
@@ -125,7 +125,7 @@ class TrainingRun(TrainingHooks):
         self._said: tuple[int | None, str] | None = None
         self._state_seen = False
         self._rejections = 0
-        collective, best = core.peers.collective, core.config.retention.keep_best
+        collective, best = core.peers.collective, core.config.retention.best
         # In a group all ranks save after the same steps: which of them set a metric is not known, and clocks differ.
         self._metric = None if best is None or collective else best.metric
         self.most_postponed_seconds = math.inf if collective else MOST_POSTPONED_SECONDS
@@ -311,7 +311,7 @@ class TrainingRun(TrainingHooks):
         return saves
 
     def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
-        """Return whether to save a step for its ``keep_best`` metric: the policy may never choose a step that sets it.
+        """Return whether to save a step for its metric (``Keep(best=...)``), which the policy may never choose.
 
         Called once after every step. A number that every step sets, such as the training loss, triggers no saves.
         """
@@ -321,8 +321,8 @@ class TrainingRun(TrainingHooks):
         self._with_metric += 1
         if self._with_metric == _EVERY_STEP + 1:
             text = (
-                "%d steps in a row set %r, which keep_best goes by: from now on the interval alone chooses which are "
-                "saved, and this_step.save(), until a step does not set it"
+                "%d steps in a row set %r, which Keep(best=...) goes by: from now on the interval alone chooses which "
+                "are saved, and this_step.save(), until a step does not set it"
             )
             write("metric_each_step", text, _EVERY_STEP, metric, step=this.step, store=self.core.path)
         return self._with_metric <= _EVERY_STEP

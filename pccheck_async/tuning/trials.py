@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pccheck_async.engine import EngineConfig, EngineCore, note_closing_failure_on, run
+from pccheck_async.engine import EngineConfig, EngineCore, StorageOptions, note_closing_failure_on, run
 from pccheck_async.errors import StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
@@ -116,12 +116,15 @@ async def run_trial(folder: Path, io: IO, point: Point, sample: TrialSample, hos
     """
     config = EngineConfig(
         max_in_flight=point.max_in_flight,
-        writers=point.writers,
-        chunk_bytes=point.chunk_bytes,
-        host_memory=staging_bytes(sample.nbytes, point, host_memory),
         overwrite=True,  # the sample of the trial before: nothing of it is to be restored
+        storage=StorageOptions(
+            io=io,
+            writers=point.writers,
+            chunk_bytes=point.chunk_bytes,
+            host_memory=staging_bytes(sample.nbytes, point, host_memory),
+        ),
     )
-    async with _engine(folder, io, config) as core:
+    async with _engine(folder, config) as core:
         # Space that was only reserved is slower to write than space that holds data, and staging memory is slow at
         # first touch: a long run has neither.
         written_before = core.infos and core.infos[0].nbytes >= sample.nbytes
@@ -144,8 +147,8 @@ def _turns(point: Point) -> int:
 
 
 @asynccontextmanager
-async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[EngineCore]:
-    core = EngineCore(folder, io, config)
+async def _engine(folder: Path, config: EngineConfig) -> AsyncIterator[EngineCore]:
+    core = EngineCore(folder, config)
     await run(core, core.open)
     try:
         yield core

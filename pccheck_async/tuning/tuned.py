@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict, cast
+from typing import Annotated, Final, Literal, TypedDict
 
 import msgspec
 
+from pccheck_async.engine import StorageOptions
 from pccheck_async.errors import CorruptStoreError, InvalidTuningError, read_error, write_error
 from pccheck_async.medium.folder import Folder, open_regular
 from pccheck_async.medium.status_file import copied
@@ -22,15 +23,16 @@ __all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "read_tuning
 
 TUNING_NAME = "tuning.json"
 """Name of the file where only its folder is given."""
+_OPTIONS: Final = ("writers", "chunk_bytes", "host_memory")
+"""Of the storage."""
 
 
 class TunedSettings(TypedDict):
     """Keyword arguments for :class:`pccheck_async.CheckpointEngine`."""
 
     max_in_flight: int
-    writers: int
-    chunk_bytes: int
-    host_memory: int
+    storage: StorageOptions
+    """With ``writers``, ``chunk_bytes`` and ``host_memory``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Tuning:
     """The outcome of a tuning.
 
     Attributes:
-        settings: For ``CheckpointEngine(path, **tuning.settings)``.
+        settings: For ``CheckpointEngine(path, **tuning.settings)``; further options of the storage are added by
+            ``dataclasses.replace(tuning.settings["storage"], gpu_capture="stream")``.
         reasons: One sentence for each setting.
         measurements: All that was measured, the least point first.
         nbytes: Size of a checkpoint that the settings are for.
@@ -86,6 +89,12 @@ class Tuning:
     interval: int | None = None
     interval_floor: int | None = None
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The settings by the names that :attr:`reasons` has."""
+        storage = self.settings["storage"]
+        return {"max_in_flight": self.settings["max_in_flight"]} | {name: getattr(storage, name) for name in _OPTIONS}
+
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the settings for :func:`pccheck_async.read_tuning`, and return the file's path.
 
@@ -98,7 +107,8 @@ class Tuning:
         Raises:
             WriteError: it could not be written; a file that was there is untouched.
         """
-        file = copied(_Stored, self, version=1, settings=_Settings(**self.settings), reasons=dict(self.reasons))
+        settings = _Settings(**self.numbers)
+        file = copied(_Stored, self, version=1, settings=settings, reasons=dict(self.reasons))
         target = _file(path)
         try:
             _replace(target, msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n")
@@ -143,7 +153,8 @@ def read_tuning(path: str | os.PathLike[str]) -> TunedSettings:
             RuntimeWarning,
             stacklevel=2,
         )
-    return cast("TunedSettings", msgspec.structs.asdict(stored.settings))
+    options = {name: getattr(stored.settings, name) for name in _OPTIONS}
+    return {"max_in_flight": stored.settings.max_in_flight, "storage": StorageOptions(**options)}
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -14,24 +14,24 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
-from pccheck_async.engine import EngineConfig, EngineCore, decide
+from pccheck_async.engine import EngineConfig, EngineCore, StorageOptions, decide
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium import Medium
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
-from pccheck_async.medium.open_medium import IO, check_io, store_path
+from pccheck_async.medium.open_medium import IO, store_path
 from pccheck_async.state import arrange, flatten
 from pccheck_async.training.policy import interval_floor, sustained_interval
 from pccheck_async.transfer import PAGE_BYTES, available_cores, available_memory
 from pccheck_async.transfer.plan import Planner
 from pccheck_async.tuning.choice import LEAST_BUFFERS, Choice, FittedTimes, Limits, Point, choose, fit_rounds, shortages
 from pccheck_async.tuning.trials import Trial, TrialSample, run_trial, saves_of_trial, scratch_folder, try_disk
-from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning
+from pccheck_async.tuning.tuned import Measurement, Tuning
 
 __all__ = ["Progress", "checkpoint_bytes", "tune"]
 
@@ -74,7 +74,6 @@ async def tune(
     *,
     nbytes: int,
     config: EngineConfig | None = None,
-    io: IO = "auto",
     step_seconds: float | None = None,
     budget_seconds: float = 10.0,
     progress: Progress | None = None,
@@ -83,7 +82,8 @@ async def tune(
 
     Needs no engine and touches no store: arguments and errors are those of
     :meth:`pccheck_async.CheckpointEngine.tune`. The folder ``path`` need not exist, and then does not exist afterwards.
-    Of ``config`` only ``keep_last`` and ``host_memory`` (the budget) count; ``io`` is no writer, which has one folder.
+    Of ``config`` count ``keep_last``, ``keep``, and of ``storage`` ``host_memory`` (the budget) and ``io``, which is no
+    writer: that has one folder.
     Of a large checkpoint a sample is measured and the times are scaled. It computes, so it has a loop of its own
     (:class:`pccheck_async.engine.EngineLoop`), on whose thread ``progress`` is called.
 
@@ -91,7 +91,7 @@ async def tune(
     """
     began = time.perf_counter()
     config = config or EngineConfig()
-    check_io(io)
+    io, budget = config.storage.io, config.storage.host_memory
     if isinstance(io, Medium):
         raise ValueError(
             "a tuning needs writers of its own: give io as a name, or as a function of folder and operations"
@@ -104,9 +104,8 @@ async def tune(
     cores, memory = available_cores(), available_memory()
     folder = Path(store_path(path))
     free = free_bytes(folder)
-    budget = config.host_memory
     if budget == "auto":
-        budget = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
+        budget = decide(config.storage, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
     limits = Limits(
         storage_bytes=free + slot_bytes(folder),
         host_memory=budget,
@@ -126,9 +125,10 @@ async def tune(
     table = search.measurements()
     bandwidth = max(disk.bandwidth, *(row.bandwidth for row in table))
     tell(1.0, "done")
-    in_flight = choice.point.max_in_flight
+    in_flight, writers, chunk_bytes = choice.point.max_in_flight, choice.point.writers, choice.point.chunk_bytes
+    storage = StorageOptions(writers=writers, chunk_bytes=chunk_bytes, host_memory=choice.host_memory)
     return Tuning(
-        settings=cast("TunedSettings", asdict(choice.point) | {"host_memory": choice.host_memory}),
+        settings={"max_in_flight": in_flight, "storage": storage},
         reasons=choice.reasons,
         measurements=table,
         nbytes=nbytes,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from examples.paper.lab.medians import summary
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 from pccheck_async.engine.capture import StateReader
 from pccheck_async.format import crc32
 from pccheck_async.state import Target, Targets
@@ -136,8 +136,8 @@ def measure_engine(
 ) -> None:
     nbytes = max(sum(tensor.nbytes for tensor in state["t"]) for state in states.values())
     for mode in ("stream", "snapshot"):
-        knobs |= {"device": mode, "host_memory": nbytes + GIB, "max_in_flight": 1}
-        with SyncCheckpointEngine(folder / mode, **knobs) as engine:
+        storage = StorageOptions(gpu_capture=mode, host_memory=nbytes + GIB, **knobs)
+        with SyncCheckpointEngine(folder / mode, max_in_flight=1, storage=storage) as engine:
             for round_number in range(-2, rounds):
                 for tensors, state in states.items():
                     for tensor in state["t"]:
@@ -157,7 +157,7 @@ def measure_engine(
                         figures[f"restore, {mode}, {tensors} tensors, s"].append(restored)
             found = engine.statistics()
         figures[f"GPU memory, {mode}, share of the state"].append(found.device_peak_bytes / nbytes)
-        print(f"{mode}: {found.snapshots} snapshots; {found.decisions.reasons['device']}; {found.io}")
+        print(f"{mode}: {found.snapshots} snapshots; {found.decisions.reasons['gpu_capture']}; {found.io}")
 
 
 def main() -> None:

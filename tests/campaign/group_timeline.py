@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from examples.paper.lab.timeline import recorded
-from pccheck_async import Group, SyncCheckpointEngine
+from pccheck_async import Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.group import messages
 from pccheck_async.group import ranks as group_ranks
 from pccheck_async.group.coordinator import Coordinator
@@ -72,7 +72,7 @@ def save(folder: Path, group: Group, nbytes: int) -> Seen:
     """Save three checkpoints on one rank, and tell of the last."""
     seen = observe()
     state = {f"t{n}": torch.ones(nbytes // 32) for n in range(8)}
-    with SyncCheckpointEngine(folder, group=group, chunk_bytes=nbytes // 8) as engine:
+    with SyncCheckpointEngine(folder, group=group, storage=StorageOptions(chunk_bytes=nbytes // 8)) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step).result()
         del seen.records[:], seen.learnt[:]

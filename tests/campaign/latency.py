@@ -15,7 +15,7 @@ import torch
 
 from examples.paper.lab.bare_sequence import BareSequence
 from examples.paper.lab.medians import summary
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     bare, ours, beyond = [], [], []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, io=args.io) as engine,
+        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, storage=StorageOptions(io=args.io)) as engine,
         BareSequence(Path(folder), args.kib << 10) as sequence,
     ):
         for step in range(args.pairs + 10):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from examples.paper.lab.medians import summary
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 from pccheck_async.bench.machine import busy_seconds
 from tests.campaign.speed import build, change
 
@@ -68,7 +68,7 @@ def main() -> None:
     spent: dict[str, float] = defaultdict(float)
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, io=args.io) as engine,
+        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, storage=StorageOptions(io=args.io)) as engine,
     ):
         for step in range(2):
             engine.checkpoint(state, step=step).result()

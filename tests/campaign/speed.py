@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from examples.paper.lab.medians import summary
-from pccheck_async import SyncCheckpointEngine, _ext
+from pccheck_async import StorageOptions, SyncCheckpointEngine, _ext
 from pccheck_async.bench.machine import busy_seconds
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, between, slot_file
 from pccheck_async.format import combine
@@ -181,7 +181,7 @@ def main() -> None:
     busy: list[float] = []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(folder, max_in_flight=1, host_memory=memory, io=args.io) as engine,
+        SyncCheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(host_memory=memory, io=args.io)) as engine,
     ):
         store, disk = Path(folder), RawDisk(nbytes)
         reset_peak_rss()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from examples.paper.lab.medians import summary
-from pccheck_async import CheckpointEngine
+from pccheck_async import CheckpointEngine, StorageOptions
 from tests.campaign.speed import build, change
 
 BLOCKED_SECONDS = 5.0
@@ -45,7 +45,7 @@ def spinning() -> Iterator[None]:
 
 async def measure(folder: str, state: dict[str, torch.Tensor], pairs: int, io: Any) -> None:
     blocked, spun = [], []
-    async with CheckpointEngine(folder, max_in_flight=1, io=io) as engine:
+    async with CheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(io=io)) as engine:
         for step in range(2):
             await (await engine.checkpoint(state, step=step))
         for pair in range(pairs):

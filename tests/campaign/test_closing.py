@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, list_checkpoints, load
+from pccheck_async import CheckpointEngine, CheckpointError, StorageOptions, list_checkpoints, load
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.medium import Medium
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
@@ -41,7 +41,10 @@ class Run:
         """Save and close; every checkpoint has ended when this returns."""
         rng = self.rng
         engine = CheckpointEngine(
-            FOLDER, io=self.medium, max_in_flight=rng.randint(1, 3), keep_last=rng.randint(1, 2), lock_timeout=0
+            FOLDER,
+            storage=StorageOptions(io=self.medium, lock_timeout=0),
+            max_in_flight=rng.randint(1, 3),
+            keep_last=rng.randint(1, 2),
         )
         with suppress(CheckpointError):
             await engine.open()

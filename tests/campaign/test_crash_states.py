@@ -12,9 +12,9 @@ from tests.support.crash_harness import Scenario, explore
 
 RULES: list[dict[str, Any]] = [
     {},
-    {"keep_every": 4},
-    {"keep_best": ("loss", 2, "min")},
-    {"keep_every": 7, "keep_best": ("loss", 1, "min")},
+    {"every": 4},
+    {"best": ("loss", 2, "min")},
+    {"every": 7, "best": ("loss", 1, "min")},
 ]
 STATES = 10_000
 """At least, in each of 96 scenarios."""

@@ -103,7 +103,9 @@ def train(folder: Path, shape: tuple[int, ...], steps: int, group: Group) -> Non
     training = Training(group.rank, group.world_size, mesh_of(folder, group, *shape))
     state, waiting = training.state, list[Any]()
     journal.note("begun 0", None)
-    with SyncCheckpointEngine(folder / "run", group=group, interval=2, keep_last=2, replicated=["table"]) as engine:
+    with SyncCheckpointEngine(
+        folder / "run", group=Group.of(group, replicated=["table"]), interval=2, keep_last=2
+    ) as engine:
         engine.attach(training.optimizer)
         engine.on_preemption(deadline=20)
         restored = engine.restore(state, private="modulo")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, StuckWriter, WrappingWriter
@@ -51,7 +51,7 @@ def is_whole(state: dict[str, Any]) -> bool:
 def test_workers_are_forked_in_the_middle_of_saves(tmp_path: Path, io: str) -> None:
     """Every epoch forks workers while checkpoints are copied, written and flushed."""
     epochs, forks = 60, 0
-    with SyncCheckpointEngine(tmp_path, io=io, max_in_flight=3, chunk_bytes=64 << 10) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io, chunk_bytes=64 << 10), max_in_flight=3) as engine:  # type: ignore[arg-type]
         step = 0
         for epoch in range(epochs):
             for _ in range(3):
@@ -86,10 +86,11 @@ EXITS = {
 
 EXITING = """
 import os, random, signal, sys, threading, time, torch
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 def state(step):
     return {"tensor": torch.arange(2_000_000) * (step + 1), "step": step}
-engine = SyncCheckpointEngine(sys.argv[1], io=sys.argv[2], max_in_flight=4, chunk_bytes=1 << 20).open()
+options = StorageOptions(io=sys.argv[2], chunk_bytes=1 << 20)
+engine = SyncCheckpointEngine(sys.argv[1], max_in_flight=4, storage=options).open()
 engine.checkpoint(state(0), step=0).result()
 print("saved", flush=True)
 for step in range(1, 4):
@@ -145,8 +146,8 @@ def test_a_slow_and_uneven_device(tmp_path: Path, seed: int) -> None:
         return Uneven(Files(path, operations), rng)
 
     wants: dict[int, torch.Tensor] = {}
-    settings: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_memory": 64 << 10}
-    with SyncCheckpointEngine(tmp_path, io=make, max_in_flight=3, keep_last=2, interval=2, **settings) as engine:
+    storage = StorageOptions(io=make, chunk_bytes=16 << 10, host_memory=64 << 10)
+    with SyncCheckpointEngine(tmp_path, max_in_flight=3, keep_last=2, interval=2, storage=storage) as engine:
         engine.attach(optimizer)
         for step in range(60):
             with engine.step(state, step) as this:
@@ -180,7 +181,7 @@ def test_a_device_that_hangs_for_thirty_seconds(tmp_path: Path, kind: str) -> No
     timer = threading.Timer(30, go_on)
     timer.start()
     start = time.perf_counter()
-    with SyncCheckpointEngine(tmp_path, io=make, max_in_flight=2) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=make), max_in_flight=2) as engine:
         engine.checkpoint(state_of(0), step=0).result(60)
         made[0].hold(kind)
         pendings = [engine.checkpoint(state_of(step, 400_000), step=step) for step in range(1, 5)]

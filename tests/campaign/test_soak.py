@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 
 
 def resident() -> int:
@@ -26,7 +26,7 @@ def resident() -> int:
 @pytest.mark.timeout(1200)
 def test_tens_of_thousands_of_checkpoints(tmp_path: Path, io: str) -> None:
     state: dict[str, Any] = {"tensor": torch.zeros(10_000), "step": 0}
-    with SyncCheckpointEngine(tmp_path, io=io, max_in_flight=3, keep_last=2) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io), max_in_flight=3, keep_last=2) as engine:  # type: ignore[arg-type]
 
         def run(count: int) -> tuple[int, int, int, int]:
             for step in range(count):
@@ -59,11 +59,11 @@ def test_a_reader_beside_a_fast_writer(tmp_path: Path, io: str) -> None:
     program = textwrap.dedent(
         """
         import sys, time, torch
-        from pccheck_async import SyncCheckpointEngine
+        from pccheck_async import StorageOptions, SyncCheckpointEngine
         from pccheck_async.testing.probe import probe
         state = {"tensor": torch.zeros(200_000), "step": 0}
         end, worst = time.monotonic() + float(sys.argv[2]), 0.0
-        with SyncCheckpointEngine(sys.argv[1], io=sys.argv[3]) as engine:
+        with SyncCheckpointEngine(sys.argv[1], storage=StorageOptions(io=sys.argv[3])) as engine:
             step = 1
             while time.monotonic() < end:
                 state["tensor"].fill_(step)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_async import CheckpointEngine, SyncCheckpointEngine, load_sync
+from pccheck_async import CheckpointEngine, StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.testing import CrashDisk, CrashWriter, DiskSnapshot, ImageWriter, power_loss_images
 from tests.engine.test_inline_capture_engine import FOLDER
 from tests.support.crash_harness import Findings, Scenario, explore, explore_damage, explore_falling_back
@@ -66,7 +66,7 @@ def test_a_failed_record_loses_nothing(judged: Callable[[Findings], Findings]) -
     assert findings.events["failed"] > 0
 
 
-@pytest.mark.parametrize("rules", [{"keep_every": 3}, {"keep_best": ("loss", 1, "min")}], ids=str)
+@pytest.mark.parametrize("rules", [{"every": 3}, {"best": ("loss", 1, "min")}], ids=str)
 def test_what_is_pinned_or_kept_by_a_rule_stays(rules: dict[str, Any], judged: Callable[[Findings], Findings]) -> None:
     scenario = Scenario(2, 1, seed=9, bursts=5, deaths=2, images=6, subsets=2, rules=rules, pins=1.0, sampled=0.02)
     findings = judged(explore(scenario))
@@ -101,7 +101,7 @@ def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> Non
     history: list[DiskSnapshot] = []
 
     async def save(disk: CrashDisk, step: int) -> None:
-        async with CheckpointEngine("memory", io=CrashWriter(disk, turns=0)) as engine:
+        async with CheckpointEngine("memory", storage=StorageOptions(io=CrashWriter(disk, turns=0))) as engine:
             await (await engine.checkpoint({"step": step}, step=step)).durable()
 
     asyncio.run(save(CrashDisk(observer=history.append), 1))
@@ -118,7 +118,9 @@ def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() ->
     history: list[DiskSnapshot] = []
 
     def save_steps(disk: CrashDisk, *steps: int) -> None:
-        with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk, turns=0), max_in_flight=1) as engine:
+        with SyncCheckpointEngine(
+            FOLDER, storage=StorageOptions(io=CrashWriter(disk, turns=0)), max_in_flight=1
+        ) as engine:
             for step in steps:
                 disk.acknowledge(engine.checkpoint({"step": step}, step=step).result(30).step)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pccheck_async import Keep
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import Entry, Identity, Record, checksum
 from pccheck_async.format import record as layout
@@ -55,13 +56,13 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
     assert not explore(dataclasses.replace(SCENARIO, bursts=1, images=6, wrap=SlowRecords)).violations
 
 
-KEEPING = dataclasses.replace(SCENARIO, bursts=6, deaths=2, images=6, pins=1.0, sampled=0.0, rules={"keep_every": 3})
+KEEPING = dataclasses.replace(SCENARIO, bursts=6, deaths=2, images=6, pins=1.0, sampled=0.0, rules={"every": 3})
 
 
 @pytest.mark.parametrize("kind", ["pins", "multiples", "best"])
 def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(retention: Retention, committed: Sequence[Entry], new: Entry, damaged: Any = ()) -> Kept:
-        changes: dict[str, Any] = {"multiples": {"keep_every": None}, "best": {"keep_best": None}}.get(kind, {})
+        changes: dict[str, Any] = {"keep": Keep()} if kind in ("multiples", "best") else {}
         entries = [*committed, new]
         if kind == "pins":
             entries = [structs.replace(entry, pinned=False) for entry in entries]
@@ -69,7 +70,7 @@ def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
     retain = Retention.retain
     monkeypatch.setattr(Retention, "retain", forgetful)
-    rules = {"keep_best": ("loss", 1, "min")} if kind == "best" else KEEPING.rules
+    rules = {"best": ("loss", 1, "min")} if kind == "best" else KEEPING.rules
     word = {"pins": "pinned", "multiples": "multiples", "best": "best"}[kind]
     assert word in found(dataclasses.replace(KEEPING, rules=rules)).violations[0]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 from tests.fixtures import need
 from tests.support.kill_harness import PHASES, Campaign
 from tests.support.warm import start_warm
@@ -86,7 +86,7 @@ def test_killed_twice_without_a_commit_in_between(tmp_path: Path, io: str) -> No
 
 TRAINER = """
 import os, sys, torch
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 from pccheck_async.testing import StuckWriter
 from pccheck_async.medium.files import Files
 
@@ -103,7 +103,8 @@ def make(path, operations):
 
 if __name__ == "__main__":
     hold, workers, io = sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    with SyncCheckpointEngine(sys.argv[1], io=make if hold != "nothing" else io) as engine:
+    options = StorageOptions(io=make if hold != "nothing" else io)
+    with SyncCheckpointEngine(sys.argv[1], storage=options) as engine:
         state = {"tensor": torch.arange(100_000), "step": 1}
         engine.checkpoint(state, step=1).result()
         loader = torch.utils.data.DataLoader(Items(), batch_size=4, num_workers=workers)
@@ -157,7 +158,7 @@ def test_a_trainer_killed_while_its_data_loader_workers_live_restarts_at_once(tm
             os.kill(worker, signal.SIGSTOP)  # else they would notice, and be gone before the restart
         _kill(trainer)
         assert all(Path(f"/proc/{worker}").exists() for worker in workers)
-        with SyncCheckpointEngine(tmp_path / "store", lock_timeout=0) as engine:
+        with SyncCheckpointEngine(tmp_path / "store", storage=StorageOptions(lock_timeout=0)) as engine:
             state: dict[str, Any] = {"tensor": torch.zeros(100_000, dtype=torch.int64), "step": 0}
             info = engine.restore(state)
             assert info is not None

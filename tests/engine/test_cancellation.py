@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.engine import EngineConfig, run
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.in_flight import InFlight
@@ -67,7 +74,7 @@ def test_a_cancelled_open_gives_the_store_free(tmp_path: Path, turns: int) -> No
             pass
         else:
             await engine.close()
-        async with CheckpointEngine(tmp_path, lock_timeout=0) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)) as engine:
             await (await engine.checkpoint(state_of(1), step=1))
 
     asyncio.run(main())
@@ -91,7 +98,7 @@ def test_an_engine_is_not_closed_while_it_is_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 21, 40])
 def test_cancelled_restores_hold_no_slots(tmp_path: Path, turns: int) -> None:
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=4096)) as engine:
             await (await engine.checkpoint(state_of(0), step=0))
             for step in range(1, 5):
                 restoring = asyncio.create_task(engine.restore(state_of(9)))
@@ -113,7 +120,9 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
     big = {"tensor": torch.zeros(100_000)}  # more than the pool holds: the capture cannot end before the flush
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+        async with CheckpointEngine(
+            tmp_path, storage=StorageOptions(io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES)
+        ) as engine:
             saving = asyncio.create_task(engine.checkpoint(big, step=1))
             await asyncio.to_thread(stuck.medium.wait_stuck)
             saving.cancel()
@@ -184,7 +193,9 @@ def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
     big = {"tensor": torch.zeros(100_000)}
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+        async with CheckpointEngine(
+            tmp_path, storage=StorageOptions(io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES)
+        ) as engine:
             stuck.medium.release()
             await (await engine.checkpoint(state_of(0), step=0))
             stuck.medium.hold("write")
@@ -215,7 +226,7 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
     stuck = Stuck(fail_at=2, kinds=("write",), error=errno.EIO)
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)) as engine:
             stuck.medium.hold("write")
             core = probe(engine).core
             pending, _ = core.start_checkpoint(state_of(1), 1, None)
@@ -232,7 +243,7 @@ def test_closing_ends_a_restore_of_another_thread(tmp_path: Path) -> None:
     stuck = Stuck()
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(state_of(0), step=0).result(60)
-    engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
     stuck.medium.hold("read")
     ended: list[BaseException] = []
 
@@ -265,7 +276,7 @@ def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> Non
 
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
-    with SyncCheckpointEngine(tmp_path, io=stuck, max_in_flight=1, on_busy="skip") as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=stuck), max_in_flight=1, on_busy="skip") as engine:
         stuck.medium.hold("flush")
         threads = [threading.Thread(target=engine.checkpoint, args=({"slow": Slow()},)) for _ in range(4)]
         for thread in threads:
@@ -287,7 +298,7 @@ def test_a_coroutine_that_is_thrown_away_half_way_leaves_no_engine(tmp_path: Pat
         thrown_away = engine.open() if when == "opening" else engine.close()
         thrown_away.send(None)
         thrown_away.close()
-        async with CheckpointEngine(tmp_path, lock_timeout=0):
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)):
             pass
 
     asyncio.run(main())
@@ -298,7 +309,7 @@ def test_a_restore_that_is_thrown_away_half_way_fills_nothing_any_more(tmp_path:
     stuck = Stuck()
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)) as engine:
             await (await engine.checkpoint(state_of(1), step=1))
             stuck.medium.hold("read", after=1)  # the manifest passes
             thrown_away = engine.restore(state_of(0))
@@ -318,7 +329,7 @@ def test_a_restore_that_is_thrown_away_half_way_fills_nothing_any_more(tmp_path:
 @pytest.mark.parametrize("closing", [False, True])
 def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path, closing: bool) -> None:
     stuck = Stuck()
-    engine = SyncCheckpointEngine(tmp_path, io=stuck, max_in_flight=1, on_busy="skip").open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=stuck), max_in_flight=1, on_busy="skip").open()
 
     class Busy:
         """While it is read, the only place is taken, or the engine closed."""
@@ -348,7 +359,7 @@ def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None
     stuck = Stuck()
 
     async def main() -> None:
-        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        engine = await CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
         stuck.medium.hold("write")
         pending = await engine.checkpoint(state_of(1), step=1)
         closing = [asyncio.create_task(engine.close()) for _ in range(3)]
@@ -369,7 +380,7 @@ def test_each_who_closes_an_engine_is_told_that_it_was_left_behind(tmp_path: Pat
     stuck = Stuck()
 
     async def main() -> None:
-        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        engine = await CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
         stuck.medium.hold("write")
         await engine.checkpoint(state_of(1), step=1)
         await asyncio.to_thread(stuck.medium.wait_stuck)
@@ -389,7 +400,7 @@ def test_one_of_those_who_close_an_engine_is_cancelled(tmp_path: Path, cancelled
     stuck = Stuck()
 
     async def main() -> None:
-        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        engine = await CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
         stuck.medium.hold("write")
         pending = await engine.checkpoint(state_of(1), step=1)
         await asyncio.to_thread(stuck.medium.wait_stuck)
@@ -422,7 +433,9 @@ def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -
         for step in range(3):
             engine.checkpoint(state_of(step), step=step).result(60)
     stuck = Stuck()
-    engine = SyncCheckpointEngine(tmp_path, keep_last=3 if what == "pin" else 1, max_in_flight=1, io=stuck).open()
+    engine = SyncCheckpointEngine(
+        tmp_path, keep_last=3 if what == "pin" else 1, max_in_flight=1, storage=StorageOptions(io=stuck)
+    ).open()
 
     def work() -> None:
         match what:
@@ -452,7 +465,7 @@ def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -
 def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
     """Whoever interrupts it again waits no more for what it does, and stops the loop."""
     stuck = Stuck()
-    engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
     stuck.medium.hold("write")
     pending = engine.checkpoint(state_of(1), step=1)
     stuck.medium.wait_stuck()
@@ -479,7 +492,7 @@ def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
 
 def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: Path) -> None:
     stuck = Stuck()
-    engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
     stuck.medium.hold("flush")
     engine.checkpoint(state_of(1), step=1)
     stuck.medium.wait_stuck()
@@ -513,7 +526,7 @@ def test_a_child_forked_while_the_store_is_opened_lets_go_of_it(tmp_path: Path) 
             made.get_loop().call_soon_threadsafe(made.set_result, writer)
             return writer
 
-        opening = asyncio.create_task(CheckpointEngine(tmp_path, io=make).open())
+        opening = asyncio.create_task(CheckpointEngine(tmp_path, storage=StorageOptions(io=make)).open())
         writer = await made
         await asyncio.to_thread(writer.wait_stuck)
 
@@ -554,7 +567,7 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
         with pytest.raises(asyncio.CancelledError):
             await opening
         monkeypatch.undo()
-        async with CheckpointEngine(tmp_path, lock_timeout=0):
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)):
             pass
 
     asyncio.run(main())
@@ -562,7 +575,7 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
 
 def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: Path) -> None:
     stuck = Stuck()
-    with SyncCheckpointEngine(tmp_path, io=stuck) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)) as engine:
         done = engine.checkpoint(state_of(1), step=1)
         done.result(60)
         stuck.medium.hold("flush")

@@ -23,6 +23,7 @@ from pccheck_async import (
     CheckpointEngine,
     NoCheckpointError,
     StateMismatchError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load,
@@ -39,12 +40,14 @@ from pccheck_async.format.record import (
     newest_record,
     region_offsets,
 )
+from pccheck_async.medium.open_medium import IO
 from pccheck_async.testing import CrashWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
 from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
 from tests.fixtures import BACKENDS, need
 from tests.support.processes import open_files, passes_in_a_forked_child
+from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -71,7 +74,7 @@ def assert_same(found: dict[str, Any], step: int, size: int = 5000) -> None:
 
 def test_save_and_load(tmp_path: Path, io: str) -> None:
     async def main() -> None:
-        async with CheckpointEngine(tmp_path / "s", io=io) as engine:  # type: ignore[arg-type]
+        async with CheckpointEngine(tmp_path / "s", storage=StorageOptions(io=io)) as engine:  # type: ignore[arg-type]
             assert await engine.restore({}) is None
             assert engine.latest is None
             pending = await engine.checkpoint(state_of(7), step=7, metadata={"loss": 0.1})
@@ -87,7 +90,7 @@ def test_save_and_load(tmp_path: Path, io: str) -> None:
 
 
 def test_sync_save_and_load(tmp_path: Path, io: str) -> None:
-    with SyncCheckpointEngine(tmp_path, io=io) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io)) as engine:  # type: ignore[arg-type]
         pending = engine.checkpoint(state_of(3), step=3)
         assert pending.result(60).step == 3
         engine.drain()
@@ -98,7 +101,7 @@ def test_sync_save_and_load(tmp_path: Path, io: str) -> None:
 def test_the_state_may_be_mutated_when_checkpoint_returns(tmp_path: Path, io: str) -> None:
     async def main() -> None:
         tensor = torch.zeros(3_000_000)
-        async with CheckpointEngine(tmp_path, io=io, keep_last=5, max_in_flight=3) as engine:  # type: ignore[arg-type]
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(io=io), keep_last=5, max_in_flight=3) as engine:  # type: ignore[arg-type]
             for step in range(5):
                 tensor.fill_(step)
                 await engine.checkpoint({"t": tensor}, step=step)
@@ -109,8 +112,10 @@ def test_the_state_may_be_mutated_when_checkpoint_returns(tmp_path: Path, io: st
     asyncio.run(main())
 
 
-def test_a_state_larger_than_host_memory_streams_through(tmp_path: Path, io: str) -> None:
-    with SyncCheckpointEngine(tmp_path, io=io, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:  # type: ignore[arg-type]
+def test_a_state_larger_than_host_memory_streams_through(tmp_path: Path, io: IO) -> None:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(io=io, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES)
+    ) as engine:
         engine.checkpoint(state_of(1, 100_000), step=1).result(60)
         statistics = engine.statistics()
         assert statistics.pool_peak <= 2
@@ -160,7 +165,7 @@ def test_restore_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_growing_and_shrinking_state(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step, size in enumerate([10, 100_000, 1, 0, 250_000, 5]):
             engine.checkpoint(state_of(step, size), step=step).result(60)
             assert_same(load_sync(tmp_path), step, size)
@@ -243,11 +248,10 @@ def test_unsupported_state_names_its_path_and_harms_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [CheckpointEngine, SyncCheckpointEngine])
 def test_an_argument_that_there_is_not(kind: type[EngineBase]) -> None:
-    likely = "did you mean .*'keep_last'"
-    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument 'keep'; {likely}"):
-        kind("nowhere", keep=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument 'keep_first'; did you mean keep_last"):
+        kind("nowhere", keep_first=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument 'colour'$"):
-        kind("nowhere", colour="red")  # type: ignore[arg-type]
+        kind("nowhere", colour="red")  # type: ignore[call-arg]
 
 
 def test_closed_engine(tmp_path: Path) -> None:
@@ -336,7 +340,9 @@ def test_cancelled_waiting_does_not_stop_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 10, 50])
 def test_cancelled_checkpoint_leaves_nothing_running(tmp_path: Path, turns: int) -> None:
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+        async with CheckpointEngine(
+            tmp_path, storage=StorageOptions(chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES)
+        ) as engine:
             await (await engine.checkpoint(state_of(1), step=1))
             saving = asyncio.create_task(engine.checkpoint(state_of(2, 200_000), step=2))
             for _ in range(turns):
@@ -363,7 +369,7 @@ def test_statistics(tmp_path: Path) -> None:
         beside = COMMIT_NBYTES + 9 * PAGE_BYTES
         assert found.stages["capture"].nbytes == found.stages["write"].nbytes - beside > 0
         assert found.stall_seconds >= found.last_stall_seconds > 0
-        assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io", "device"}
+        assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io", "gpu_capture"}
         assert found.io
         assert found.slots == 3
 
@@ -397,14 +403,14 @@ def test_what_an_engine_tells_can_be_copied_sent_and_written_down(tmp_path: Path
 )
 def test_bad_settings_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
-        CheckpointEngine(tmp_path / "s", **setting)
+        CheckpointEngine(tmp_path / "s", **engine_settings(**setting))
     assert not (tmp_path / "s").exists()
 
 
 def test_host_memory_below_one_chunk_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="less than one chunk"),
-        SyncCheckpointEngine(tmp_path, host_memory=4096, chunk_bytes=8192),
+        SyncCheckpointEngine(tmp_path, storage=StorageOptions(host_memory=4096, chunk_bytes=8192)),
     ):
         pass
 
@@ -471,7 +477,7 @@ def test_a_store_written_by_one_engine_is_read_by_the_other(tmp_path: Path, writ
     need(writing)
     need(reading)
     for step, io in enumerate((writing, reading, writing)):
-        with SyncCheckpointEngine(tmp_path, io=io, keep_last=3) as engine:  # type: ignore[arg-type]
+        with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io), keep_last=3) as engine:  # type: ignore[arg-type]
             engine.checkpoint(state_of(step), step=step)
     for step in range(3):
         assert_same(load_sync(tmp_path, step=step, io=writing), step)  # type: ignore[arg-type]
@@ -504,7 +510,7 @@ def test_either_copy_of_a_record_is_enough(tmp_path: Path, copy: int) -> None:
 
 def test_a_manifest_larger_than_a_staging_buffer(tmp_path: Path) -> None:
     state = state_of(1) | {"names": [f"value {number}" for number in range(2000)]}
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=4096)) as engine:
         engine.checkpoint(state, step=1).result(60)
     assert load_sync(tmp_path)["names"] == state["names"]
 

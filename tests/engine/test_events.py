@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import CheckpointEngine, CheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints
 from pccheck_async.errors import WriteError
 from pccheck_async.telemetry import Event
 from pccheck_async.telemetry.events import (
@@ -90,7 +90,7 @@ def test_superseded_failed_and_skipped() -> None:
     events: list[Event] = []
     disk = CrashDisk()
     stuck = StuckWriter(CrashWriter(disk), kinds=())
-    with SyncCheckpointEngine("store", io=stuck, on_busy="skip", max_in_flight=1) as engine:
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=stuck), on_busy="skip", max_in_flight=1) as engine:
         engine.on_event(events.append)
         stuck.hold("write")
         first = engine.checkpoint(state(), step=1)
@@ -101,7 +101,9 @@ def test_superseded_failed_and_skipped() -> None:
     assert (skipped.step, skipped.counter, skipped.in_flight) == (2, first.counter, 1)
 
     events.clear()
-    with SyncCheckpointEngine("store", io=FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",))) as engine:
+    with SyncCheckpointEngine(
+        "store", storage=StorageOptions(io=FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",)))
+    ) as engine:
         engine.on_event(events.append)
         with pytest.raises(WriteError) as told:
             engine.checkpoint(state(), step=3).result()
@@ -111,7 +113,7 @@ def test_superseded_failed_and_skipped() -> None:
 
     events.clear()
     stuck = StuckWriter(CrashWriter(disk), kinds=())
-    with SyncCheckpointEngine("store", io=stuck) as engine:
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=stuck)) as engine:
         engine.on_event(events.append)
         stuck.hold("write", after=1)  # the first is the record's, again
         older = engine.checkpoint(state(), step=4)

@@ -29,6 +29,7 @@ from pccheck_async import (
     CheckpointError,
     NoCheckpointError,
     PendingCheckpoint,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
@@ -77,7 +78,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save(folder: Path, *steps: int, keep_last: int = 3) -> None:
-    with SyncCheckpointEngine(folder, keep_last=keep_last, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(folder, keep_last=keep_last, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in steps:
             engine.checkpoint(state_of(step), step=step).result(60)
 
@@ -106,7 +107,7 @@ class Failing:
 
 def count_operations(folder: Path) -> int:
     counting = Failing(fail_at=None)
-    with SyncCheckpointEngine(folder, io=counting, keep_last=2, chunk_bytes=8192) as engine:
+    with SyncCheckpointEngine(folder, storage=StorageOptions(io=counting, chunk_bytes=8192), keep_last=2) as engine:
         for step in range(3):
             engine.checkpoint(state_of(step), step=step).result(60)
     return counting.medium.operations
@@ -124,7 +125,9 @@ def test_every_operation_fails_once(tmp_path: Path, error: int, stays: bool) -> 
         told: list[BaseException] = []
         try:
             with SyncCheckpointEngine(
-                folder, io=Failing(fail_at=k, error=error, stays=stays), keep_last=2, chunk_bytes=8192
+                folder,
+                storage=StorageOptions(io=Failing(fail_at=k, error=error, stays=stays), chunk_bytes=8192),
+                keep_last=2,
             ) as engine:
                 for step in range(3):
                     try:
@@ -146,7 +149,7 @@ def test_every_operation_fails_once(tmp_path: Path, error: int, stays: bool) -> 
 def test_a_failed_data_write_fails_only_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 0)
     failing = Failing(fail_at=2, kinds=("write",))
-    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=failing, chunk_bytes=4096)) as engine:
         with pytest.raises(WriteError) as failed:
             engine.checkpoint(state_of(1), step=1).result(60)
         assert failed.value.errno == errno.EIO
@@ -160,7 +163,7 @@ def test_a_failed_data_write_fails_only_its_checkpoint(tmp_path: Path) -> None:
 def test_a_failed_flush_latches_the_store(tmp_path: Path) -> None:
     save(tmp_path, 0)
     failing = Failing(fail_at=2, kinds=("flush",))  # the first one is the take-over's
-    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=failing, chunk_bytes=4096)) as engine:
         with pytest.raises(StoreFailedError) as first:
             engine.checkpoint(state_of(1), step=1).result(60)
         with pytest.raises(StoreFailedError) as latched:
@@ -185,7 +188,7 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
     save(tmp_path, 0, 1, keep_last=3)
     for number in range(1, 4):
         failing = Failing(fail_at=number, kinds=(kind,), error=error)
-        with SyncCheckpointEngine(tmp_path, io=failing, keep_last=3) as engine:
+        with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=failing), keep_last=3) as engine:
             try:
                 engine.pin(0)
             except StoreFailedError as failure:
@@ -205,7 +208,9 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
 @pytest.mark.slow
 def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 0, 1, 2, keep_last=3)
-    with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=1, kinds=("remove",)), chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(io=Failing(fail_at=1, kinds=("remove",)), chunk_bytes=4096)
+    ) as engine:
         assert engine.checkpoint(state_of(3), step=3).result(60).step == 3
         engine.drain()
         assert engine.statistics().failed == 0
@@ -214,7 +219,7 @@ def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, cap
 
 
 def test_a_store_that_was_removed_takes_no_more_commits(tmp_path: Path, io: str) -> None:
-    engine = SyncCheckpointEngine(tmp_path / "store", io=io).open()  # type: ignore[arg-type]
+    engine = SyncCheckpointEngine(tmp_path / "store", storage=StorageOptions(io=io)).open()  # type: ignore[arg-type]
     engine.checkpoint(state_of(1), step=1).result(60)
     (tmp_path / "store" / "commit").unlink()
     with pytest.raises(WriteError, match="commit") as raised:
@@ -257,7 +262,7 @@ def test_a_failed_read_falls_back_to_the_older_one(tmp_path: Path) -> None:
 
 def test_an_unseen_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine:
         pending = _failing_unseen(engine, device)
         device.breaking.broken = ()
         with pytest.raises(WriteError):
@@ -268,7 +273,7 @@ def test_an_unseen_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
 
 def test_a_failure_that_somebody_waits_for_is_theirs_until_they_give_up(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine:
         pending = _failing_unseen(engine, device)
         with Waiting(pending):
             engine.drain()
@@ -278,13 +283,16 @@ def test_a_failure_that_somebody_waits_for_is_theirs_until_they_give_up(tmp_path
 
 def test_an_unseen_failure_is_raised_on_exit(tmp_path: Path) -> None:
     device = Device()
-    with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+    with (
+        pytest.raises(WriteError),
+        SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine,
+    ):
         _failing_unseen(engine, device)
 
 
 def test_an_unseen_failure_becomes_a_note_on_the_bodys_error(tmp_path: Path) -> None:
     def body(device: Device) -> None:
-        with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+        with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine:
             _failing_unseen(engine, device)
             raise KeyError("mine")
 
@@ -295,7 +303,7 @@ def test_an_unseen_failure_becomes_a_note_on_the_bodys_error(tmp_path: Path) -> 
 
 def test_a_seen_failure_is_not_raised_again(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine:
         pending = _failing_unseen(engine, device)
         with pytest.raises(WriteError):
             pending.result(60)
@@ -304,7 +312,7 @@ def test_a_seen_failure_is_not_raised_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_on_error_warn(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096, on_error="warn") as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096), on_error="warn") as engine:
         _failing_unseen(engine, device)
         device.breaking.broken = ()
         with pytest.warns(RuntimeWarning, match="step 1 failed"):
@@ -347,7 +355,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_full_filesystem(small_disk: Path, io: str) -> None:
-    with SyncCheckpointEngine(small_disk / "s", io=io) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(small_disk / "s", storage=StorageOptions(io=io)) as engine:  # type: ignore[arg-type]
         with pytest.raises(StoreFullError, match="slots of") as full:
             engine.checkpoint({"big": torch.zeros(2 << 20)}, step=1).result(60)
         assert full.value.errno == errno.ENOSPC
@@ -415,7 +423,7 @@ def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
 def test_a_writer_of_another_process_is_named(tmp_path: Path) -> None:
     def told() -> str:
         with pytest.raises(StoreLockedError) as refused:
-            SyncCheckpointEngine(tmp_path, lock_timeout=0).open()
+            SyncCheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)).open()
         return str(refused.value)
 
     with SyncCheckpointEngine(tmp_path) as engine:
@@ -434,7 +442,10 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
         held = f"{re.escape(str(tmp_path))} open, made at {re.escape(__file__)}:{line}: close it first"
         (tmp_path.parent / "link").symlink_to(tmp_path)
         for path in (tmp_path, tmp_path.parent / "link"):  # at once: whoever holds it does not die
-            with pytest.raises(StoreLockedError, match="made at"), SyncCheckpointEngine(path, lock_timeout=3600):
+            with (
+                pytest.raises(StoreLockedError, match="made at"),
+                SyncCheckpointEngine(path, storage=StorageOptions(lock_timeout=3600)),
+            ):
                 pass
         with pytest.raises(StoreLockedError, match=held):
             stores.pin(tmp_path, 1)
@@ -448,13 +459,13 @@ def test_a_writer_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
         return writers[0]
 
     async def main() -> None:
-        first = await CheckpointEngine(tmp_path, io=stuck).open()
+        first = await CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
         writers[0].hold("flush")
         await first.checkpoint(state_of(1), step=1)
         await asyncio.to_thread(writers[0].wait_stuck)
         closing = asyncio.create_task(first.close())
         await asyncio.sleep(0)
-        second = asyncio.create_task(CheckpointEngine(tmp_path, lock_timeout=60).open())
+        second = asyncio.create_task(CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=60)).open())
         await asyncio.sleep(0.05)
         assert not second.done()
         writers[0].release()
@@ -516,7 +527,7 @@ def test_remains_of_a_record_that_cannot_be_erased_latch_the_store(tmp_path: Pat
         flip(tmp_path / "commit", start + 70)
     before = (tmp_path / "commit").read_bytes()
     failing = Failing(fail_at=1 if kind == "write" else 2, kinds=(kind,))  # the first flush is I12's
-    with SyncCheckpointEngine(tmp_path, keep_last=3, io=failing) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=3, storage=StorageOptions(io=failing)) as engine:
         for step in (2, 3):
             with pytest.raises(StoreFailedError):
                 engine.checkpoint(state_of(step), step=step).result(60)
@@ -607,11 +618,11 @@ def test_a_damaged_checkpoint_falls_back_and_is_dropped_by_the_next_record(tmp_p
     with pytest.raises(CorruptStoreError, match="slot-"):
         load_sync(tmp_path, step=1)
     with (
-        SyncCheckpointEngine(tmp_path, keep_last=3, chunk_bytes=4096) as engine,
+        SyncCheckpointEngine(tmp_path, keep_last=3, storage=StorageOptions(chunk_bytes=4096)) as engine,
         pytest.raises(CorruptStoreError, match="slot-"),
     ):
         engine.restore(state_of(9), step=1)
-    with SyncCheckpointEngine(tmp_path, keep_last=3, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=3, storage=StorageOptions(chunk_bytes=4096)) as engine:
         live = state_of(9)
         with pytest.warns(RuntimeWarning, match="falling back to step 0"):
             info = engine.restore(live)
@@ -674,7 +685,7 @@ def test_a_slot_that_cannot_be_opened_costs_what_it_holds(tmp_path: Path, which:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert loaded_step(tmp_path, io=io) == (0 if which == "newest" else 1)
-        with SyncCheckpointEngine(tmp_path, keep_last=2, io=io) as engine:
+        with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(io=io)) as engine:
             restored = engine.restore(state_of(9))
             assert restored is not None
             assert restored.step == (0 if which == "newest" else 1)
@@ -696,7 +707,7 @@ def test_a_process_without_descriptors_takes_no_slot_for_a_bad_one(tmp_path: Pat
     save(tmp_path, 0)
     name = slot_of(tmp_path, 0).name
     io: Any = lambda path, operations: BadInode(Files(path, operations), {name}, bad)  # noqa: E731
-    with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path, io=io):
+    with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io)):
         pass
 
 
@@ -714,7 +725,7 @@ def test_verify_tells_of_a_slot_that_cannot_be_opened(tmp_path: Path) -> None:
 
 def test_on_busy_skip(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, max_in_flight=1, on_busy="skip") as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device), max_in_flight=1, on_busy="skip") as engine:
         device.medium.hold("flush")  # the device hangs; the capture does not wait for it
         first = engine.checkpoint(state_of(1), step=1)
         device.medium.wait_stuck()
@@ -729,7 +740,7 @@ def test_on_busy_skip(tmp_path: Path) -> None:
 def test_superseded(tmp_path: Path) -> None:
     """The older of two is held back until the newer one is durable; it is then dropped, and its slot is free again."""
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, max_in_flight=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096), max_in_flight=2) as engine:
         engine.checkpoint(state_of(0), step=0).result(60)
         device.medium.hold("write")
         older = engine.checkpoint({"tensor": torch.arange(3000) + 1, "step": 1}, step=1)
@@ -751,7 +762,7 @@ def test_superseded(tmp_path: Path) -> None:
 
 def test_close_gives_up_at_its_deadline(tmp_path: Path) -> None:
     device = Device()
-    engine = SyncCheckpointEngine(tmp_path, io=device).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device)).open()
     device.medium.hold("flush")
     pending = engine.checkpoint(state_of(1), step=1)
     device.medium.wait_stuck()
@@ -772,11 +783,11 @@ def test_an_unclosed_engine_drains_at_exit(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
         import sys, torch
-        from pccheck_async import SyncCheckpointEngine
+        from pccheck_async import StorageOptions, SyncCheckpointEngine
         from pccheck_async.testing import ThrottledWriter
         from pccheck_async.medium.files import Files
         slow = lambda path, operations: ThrottledWriter(Files(path, operations), total=40e6)
-        engine = SyncCheckpointEngine(sys.argv[1], io=slow).open()
+        engine = SyncCheckpointEngine(sys.argv[1], storage=StorageOptions(io=slow)).open()
         engine.checkpoint({"tensor": torch.arange(3000) + 4, "step": 4, "big": torch.ones(5_000_000)}, step=4)
         """
     )
@@ -803,7 +814,7 @@ def test_who_stopped_waiting_was_not_told(tmp_path: Path) -> None:
     device = Device()
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=device) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(io=device)) as engine:
             device.breaking.broken = ("write",)
             device.medium.hold("write")
             pending = await engine.checkpoint(state_of(1), step=1)
@@ -821,7 +832,9 @@ def test_whoever_waits_is_told_and_nobody_twice(tmp_path: Path) -> None:
     device = Device()
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=device, max_in_flight=1, on_busy="skip") as engine:
+        async with CheckpointEngine(
+            tmp_path, storage=StorageOptions(io=device), max_in_flight=1, on_busy="skip"
+        ) as engine:
             device.breaking.broken = ("write",)
             device.medium.hold("write")
             pending = await engine.checkpoint(state_of(1), step=1)
@@ -841,7 +854,9 @@ def test_on_error_warn_never_raises_into_the_trainer(tmp_path: Path) -> None:
     """Also where the failure comes while the state is captured."""
     failing = Failing(fail_at=2, kinds=("reserve",), error=errno.ENOSPC, stays=True)
     with SyncCheckpointEngine(
-        tmp_path, io=failing, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES, on_error="warn"
+        tmp_path,
+        storage=StorageOptions(io=failing, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES),
+        on_error="warn",
     ) as engine:
         for step in range(2):
             with pytest.warns(RuntimeWarning, match=f"step {step} failed"):
@@ -890,7 +905,7 @@ def test_a_cancelled_close_still_closes(tmp_path: Path) -> None:
     device = Device()
 
     async def main() -> None:
-        engine = await CheckpointEngine(tmp_path, io=device).open()
+        engine = await CheckpointEngine(tmp_path, storage=StorageOptions(io=device)).open()
         device.breaking.broken = ("write",)
         device.medium.hold("write")
         pending = await engine.checkpoint(state_of(1), step=1)
@@ -937,7 +952,9 @@ def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_othe
     """One checkpoint waits for a slot that the other will free, the other for a buffer that the first one holds."""
     states = [{"tensor": torch.zeros(nbytes // 4)} for nbytes in sizes]
     big, memory = states[0], buffers * chunk_bytes
-    with SyncCheckpointEngine(tmp_path, max_in_flight=2, host_memory=memory, chunk_bytes=chunk_bytes) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, max_in_flight=2, storage=StorageOptions(host_memory=memory, chunk_bytes=chunk_bytes)
+    ) as engine:
         engine.checkpoint(big, step=0).result(60)
         engine.checkpoint(big, step=1).result(60)
         held = [os.open(tmp_path / f"slot-00{n}", os.O_RDONLY) for n in range(3)]
@@ -972,7 +989,7 @@ def test_a_disk_too_small_for_all_slots_shows_at_every_checkpoint() -> None:
 
     disk = CrashDisk(capacity=COMMIT_NBYTES + 4096 + 3 * 200_000)
     state = {"weights": torch.zeros(50_000)}  # three slots are needed, with their manifests a little more
-    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), max_in_flight=2) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk)), max_in_flight=2) as engine:
         for step in range(3):
             with pytest.raises(StoreFullError, match="3 slots of"):
                 engine.checkpoint(state, step=step).result(30)
@@ -982,7 +999,7 @@ def test_a_disk_too_small_for_all_slots_shows_at_every_checkpoint() -> None:
 def test_a_step_that_was_asked_for_does_not_fall_back_to_an_older_one_of_that_step(tmp_path: Path, how: str) -> None:
     """After a rollback there are two of it."""
 
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for number in (1, 2):
             engine.checkpoint(state_of(number), step=5).result(60)
     flip(slot_of(tmp_path, 2), 5000)
@@ -1000,7 +1017,7 @@ def test_a_failed_read_costs_no_checkpoint(tmp_path: Path) -> None:
 
     save(tmp_path, 0, 1)
     failing = Failing(fail_at=4, kinds=("read",))
-    with SyncCheckpointEngine(tmp_path, io=failing, keep_last=4, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=failing, chunk_bytes=4096), keep_last=4) as engine:
         with pytest.warns(RuntimeWarning, match="falling back to step 0"):
             engine.restore(state_of(9))
         engine.checkpoint(state_of(2), step=2).result(60)
@@ -1023,7 +1040,7 @@ def test_who_waits_is_told_also_where_a_handler_of_the_log_exits(tmp_path: Path,
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)
     try:
-        with SyncCheckpointEngine(tmp_path, io=device, chunk_bytes=4096) as engine:
+        with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine:
             device.breaking.broken = ("write",) if end == "failed" else ()
             device.medium.hold("write")
             pending = engine.checkpoint({"a": torch.ones(30_000)}, step=1)
@@ -1054,7 +1071,7 @@ def test_who_waits_is_told_whatever_goes_wrong_in_counting(
         raise MemoryError("no room to count")
 
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device)) as engine:
         device.breaking.broken = ("write",) if end == "failed" else ()
         monkeypatch.setattr(InFlight, "note_end", fail)
         pending = engine.checkpoint({"a": torch.ones(30)}, step=1)
@@ -1093,5 +1110,5 @@ def test_who_waits_for_the_closing_is_told_where_it_fails_at_its_end(
         engine.close()
     closing.join(30)
     assert not closing.is_alive()
-    with SyncCheckpointEngine(tmp_path, lock_timeout=0) as again:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)) as again:
         assert again.checkpoints() == []

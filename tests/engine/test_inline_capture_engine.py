@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, SyncCheckpointEngine, load_sync
+from pccheck_async import CheckpointEngine, StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.engine import CheckpointProgress
 from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.format import Entry
@@ -22,6 +22,7 @@ from pccheck_async.medium import File, Medium
 from pccheck_async.store import Retention, Written, open_store, slot_writer
 from pccheck_async.testing import Access, CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.transfer import aligned_buffer
+from tests.support.settings import engine_settings
 
 FOLDER = "anywhere"
 T = TypeVar("T")
@@ -47,7 +48,7 @@ def small() -> dict[str, Any]:
 def stuck_engine(**settings: Any) -> tuple[SyncCheckpointEngine, StuckWriter, CrashDisk]:
     disk = CrashDisk()
     writer = StuckWriter(CrashWriter(disk), kinds=())
-    return SyncCheckpointEngine(FOLDER, io=writer, **settings).open(), writer, disk
+    return SyncCheckpointEngine(FOLDER, **engine_settings(io=writer, **settings)).open(), writer, disk
 
 
 def test_it_is_captured_while_the_device_hangs_and_may_change_at_once() -> None:
@@ -106,7 +107,7 @@ class BrokenSlots(WrappingWriter):
 
 def test_a_failure_that_nobody_waits_for_is_raised_by_the_next_call() -> None:
     writer = BrokenSlots(CrashWriter(CrashDisk()))
-    with SyncCheckpointEngine(FOLDER, io=writer) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=writer)) as engine:
         engine.checkpoint(small(), step=1).result(30)
         writer.broken = True
         engine.checkpoint(small(), step=2)
@@ -149,7 +150,7 @@ class Noting(WrappingWriter):
 
 def test_slot_and_record_are_written_in_order() -> None:
     writer = Noting(CrashWriter(CrashDisk()))
-    with SyncCheckpointEngine(FOLDER, io=writer) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=writer)) as engine:
         engine.checkpoint(small(), step=1).result(30)
         writer.seen.clear()
         engine.checkpoint(small(), step=2).result(30)
@@ -182,7 +183,7 @@ def test_a_record_under_way_keeps_no_other_slot_from_being_written() -> None:
 
 def test_slots_of_failed_writes_come_back() -> None:
     writer = BrokenSlots(CrashWriter(CrashDisk()))
-    with SyncCheckpointEngine(FOLDER, io=writer) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=writer)) as engine:
         engine.checkpoint(small(), step=1).result(30)
         slots = engine.statistics().slots
         for step in range(2, 2 + 2 * slots):
@@ -258,7 +259,7 @@ def test_a_record_under_way_when_closing_is_cancelled_is_told_as_it_ends(at_once
     writer.chains = at_once
 
     async def main() -> None:
-        engine = await CheckpointEngine(FOLDER, io=writer).open()
+        engine = await CheckpointEngine(FOLDER, storage=StorageOptions(io=writer)).open()
         await (await engine.checkpoint(small(), step=1))
         writer.hold("flush", after=1)
         pending = await engine.checkpoint(small(), step=2)
@@ -281,11 +282,11 @@ def test_a_record_under_way_when_closing_is_cancelled_is_told_as_it_ends(at_once
 def test_whatever_fails_from_the_first_flush_on_latches(at: int) -> None:
     """The slot's flush, both writes of the record, and its flush."""
     disk = CrashDisk()
-    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk))) as engine:
         engine.checkpoint(small(), step=1).result(30)
     writer = FailingWriter(CrashWriter(disk), fail_at=None, kinds=("write", "flush"))
     writer.chains = True
-    engine = SyncCheckpointEngine(FOLDER, io=writer).open()
+    engine = SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=writer)).open()
     engine.checkpoint(small(), step=2).result(30)
     writer.fail_next(at)
     with pytest.raises(WriteError):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, load_sync
 from tests.support.interrupts import interrupter
 
 
@@ -52,7 +52,9 @@ def storm(path: Path, seed: int, rounds: int) -> dict[str, int]:
             assert statistics.pool_in_use_bytes == 0
             if step % 50 == 0:
                 engine.close()
-                engine = SyncCheckpointEngine(path, keep_last=2, overwrite=True, lock_timeout=0).open()
+                engine = SyncCheckpointEngine(
+                    path, keep_last=2, overwrite=True, storage=StorageOptions(lock_timeout=0)
+                ).open()
                 seen["reopened"] += 1
                 engine.checkpoint(state_of(step), step=step).result(60)
                 acknowledged = step

@@ -24,7 +24,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pccheck_async import NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
+from pccheck_async import (
+    NoCheckpointError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    open_checkpoint,
+)
 from pccheck_async.errors import ClosedError, CorruptStoreError
 from pccheck_async.format.dtypes import TORCH_DTYPES
 from pccheck_async.medium import File
@@ -45,7 +52,7 @@ CHUNK = 64 * 1024
 
 
 def save(path: Path, state: dict[str, Any], step: int = 0, **options: Any) -> None:
-    with SyncCheckpointEngine(path, chunk_bytes=CHUNK, **options) as engine:
+    with SyncCheckpointEngine(path, storage=StorageOptions(chunk_bytes=CHUNK), **options) as engine:
         engine.checkpoint(state, step=step).result(60)
 
 
@@ -251,7 +258,7 @@ def test_damage_is_found_where_it_is(tmp_path: Path) -> None:
 
 
 def test_a_writer_leaves_it_alone(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         engine.checkpoint({"x": torch.zeros(100_000)}, step=0).result(60)
         with open_checkpoint(tmp_path) as checkpoint:
             for step in range(1, 6):
@@ -446,7 +453,7 @@ print(sliced, lazy, peak() - before)
 @pytest.mark.slow
 def test_memory_is_the_tensors_and_the_budget(tmp_path: Path) -> None:
     tensor, budget = 256 << 20, 32 << 20
-    with SyncCheckpointEngine(tmp_path, host_memory=budget) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(host_memory=budget)) as engine:
         engine.checkpoint({"small": torch.zeros(10), "big": torch.full((1024, 65536), 2.0)}).result(60)
     command = [sys.executable, "-c", _PEAK, str(tmp_path), str(budget)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)

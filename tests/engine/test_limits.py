@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.errors import StoreLockedError, read_error, write_error
 from tests.support.children import in_child
 from tests.support.limits import limit_threads, limited_descriptors
@@ -38,7 +38,7 @@ def said(look: Callable[[], object]) -> str:
 def looks(store: Path, io: str) -> list[str]:
     return [
         said(lambda: load_sync(store, io=io)),  # type: ignore[arg-type]
-        said(lambda: SyncCheckpointEngine(store, io=io).open().close()),  # type: ignore[arg-type]
+        said(lambda: SyncCheckpointEngine(store, storage=StorageOptions(io=io)).open().close()),  # type: ignore[arg-type]
     ]
 
 
@@ -60,7 +60,7 @@ def test_too_few_descriptors(store: Path, io: str) -> None:
 def test_no_threads(store: Path, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     for left in range(2):
-        for look in (load_sync, lambda path, io: SyncCheckpointEngine(path, io=io).open()):
+        for look in (load_sync, lambda path, io: SyncCheckpointEngine(path, storage=StorageOptions(io=io)).open()):
             with monkeypatch.context() as patch:
                 limit_threads(patch, left)
                 assert "pids.max" in said(lambda look=look: look(store, io=io))  # type: ignore[misc]
@@ -93,7 +93,7 @@ def test_a_group_that_was_forgotten(store: Path, monkeypatch: pytest.MonkeyPatch
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(StoreLockedError) as raised:
-            SyncCheckpointEngine(store, lock_timeout=0.0).open()
+            SyncCheckpointEngine(store, storage=StorageOptions(lock_timeout=0.0)).open()
     finally:
         os.close(fd)
     assert ("group=dist.group.WORLD" in str(raised.value)) == told

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pccheck_async
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import Keep, StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.telemetry import Work, events, logs, work
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
@@ -88,10 +88,10 @@ def test_nothing_is_formatted_that_nobody_wants(tmp_path: Path, lines: JSONLines
 
 def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
     disk = CrashDisk()
-    with SyncCheckpointEngine("store", io=CrashWriter(disk)) as engine:
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=CrashWriter(disk))) as engine:
         engine.checkpoint({"weights": torch.zeros(10)}, step=1).result()
     failing = FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",))  # the first is the record's, again
-    with SyncCheckpointEngine("store", io=failing) as engine, pytest.raises(WriteError):
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=failing)) as engine, pytest.raises(WriteError):
         engine.checkpoint({"weights": torch.zeros(10)}, step=7).result()
     (failed,) = lines.of("failed")
     assert (failed["level"], failed["step"], failed["counter"], failed["store"]) == ("WARNING", 7, 1, "store")
@@ -99,7 +99,7 @@ def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
 
 
 def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Path, lines: JSONLines) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_best=("loss", 2, "min")) as engine:
+    with SyncCheckpointEngine(tmp_path, keep=Keep(best=("loss", 2, "min"))) as engine:
         engine.checkpoint({"x": 1}, step=1, metadata={"loss": 0.5}).result()
         engine.checkpoint({"x": 1}, step=2, metadata={"loss": float("nan")}).result()  # a number, and the worst
         assert lines.of("no_metric") == []
@@ -166,11 +166,11 @@ def test_no_line_goes_past_the_table() -> None:
 def test_a_line_of_every_module_has_a_name(tmp_path: Path, lines: JSONLines) -> None:
     """Buffered I/O, a store that fails, rules that drop checkpoints, a reader that is waited for."""
     disk = CrashDisk()
-    with SyncCheckpointEngine("store", io=CrashWriter(disk), keep_last=3) as engine:
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=CrashWriter(disk)), keep_last=3) as engine:
         for step in range(3):
             engine.checkpoint({"weights": torch.zeros(10)}, step=step).result()
     failing = FailingWriter(CrashWriter(disk), fail_at=2, kinds=("flush",))
-    with SyncCheckpointEngine("store", io=failing) as engine, pytest.raises(StoreFailedError):
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=failing)) as engine, pytest.raises(StoreFailedError):
         engine.checkpoint({"weights": torch.zeros(10)}, step=7).result()
     (failed,) = lines.of("store_failed")
     assert (failed["level"], failed["store"], failed["step"]) == ("ERROR", "store", 7)

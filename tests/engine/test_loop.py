@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, SyncCheckpointEngine, list_checkpoints, load
+from pccheck_async import CheckpointEngine, StorageOptions, SyncCheckpointEngine, list_checkpoints, load
 from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
 from pccheck_async.training.policy import Decision, EverySteps
 from pccheck_async.transfer.operations import Operations
 from tests.support.processes import open_files
+from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -88,7 +89,7 @@ trainer()  # torch reads parts of itself from the disk when they are used first
 
 @asynccontextmanager
 async def opened(path: Path, **settings: Any) -> AsyncIterator[CheckpointEngine]:
-    async with CheckpointEngine(path, **settings) as engine:
+    async with CheckpointEngine(path, **engine_settings(**settings)) as engine:
         await (await engine.checkpoint(state_of(1), step=1))
         yield engine
 
@@ -104,7 +105,7 @@ async def _fail_to_open(path: Path) -> None:
     def fails(path: str, operations: Operations) -> FailingWriter:
         return FailingWriter(Files(path, operations), fail_at=1, kinds=("flush",))
 
-    engine = CheckpointEngine(path, io=fails)
+    engine = CheckpointEngine(path, storage=StorageOptions(io=fails))
     engine.on_event(lambda event: None)
     with pytest.raises(WriteError):
         await engine.open()
@@ -113,7 +114,7 @@ async def _fail_to_open(path: Path) -> None:
 async def _open_a_locked_store(path: Path) -> None:
     async with opened(path):
         with pytest.raises(StoreLockedError):
-            await CheckpointEngine(path, lock_timeout=0.01).open()
+            await CheckpointEngine(path, storage=StorageOptions(lock_timeout=0.01)).open()
 
 
 async def _be_cancelled_after_opening(path: Path) -> None:

@@ -24,6 +24,7 @@ from pccheck_async import (
     ResumableLoader,
     RNGState,
     StateMismatchError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
@@ -34,6 +35,7 @@ from pccheck_async.errors import ClosedError, DamagedError, UnsupportedStateErro
 from pccheck_async.format import whole_step
 from pccheck_async.tuning import tune
 from tests.support.devices import Device
+from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -72,7 +74,7 @@ def test_another_place_to_copy_to_or_to_measure(made: Callable[..., Any], tmp_pa
 )
 def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{setting} is .*, not {value!r}$"):
-        SyncCheckpointEngine(tmp_path, **{setting: value})
+        SyncCheckpointEngine(tmp_path, **engine_settings(**{setting: value}))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_pin_of_no_step(tmp_path: Path) -> None:
 
 def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device)) as engine:
         device.medium.hold("write", "flush")
         pending = engine.checkpoint(STATE, step=5)
         with pytest.raises(TimeoutError, match=r"the checkpoint of step 5 is \w+ after 0.01 s; it goes on"):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from pccheck_async import (
     CheckpointEngine,
+    Keep,
     NoCheckpointError,
     SyncCheckpointEngine,
     list_checkpoints,
@@ -180,8 +181,8 @@ def test_all_are_kept_until_a_record_names_no_more(tmp_path: Path) -> None:
         engine.checkpoint({"step": 65}, step=65).result()
         assert [info.step for info in engine.checkpoints()] == [65, 64, *range(62, 0, -1)]
         assert "all that a commit record names" in str(engine.space_needed(nbytes=1))
-    with pytest.raises(ValueError, match="keep_every"):
-        SyncCheckpointEngine(tmp_path, keep_last="all", keep_every=3)
+    with pytest.raises(ValueError, match="keep="):
+        SyncCheckpointEngine(tmp_path, keep_last="all", keep=Keep(every=3))
     with pytest.raises(ValueError, match="keep_last"):
         SyncCheckpointEngine(tmp_path, keep_last="some")  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
     RNGState,
+    StorageOptions,
     SyncCheckpointEngine,
     TornCaptureError,
     list_checkpoints,
@@ -40,6 +41,7 @@ from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Planner
 from tests.support.devices import Device
 from tests.support.processes import passes_in_a_forked_child
+from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -102,7 +104,7 @@ class Held:
         **settings: Any,
     ) -> None:
         self.io = Device()
-        self.engine = SyncCheckpointEngine(folder, io=self.io, **SMALL, **settings).open()
+        self.engine = SyncCheckpointEngine(folder, **engine_settings(io=self.io, **SMALL, **settings)).open()
         self.model = Net()
         self.optimizer = optimizer(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(extra or {})}
@@ -532,7 +534,7 @@ def test_memory_that_a_buffer_shares_with_a_parameter_is_not_left_to_the_guard(t
 
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer)
         want = snapshot({"model": model})
         pending = engine.checkpoint({"model": model}, overlap=True)
@@ -624,7 +626,7 @@ def test_a_checkpoint_that_failed_keeps_no_state(tmp_path: Path) -> None:
     SyncCheckpointEngine(tmp_path).open().close()
     weight = nn.Parameter(torch.ones(300, 300))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    with SyncCheckpointEngine(tmp_path, io=make, check_captures=True) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=make, check_captures=True)) as engine:
         engine.attach(optimizer)
         pending = engine.checkpoint({"weight": weight}, overlap=True)
         with pytest.raises(WriteError) as told:
@@ -765,7 +767,7 @@ def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bo
     model = nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)  # counts no versions
     model(torch.randn(2, 300)).sum().backward()
-    engine = SyncCheckpointEngine(tmp_path, io=io, **SMALL).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io, **SMALL)).open()
     engine.attach(optimizer)
     errors: list[Exception] = []
 
@@ -885,7 +887,7 @@ def test_weights_that_the_forward_pass_renormalises_are_not_left_to_the_guard(
     model = nn.Sequential(kind(400, 100, max_norm=0.5), nn.Linear(100, 100))
     model[0].requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model[1].parameters() if frozen else model.parameters(), lr=0.1)
-    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer)
         want = snapshot({"model": model})
         pending = engine.checkpoint({"model": model}, overlap=True)
@@ -901,7 +903,7 @@ def test_tables_that_are_renormalised_since_the_last_checkpoint_are_not_left_to_
 ) -> None:
     """The state is made as it was: only the modules tell."""
     model = nn.Sequential(nn.Embedding(400, 100), nn.Linear(100, 100))
-    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
         engine.checkpoint({"model": model}, overlap=True).result()
         if how == "another module":
@@ -925,7 +927,7 @@ def test_an_array_in_the_memory_of_a_parameter(tmp_path: Path, beside: bool) -> 
     model = nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state: dict[str, Any] = {"array": model.weight.detach().numpy()} | ({"model": model} if beside else {})
-    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer)
         want = snapshot(state)
         engine.checkpoint(state, overlap=True).result()
@@ -999,7 +1001,7 @@ def test_changes_after_captured_are_none(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = {"model": model}
         want = snapshot(state)
-        async with CheckpointEngine(tmp_path, io=io, **SMALL) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(io=io, **SMALL)) as engine:
             engine.attach(optimizer)
             await (await engine.checkpoint(state))  # makes the slots
             await (await engine.checkpoint(state))
@@ -1045,7 +1047,7 @@ def test_a_parameter_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
     with torch.inference_mode():
         model.weight = nn.Parameter(torch.randn(300, 300), requires_grad=False)
     optimizer = torch.optim.SGD([model.bias], lr=0.1)
-    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer)
         engine.checkpoint({"model": model}, overlap=True).result()
     assert equal(saved(tmp_path)["model"], model.state_dict())
@@ -1101,7 +1103,7 @@ def check_consistency(folder: Path, flavour: str, checkpoints: int, backend: str
             scheduler.step()
             optimizer.zero_grad()
 
-    with SyncCheckpointEngine(folder, interval=1, keep_last=6, **SMALL) as engine:
+    with SyncCheckpointEngine(folder, interval=1, keep_last=6, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer)
         for step in range(checkpoints * window):
             with engine.step(state, step) as this:
@@ -1175,7 +1177,7 @@ def test_what_a_failed_context_stepped_ends_no_window_of_the_next(tmp_path: Path
         optimizer.step()
         raise KeyError
 
-    with SyncCheckpointEngine(tmp_path, interval=1, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, interval=1, storage=StorageOptions(**SMALL)) as engine:
         engine.attach(optimizer)
         with pytest.raises(KeyError), engine.step({"model": model}, 0):
             step_and_fail()
@@ -1209,7 +1211,7 @@ def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
     model, io = nn.Linear(300, 300), Device()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pending, want = [], []
-    with SyncCheckpointEngine(tmp_path, io=io, interval=1, **SMALL) as engine:
+    with SyncCheckpointEngine(tmp_path, interval=1, storage=StorageOptions(io=io, **SMALL)) as engine:
         engine.attach(optimizer)
         for step in range(4):
             with engine.step({"model": model}, step) as this:
@@ -1283,7 +1285,7 @@ def test_a_restore_that_waits_for_a_capture_is_cancelled_at_once(tmp_path: Path)
     optimizer.step()
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=device, **SMALL) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(io=device, **SMALL)) as engine:
             engine.attach(optimizer)
             device.medium.hold("write")
             pending = await engine.checkpoint(state, step=1, overlap=True)

@@ -16,6 +16,7 @@ from pccheck_async import (
     CheckpointInfo,
     Restored,
     StateMismatchError,
+    StorageOptions,
     SyncCheckpointEngine,
     open_checkpoint,
 )
@@ -244,7 +245,7 @@ def test_objects_decide_for_themselves(tmp_path: Path) -> None:
 
 
 def test_what_is_not_restored_is_not_read(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=64 * 1024) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=64 * 1024)) as engine:
         engine.checkpoint({"big": torch.zeros(1 << 20), "small": torch.ones(16)}).result(60)
         before = engine.statistics().stages["read"].nbytes
         small = torch.zeros(16)

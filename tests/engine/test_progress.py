@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.engine import CheckpointProgress
 from pccheck_async.errors import WriteError
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 
 def test_phases_of_a_checkpoint(tmp_path: Path) -> None:
     io = Device()
-    with SyncCheckpointEngine(tmp_path, io=io, max_in_flight=1, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io, chunk_bytes=CHUNK), max_in_flight=1) as engine:
         engine.checkpoint(state(), step=0).result()
         io.medium.hold("write")
         pending = engine.checkpoint(state(), step=1)  # returns captured
@@ -45,13 +45,15 @@ def test_phases_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_how_it_ended() -> None:
     disk = CrashDisk()
-    with SyncCheckpointEngine("store", io=FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",))) as engine:
+    with SyncCheckpointEngine(
+        "store", storage=StorageOptions(io=FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",)))
+    ) as engine:
         failed = engine.checkpoint(state(), step=1)
         with pytest.raises(WriteError):
             failed.result()
     assert failed.progress.phase == "failed"
     stuck = StuckWriter(CrashWriter(disk), kinds=())
-    with SyncCheckpointEngine("store", io=stuck, max_in_flight=2, on_busy="skip") as engine:
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=stuck), max_in_flight=2, on_busy="skip") as engine:
         stuck.hold("write", after=1)  # the first is the record's, again
         older = engine.checkpoint(state(), step=2)
         stuck.wait_stuck()
@@ -70,7 +72,7 @@ def test_how_it_ended() -> None:
 
 @pytest.mark.parametrize("reading", ["restore", "load", "load part"])
 def test_reading_tells_each_chunk(tmp_path: Path, reading: str) -> None:
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         engine.checkpoint(state(), step=1).result()
         told: list[tuple[int, int]] = []
         if reading == "restore":
@@ -96,7 +98,7 @@ def test_a_progress_callback_that_raises_is_called_once(tmp_path: Path, caplog: 
         calls.append(done)
         raise ValueError("no")
 
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         engine.checkpoint(state(), step=1).result()
         into = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
         assert engine.restore(into, progress=broken) is not None

@@ -14,7 +14,9 @@ import torch
 from pccheck_async import (
     CheckpointEngine,
     CheckpointInfo,
+    Keep,
     NoCheckpointError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
@@ -50,7 +52,7 @@ def marks(infos: list[CheckpointInfo]) -> list[tuple[int, bool]]:
 
 
 def test_the_step_and_all_newer_ones_are_passed_over_and_no_rule_keeps_them(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=5, keep_every=3, keep_best=("loss", 1, "min")) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=5, keep=Keep(every=3, best=("loss", 1, "min"))) as engine:
         for step in range(1, 6):
             save(engine, step, metadata={"loss": -step})
         assert marks(engine.reject(4)) == [(5, True), (4, True)]
@@ -217,7 +219,10 @@ def test_one_in_flight_that_was_rejected_ends_though_none_is_left_beside_it() ->
 
     async def train() -> None:
         stuck = StuckWriter(CrashWriter(CrashDisk()), kinds=())
-        async with CheckpointEngine(FOLDER, io=stuck, max_in_flight=2) as engine, AsyncExitStack() as ends:
+        async with (
+            CheckpointEngine(FOLDER, storage=StorageOptions(io=stuck), max_in_flight=2) as engine,
+            AsyncExitStack() as ends,
+        ):
             ends.callback(stuck.release)  # else a failure of this test waits for ever
             await (await engine.checkpoint(large, step=1))
             stuck.hold("flush")

@@ -23,6 +23,7 @@ from msgspec import structs
 from pccheck_async import (
     NoCheckpointError,
     StateMismatchError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
@@ -154,7 +155,7 @@ def test_memory_that_runs_out_does_not_fall_back(tmp_path: Path) -> None:
 
     with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
         load_sync(tmp_path, io=scarce)
-    with SyncCheckpointEngine(tmp_path, io=scarce, keep_last=2) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=scarce), keep_last=2) as engine:
         with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
             engine.restore(state_of(9))
         assert [info.step for info in engine.checkpoints()] == [1, 0]
@@ -163,7 +164,7 @@ def test_memory_that_runs_out_does_not_fall_back(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")
 def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept(tmp_path: Path) -> None:
     """What it superseded takes its place only where it cannot be read again, either: the next commit would drop it."""
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(3):
             engine.checkpoint(state_of(step), step=step).result(60)
 
@@ -180,7 +181,7 @@ def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept
         return Once(Files(path, operations))
 
     assert load_sync(tmp_path, io=once)["step"] == 2
-    with SyncCheckpointEngine(tmp_path, io=once) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=once)) as engine:
         live = state_of(9)
         assert engine.restore(live) is not None
         assert live["step"] == 2
@@ -190,7 +191,7 @@ def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept
 @pytest.mark.slow
 def test_restore_beside_commits(tmp_path: Path) -> None:
     """What was newest when a restore began may be gone when it looks: then a newer one is taken."""
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine, saving(engine, state_of):
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=4096)) as engine, saving(engine, state_of):
         for _ in range(50):
             live = state_of(-1)
             info = engine.restore(live)
@@ -200,7 +201,7 @@ def test_restore_beside_commits(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         engine.checkpoint({"other": torch.zeros(3000)}, step=0).result(60)
         engine.checkpoint(state_of(1), step=1).result(60)
     wanted = (torch.arange(3000) + 1).numpy().tobytes()[:64]
@@ -208,7 +209,7 @@ def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_pa
     data = bytearray(slot.read_bytes())
     data[9000] ^= 1
     slot.write_bytes(data)
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         with pytest.warns(RuntimeWarning, match="falling back"), pytest.raises(StateMismatchError) as mismatch:
             engine.restore(state_of(9))
         assert any("may hold parts" in note for note in mismatch.value.__notes__)
@@ -228,7 +229,7 @@ def test_an_object_is_asked_for_its_state_once_for_all_candidates(tmp_path: Path
         def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
             assert state_dict["tensor"] is self.tensor
 
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(2):
             engine.checkpoint({"x": Asked(float(step))}, step=step).result(60)
     slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes().startswith(b"\x00\x00\x80?"))
@@ -236,7 +237,7 @@ def test_an_object_is_asked_for_its_state_once_for_all_candidates(tmp_path: Path
     data[9000] ^= 1
     slot.write_bytes(data)
     live = Asked(5.0)
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         with pytest.warns(RuntimeWarning, match="falling back"):
             restored = engine.restore({"x": live})
         assert restored is not None
@@ -247,7 +248,7 @@ def test_an_object_is_asked_for_its_state_once_for_all_candidates(tmp_path: Path
 
 def test_what_a_damaged_one_began_to_fill_is_not_left_as_it_is(tmp_path: Path) -> None:
     """Where the older one lacks it: it is neither what it was nor what was saved."""
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         engine.checkpoint({"a": torch.zeros(9), "none": None}, step=0).result(60)
         engine.checkpoint({"a": torch.ones(9), "b": {"t": torch.ones(3000)}, "none": None}, step=1).result(60)
     slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes().startswith(b"\x00\x00\x80?"))
@@ -258,7 +259,7 @@ def test_what_a_damaged_one_began_to_fill_is_not_left_as_it_is(tmp_path: Path) -
     def live() -> dict[str, Any]:
         return {"a": torch.full((9,), 5.0), "b": {"t": torch.full((3000,), 5.0)}}
 
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         with pytest.warns(RuntimeWarning, match="falling back"), pytest.raises(StateMismatchError) as mismatch:
             engine.restore(live(), strict=False)
         assert "step 0 lacks what a damaged one had begun to fill: b.t; make" in str(mismatch.value)
@@ -275,10 +276,10 @@ def test_a_restore_touches_a_few_buffers(tmp_path: Path) -> None:
     chunks, chunk_bytes = 40, 8192
     state = {"tensor": torch.arange(chunks * chunk_bytes // 8)}
     saved = state["tensor"].clone()
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=chunk_bytes) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=chunk_bytes)) as engine:
         engine.checkpoint(state, step=1).result()
     state["tensor"].zero_()
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=chunk_bytes) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=chunk_bytes)) as engine:
         assert engine.restore(state) is not None
         assert torch.equal(state["tensor"], saved)
         assert engine.statistics().decisions.host_memory >= chunks * chunk_bytes
@@ -382,7 +383,7 @@ class Interrupted(CrashWriter):
 def test_a_checkpoint_that_goes_while_a_reader_comes_is_no_damage(before: str, grown: bool) -> None:
     """Its slot has another's bytes, or is removed: the reader looks at the record again."""
     disk = CrashDisk()
-    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), max_in_flight=1) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk)), max_in_flight=1) as engine:
 
         def more() -> None:
             for step in range(1, 4):
@@ -396,7 +397,7 @@ def test_a_checkpoint_that_goes_while_a_reader_comes_is_no_damage(before: str, g
 
 def test_a_reader_that_started_over_holds_one_slot() -> None:
     disk = CrashDisk()
-    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk))) as engine:
 
         def more() -> None:
             for step in range(1, 4):
@@ -483,7 +484,7 @@ def damage(folder: Path, step: int, how: str) -> None:
 
 
 def saved_twice(folder: Path, how: str, **settings: Any) -> None:
-    with SyncCheckpointEngine(folder, max_in_flight=1, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(60)
     damage(folder, 1, how)
@@ -505,7 +506,7 @@ def test_the_one_that_the_newest_superseded_takes_its_place_while_it_is_whole(tm
     for step, error in ((1, DamagedError), (0, NoCheckpointError)):
         with pytest.raises(error):
             load_sync(tmp_path, step=step)
-    with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, storage=StorageOptions(chunk_bytes=4096)) as engine:
         live = state_of(9)
         with pytest.warns(RuntimeWarning, match="falling back to step 0"):
             restored = engine.restore(live)
@@ -545,7 +546,7 @@ def test_what_was_written_over_takes_no_place(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(3):
             engine.checkpoint(state_of(step), step=step).result(60)
             if step == 0:
@@ -553,7 +554,7 @@ def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_
     damage(tmp_path, 2, "chunk")
     with pytest.warns(RuntimeWarning, match="falling back to step 1"):
         assert load_sync(tmp_path)["step"] == 1
-    with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, storage=StorageOptions(chunk_bytes=4096)) as engine:
         with pytest.warns(RuntimeWarning, match="falling back to step 1"):
             engine.restore(state_of(9))
         engine.unpin(0)
@@ -566,7 +567,7 @@ def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_
 
 
 def test_a_removed_one_does_not_come_back(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(60)
     stores.remove(tmp_path, [1])
@@ -578,7 +579,7 @@ def test_a_removed_one_does_not_come_back(tmp_path: Path) -> None:
 def test_a_superseded_one_that_is_being_written_over_is_not_waited_for() -> None:
     disk = CrashDisk()
     stuck = StuckWriter(CrashWriter(disk, turns=0), kinds=())
-    with SyncCheckpointEngine(FOLDER, io=stuck, max_in_flight=1, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=stuck, chunk_bytes=4096), max_in_flight=1) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(30)
         bad = {slot_name(probe(engine).store.committed.record.entries[0].slot): {0}}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, load_sync
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, TornCaptureError, load_sync
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
@@ -37,9 +36,10 @@ def walk(folder: Path, seed: int, saves: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     changing = ChangingState(seed)
     rng = changing.rng
-    settings: dict[str, Any] = {"chunk_bytes": PAGE_BYTES, "host_memory": 2 * PAGE_BYTES, "max_in_flight": 2}
+    check = bool(seed % 2)
+    storage = StorageOptions(chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES, check_captures=check)
     torn: set[str] = set()
-    with SyncCheckpointEngine(folder, check_captures=bool(seed % 2), **settings) as engine:
+    with SyncCheckpointEngine(folder, max_in_flight=2, storage=storage) as engine:
         for number in range(saves):
             for _ in range(rng.choice([0, 1, 1, 3])):
                 changing.change()

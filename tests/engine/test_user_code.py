@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, load, load_sync, open_checkpoint
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, load, load_sync, open_checkpoint
 from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from tests.engine.test_inline_capture_engine import FOLDER, small
@@ -123,7 +123,9 @@ class Saving:
 
 def test_a_handler_of_the_log_holds_no_lock_where_a_checkpoint_is_skipped() -> None:
     locks, writer = Locks(), StuckWriter(CrashWriter(CrashDisk()), kinds=())
-    with SyncCheckpointEngine(FOLDER, io=writer, max_in_flight=1, on_busy="skip", save_last=False) as engine:
+    with SyncCheckpointEngine(
+        FOLDER, storage=StorageOptions(io=writer), max_in_flight=1, on_busy="skip", save_last=False
+    ) as engine:
         engine.checkpoint(small(), step=0).result(60)
         writer.hold("flush")
         locks.engine = engine
@@ -167,7 +169,9 @@ def test_a_class_of_tensors_holds_no_lock_where_an_optimizer_is_found_to_tear_a_
     """The capture ends on the engine's thread, which compares the tensors before the commit."""
     device, weights = Device(), torch.nn.Parameter(torch.ones(3000))
     attached, other = (torch.optim.SGD([each], lr=0.1) for each in (weights, Weights(torch.ones(3))))
-    with SyncCheckpointEngine(tmp_path, io=device, host_memory=4096, chunk_bytes=4096, save_last=False) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(io=device, host_memory=4096, chunk_bytes=4096), save_last=False
+    ) as engine:
         engine.attach(attached)
         device.medium.hold("write")
         pending = engine.checkpoint({"weights": weights, "optimizer": attached}, step=0, overlap=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, Group, GroupError, SyncCheckpointEngine
+from pccheck_async import CheckpointEngine, CheckpointError, Group, GroupError, StorageOptions, SyncCheckpointEngine
 from pccheck_async.errors import ReadError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
@@ -67,7 +67,7 @@ def fails_on_rank_1(folder: Path, kinds: Collection[str], part_of_name: str, gro
         medium = FailsWhenTold(Files(path, operations))
         return medium
 
-    engine = SyncCheckpointEngine(folder, group=group, io=make).open()
+    engine = SyncCheckpointEngine(folder, group=group, storage=StorageOptions(io=make)).open()
     assert medium is not None
     found = outcomes(engine, group.rank, range(2))
     if group.rank == 1:
@@ -131,7 +131,7 @@ def restores_past_a_failure(folder: Path, reads: int, group: Group) -> tuple[int
         medium = FailsToReadOnce(Files(path, operations))
         return medium
 
-    with SyncCheckpointEngine(folder, group=group, io=make, keep_last=3) as engine:
+    with SyncCheckpointEngine(folder, group=group, storage=StorageOptions(io=make), keep_last=3) as engine:
         assert outcomes(engine, group.rank, range(2)) == ["", ""]
         assert medium is not None
         if group.rank == 1:
@@ -170,7 +170,7 @@ def overtaken(folder: Path, group: Group) -> list[tuple[int, bool]]:
         medium = HoldsOneBack(Files(path, operations))
         return medium
 
-    with SyncCheckpointEngine(folder, group=group, io=make, max_in_flight=2) as engine:
+    with SyncCheckpointEngine(folder, group=group, storage=StorageOptions(io=make), max_in_flight=2) as engine:
         assert outcomes(engine, group.rank, range(1)) == [""]
         assert medium is not None
         medium.holds = group.rank == 1
@@ -247,8 +247,8 @@ def saved_side_by_side(folder: Path, group: Group) -> None:
     """Save two checkpoints at once with one staging buffer: one in one chunk, the other in many on rank 1 alone."""
 
     async def main() -> None:
-        sizes = {"host_memory": CHUNK, "chunk_bytes": CHUNK, "max_in_flight": 2}
-        async with CheckpointEngine(folder, group=group, save_last=False, **sizes) as engine:  # type: ignore[arg-type]
+        storage = StorageOptions(host_memory=CHUNK, chunk_bytes=CHUNK)
+        async with CheckpointEngine(folder, group=group, save_last=False, max_in_flight=2, storage=storage) as engine:
             for step in range(0, 20, 2):
                 large = torch.ones(CHUNK * (12 if group.rank else 1) // 6)
                 states = {step: {"t": large}, step + 1: {"t": torch.ones(CHUNK // 6)}}

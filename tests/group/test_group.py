@@ -35,6 +35,7 @@ from tests.engine.test_user_code import Locks
 from tests.support.group_folders import spoil
 from tests.support.processes import forked
 from tests.support.ranks import run_ranks, wait_for
+from tests.support.settings import engine_settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,14 +49,14 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 
 def save(folder: Path, group: Group, steps: range, **settings: Any) -> list[int]:
     """Save these steps; return those that are there in the end."""
-    with SyncCheckpointEngine(folder, group=group, **settings) as engine:
+    with SyncCheckpointEngine(folder, group=group, **engine_settings(**settings)) as engine:
         for step in steps:
             engine.checkpoint(state_of(group.rank, step), step=step).result()
         return [info.step for info in engine.checkpoints()]
 
 
 def restore(folder: Path, group: Group, step: int | None = None, **settings: Any) -> dict[str, Any] | None:
-    with SyncCheckpointEngine(folder, group=group, **settings) as engine:
+    with SyncCheckpointEngine(folder, group=group, **engine_settings(**settings)) as engine:
         state = state_of(group.rank, -1)
         return None if engine.restore(state, step=step) is None else state
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from pccheck_async import Keep
 from pccheck_async.format import Entry
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group import (
@@ -306,7 +307,7 @@ def test_a_lost_log_fails_what_waits() -> None:
 
 
 def test_metadata_of_rank_0_decide_what_is_kept() -> None:
-    rules = Retention(keep_best=None, keep_every=3)
+    rules = Retention(keep=Keep(every=3))
     group = Group(retention=rules)
     for step in (2, 3, 4):
         group.save_all(step)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pccheck_async import (
     CheckpointEngine,
     Group,
+    Keep,
     NoCheckpointError,
     SyncCheckpointEngine,
     list_checkpoints,
@@ -208,7 +209,7 @@ def test_what_a_killed_receiver_left_goes_with_the_next_save(tmp_path: Path) -> 
 def test_spaced_ones_are_kept_alike(tmp_path: Path) -> None:
     def rank_main(group: Group) -> list[int]:
         spaced = [(timedelta(days=1), timedelta(days=3))]
-        with SyncCheckpointEngine(tmp_path, group=group, spaced=spaced, max_in_flight=3) as engine:
+        with SyncCheckpointEngine(tmp_path, group=group, keep=Keep(spaced=spaced), max_in_flight=3) as engine:
             for step in range(6):
                 engine.checkpoint(state_of(group.rank, step), step=step)
             engine.drain()

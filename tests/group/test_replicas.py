@@ -92,7 +92,7 @@ def test_what_was_saved_apart_and_is_alike_is_saved_once_again(tmp_path: Path) -
 
     def rank_main(replicated: list[str], group: Group) -> int:
         state = {"w": torch.arange(50_000.0)}
-        with SyncCheckpointEngine(tmp_path / "run", group=group, replicated=replicated) as engine:
+        with SyncCheckpointEngine(tmp_path / "run", group=Group.of(group, replicated=replicated)) as engine:
             engine.restore(state)
             step = 0 if engine.latest is None else engine.latest.step + 1
             return engine.checkpoint(state, step=step).result().nbytes
@@ -168,7 +168,7 @@ def test_one_element_that_drifted_is_found_within_sixteen_saves(tmp_path: Path, 
         ema = torch.zeros(1000)
         ema[777] = 0 if alike else group.rank
         state = {"ema": {"w": ema, "small": torch.zeros(64), "count": torch.zeros(1)}}
-        with SyncCheckpointEngine(tmp_path / "run", group=group, replicated=["ema.*"]) as engine:
+        with SyncCheckpointEngine(tmp_path / "run", group=Group.of(group, replicated=["ema.*"])) as engine:
             for step in range(16):
                 try:
                     engine.checkpoint(state, step=step).result()
@@ -204,7 +204,7 @@ def test_the_log_names_what_differs(tmp_path: Path) -> None:
     def rank_main(group: Group) -> list[str]:
         handler = Said()
         logging.getLogger("pccheck_async").addHandler(handler)
-        with SyncCheckpointEngine(tmp_path / "run", group=group, replicated=["*"]) as engine:
+        with SyncCheckpointEngine(tmp_path / "run", group=Group.of(group, replicated=["*"])) as engine:
             pending = engine.checkpoint({"w": torch.full((100,), float(group.rank))}, step=1)
             with pytest.raises(ReplicasDifferError):
                 pending.result()

@@ -638,7 +638,7 @@ def replicas(folder: Path, group: Group) -> tuple[list[Tensor], Tensor]:
     model(torch.randn(3, 300))  # its own running mean
     alike, own = torch.full((5_000,), 3.0), torch.full((5_000,), float(group.rank))
     state = {"model": model, "optimizer": optimizer, "alike": alike, "own": own}
-    with SyncCheckpointEngine(folder / "run", group=group, replicated=["alike"]) as engine:
+    with SyncCheckpointEngine(folder / "run", group=Group.of(group, replicated=["alike"])) as engine:
         engine.checkpoint(state, step=1).result()
         expected = [each.detach().clone() for each in model.state_dict().values()]
         with torch.no_grad():
@@ -1031,7 +1031,7 @@ def memories(folder: Path, group: Group) -> None:
     elsewhere = DTensor.from_local(torch.empty(4, 2, device="meta"), mesh, [Shard(1)], run_check=False)
     with torch.inference_mode():
         inference = torch.zeros(4, 4)
-    with SyncCheckpointEngine(folder / "run", group=group, replicated=["buffer.*", "alike"]) as engine:
+    with SyncCheckpointEngine(folder / "run", group=Group.of(group, replicated=["buffer.*", "alike"])) as engine:
         engine.checkpoint({"alike": alike.expand(5, 3)}, step=0).result()
         alike.zero_()
         engine.restore({"alike": alike.expand(5, 3)})

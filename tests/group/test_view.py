@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pccheck_async import Keep
 from pccheck_async.format import Entry
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group import Applied, Complete, Key, Part, Run, SeenStore, View, view, view_of
@@ -175,7 +176,7 @@ def test_decision_0_leaves_room_for_what_is_in_flight() -> None:
     counters = range(60, 0, -1)
     assert kept(complete_of(*counters, rejected=range(11, 61)), rules) == [*range(60, 38, -1), 10, 9]
     assert kept(complete_of(*counters, rejected=counters), rules) == [*range(60, 36, -1)]
-    every = Retention(keep_last=2, keep_every=1, most=24)
+    every = Retention(keep_last=2, keep=Keep(every=1), most=24)
     assert kept(complete_of(*counters), every, {60}) == [*range(59, 35, -1)]
     assert kept(complete_of(*counters), KeepAll(most=24)) == [*counters]  # nothing is dropped: saving is refused
 
@@ -187,7 +188,7 @@ def test_decision_0_leaves_room_for_what_is_in_flight() -> None:
     st.integers(1, 31),
 )
 def test_decision_0_never_names_more_than_there_is_room_for(
-    kinds: list[str], keep_last: int, keep_every: int | None, in_flight: int
+    kinds: list[str], keep_last: int, every: int | None, in_flight: int
 ) -> None:
     most = MOST_ENTRIES - 2 * in_flight
     by_kind = {kind: [at for at, one in enumerate(kinds) if one == kind] for kind in kinds}
@@ -195,7 +196,7 @@ def test_decision_0_never_names_more_than_there_is_room_for(
     then = [*pinned, *by_kind.get("pinned at the opening", [])]
     if max(len(then), len(pinned)) + keep_last > most:
         return  # refused at the opening
-    rules = Retention(keep_last=keep_last, keep_every=keep_every, most=most)
+    rules = Retention(keep_last=keep_last, keep=Keep(every=every), most=most)
     counters = range(len(kinds) - 1, -1, -1)
     found = complete_of(*counters, rejected=rejected, pinned=then)
     now = complete_of(*(at for at in counters if kinds[at] != "removed"), rejected=rejected, pinned=pinned)

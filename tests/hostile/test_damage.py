@@ -14,7 +14,7 @@ from itertools import chain
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async import StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.errors import ReadError, StoreFailedError
 from pccheck_async.format.record import (
     COMMIT_NAME,
@@ -160,7 +160,7 @@ def test_any_block_of_the_commit_file_may_be_unreadable() -> None:
         found = stores.recover("x", io=BadBlocks(ImageWriter(store.image), bad))
         assert (found.record, [info.step for info in found.named], found.needed) == ("valid", [3, 2], False)
         device = BadBlocks(CrashWriter(CrashDisk.from_image(store.image), turns=0), bad)
-        with SyncCheckpointEngine("x", io=device, keep_last=3) as engine:
+        with SyncCheckpointEngine("x", storage=StorageOptions(io=device), keep_last=3) as engine:
             engine.checkpoint({"x": torch.ones(3)}, step=9).result()
         assert not device.bad[COMMIT_NAME]  # written over: the device took another block
 
@@ -183,11 +183,13 @@ def test_a_record_of_which_no_copy_can_be_read_may_be_the_newest(before: int) ->
     with pytest.raises(ReadError, match="may be the newest; try again"):
         steps(store.image, bad)
     with pytest.raises(ReadError, match="may be the newest"):
-        SyncCheckpointEngine("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), keep_last=2).open()
+        SyncCheckpointEngine(
+            "x", storage=StorageOptions(io=BadBlocks(CrashWriter(disk, turns=0), bad)), keep_last=2
+        ).open()
     assert disk.contents() == store.image.files
     found = stores.recover("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), write=True)
     assert (found.record, [info.step for info in found.named][:2]) == ("damaged", [3, 2])
-    with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0), keep_last=2) as engine:
+    with SyncCheckpointEngine("x", storage=StorageOptions(io=CrashWriter(disk, turns=0)), keep_last=2) as engine:
         assert [info.step for info in engine.checkpoints()][:2] == [3, 2]
 
 
@@ -212,7 +214,7 @@ def test_a_block_that_cannot_be_written_either_latches_the_store() -> None:
         CrashWriter(CrashDisk.from_image(store.image), turns=0), {COMMIT_NAME: {region_offsets(1)[0] // PAGE_BYTES}},
         stubborn=True,
     )  # fmt: skip
-    with SyncCheckpointEngine("x", io=device) as engine, pytest.raises(StoreFailedError):
+    with SyncCheckpointEngine("x", storage=StorageOptions(io=device)) as engine, pytest.raises(StoreFailedError):
         engine.checkpoint({"x": torch.ones(3)}, step=9).result()
 
 
@@ -221,7 +223,9 @@ def test_an_unreadable_identity_is_rebuilt_from_the_records() -> None:
     disk = CrashDisk.from_image(store.image)
     bad = {IDENTITY_NAME: {0}}
     assert steps(store.image, bad) == [3, 2]
-    with SyncCheckpointEngine("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), keep_last=2) as engine:
+    with SyncCheckpointEngine(
+        "x", storage=StorageOptions(io=BadBlocks(CrashWriter(disk, turns=0), bad)), keep_last=2
+    ) as engine:
         engine.checkpoint({"x": torch.ones(3), "step": 9}, step=9).result()
     assert load_sync("x", io=CrashWriter(disk, turns=0, read_only=True))["step"] == 9  # with the old identity
     dry = stores.recover("x", io=BadBlocks(CrashWriter(disk, turns=0, read_only=True), bad))
@@ -235,7 +239,7 @@ def test_an_unreadable_identity_is_rebuilt_from_the_records() -> None:
 def test_what_is_recovered_has_no_unreadable_block_in_its_manifest() -> None:
     """A long plain value would decode all the same."""
     disk = CrashDisk()
-    with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0)) as engine:
+    with SyncCheckpointEngine("x", storage=StorageOptions(io=CrashWriter(disk, turns=0))) as engine:
         engine.checkpoint({"x": torch.ones(3), "blob": bytes(range(256)) * 64}, step=1).result()
     files = {**disk.contents(), COMMIT_NAME: bytes(COMMIT_NBYTES)}
     identity = decode_identity(files[IDENTITY_NAME])

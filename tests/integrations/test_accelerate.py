@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pccheck_async import ResumableLoader, StateMismatchError, SyncCheckpointEngine
+from pccheck_async import Group, ResumableLoader, StateMismatchError, SyncCheckpointEngine
 from tests.support.killed_ranks import RankJournal, on_ranks
 from tests.support.killed_training import Journal, agree, live
 from tests.support.lazily import Lazily, need_framework
@@ -54,8 +54,8 @@ def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal)
     validation = accelerator.prepare(DataLoader(DATA, batch_size=20))
     state = adapter.training_state(accelerator, loader)
     loader = state["loader"]
-    ranks: dict[str, Any] = {"group": dist.group.WORLD, "replicated": REPLICATED} if dist.is_initialized() else {}
-    with SyncCheckpointEngine(folder, interval=1, **ranks) as engine:
+    group = Group.of(dist.group.WORLD, replicated=REPLICATED) if dist.is_initialized() else None
+    with SyncCheckpointEngine(folder, interval=1, group=group) as engine:
         engine.on_event(lambda event: journal.reach(f"{event.name} {getattr(event, 'step', '')}"))
         engine.attach(optimizer)
         restored = engine.restore(state)

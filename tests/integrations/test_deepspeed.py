@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pccheck_async import CheckpointError, GroupError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import CheckpointError, GroupError, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
@@ -237,7 +237,7 @@ def break_writing() -> None:
         return media[-1]
 
     def make(engine: SyncCheckpointEngine, path: str, **settings: Any) -> None:
-        making(engine, path, io=medium, **settings)
+        making(engine, path, storage=StorageOptions(io=medium), **settings)
 
     def open_full(engine: SyncCheckpointEngine) -> SyncCheckpointEngine:
         opening(engine)

@@ -16,7 +16,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pccheck_async import Group, ResumableLoader, StateMismatchError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import (
+    Group,
+    ResumableLoader,
+    StateMismatchError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+)
 from pccheck_async.errors import StoreLockedError, UnsupportedStateError
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, WrappingWriter
@@ -342,7 +349,7 @@ def test_another_model_is_named(tmp_path: Path) -> None:
 
 
 def test_wrong_and_idle_uses(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="no argument 'intervall'; did you mean 'interval'"):
+    with pytest.raises(TypeError, match="no argument 'intervall'; did you mean interval"):
         adapter.PCcheckCallback(tmp_path / "s", intervall=2)
     with pytest.raises(ValueError, match="a Trainer takes one PCcheckCallback"):
         fit(adapter.PCcheckCallback(tmp_path / "s"), adapter.PCcheckCallback(tmp_path / "t"))
@@ -496,7 +503,7 @@ def in_the_way(path: Any, operations: Operations) -> Files:
 
 
 def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
-    io = adapter.PCcheckIO(io=in_the_way)
+    io = adapter.PCcheckIO(storage=StorageOptions(io=in_the_way))
     io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
     io.save_checkpoint({"weight": torch.ones(3) * 2}, tmp_path / "a.ckpt")  # in place
     with pytest.raises(UnsupportedStateError, match="model"):
@@ -528,7 +535,7 @@ class Killed(WrappingWriter):
 
 
 def save_once(io: Any, path: Path, value: float) -> None:
-    plugin = adapter.PCcheckIO(io=io)
+    plugin = adapter.PCcheckIO(storage=StorageOptions(io=io))
     plugin.save_checkpoint({"weight": torch.full((3000,), value), "global_step": int(value)}, path)
     plugin.teardown()
 
@@ -563,7 +570,7 @@ def test_a_save_killed_at_any_operation_leaves_what_was_there(tmp_path: Path, be
 
 def test_two_that_save_to_one_path(tmp_path: Path) -> None:
     """The second one waits for the first, or is refused; the first one's checkpoint is whole."""
-    one, other = adapter.PCcheckIO(), adapter.PCcheckIO(lock_timeout=0.1)
+    one, other = adapter.PCcheckIO(), adapter.PCcheckIO(storage=StorageOptions(lock_timeout=0.1))
     with SyncCheckpointEngine(tmp_path / ".a.ckpt.saving"), pytest.raises(StoreLockedError):
         other.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
     one.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")

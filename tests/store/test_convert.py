@@ -39,6 +39,7 @@ from pccheck_async import (
     NoCheckpointError,
     RNGState,
     StateMismatchError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
@@ -64,7 +65,7 @@ runner = CliRunner()
 
 
 def save(path: Path, state: Mapping[str, Any], step: int = 7, **options: Any) -> None:
-    with SyncCheckpointEngine(path, chunk_bytes=CHUNK, **options) as engine:
+    with SyncCheckpointEngine(path, storage=StorageOptions(chunk_bytes=CHUNK), **options) as engine:
         engine.checkpoint(state, step=step, metadata={"loss": 0.5}).result(60)
 
 
@@ -693,7 +694,7 @@ print(json.dumps(found))
 def export_to_dcp(tmp_path: Path, state: dict[str, torch.Tensor]) -> int:
     """Export in one process, compare bit for bit what plain torch reads in another, return the bytes that it took."""
     store, out = tmp_path / "s", tmp_path / "d"
-    with SyncCheckpointEngine(store, host_memory=64 << 20, max_in_flight=1) as engine:
+    with SyncCheckpointEngine(store, storage=StorageOptions(host_memory=64 << 20), max_in_flight=1) as engine:
         engine.checkpoint(state, step=1).result(300)
     command = [sys.executable, "-c", _EXPORT, str(store), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
@@ -938,7 +939,9 @@ def test_an_import_takes_little_memory(tmp_path: Path, to: Any) -> None:
     """DCP stores the large tensor in parts, as ranks do."""
     stored = {"large": {"large": torch.rand(24 << 20), "other": torch.rand(1 << 20)}, "small": {"x": torch.ones(3)}}
     for name, state in stored.items():
-        with SyncCheckpointEngine(tmp_path / f"{name}-s", host_memory=64 << 20, max_in_flight=1) as engine:
+        with SyncCheckpointEngine(
+            tmp_path / f"{name}-s", storage=StorageOptions(host_memory=64 << 20), max_in_flight=1
+        ) as engine:
             engine.checkpoint(state, step=1).result(300)
         stores.export(tmp_path / f"{name}-s", tmp_path / name, to=to)
     done = run_warm("-c", _IMPORT, *(tmp_path / name for name in ("large", "small", "t")), text=True)
@@ -1149,7 +1152,7 @@ def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
 def test_a_full_record_takes_no_import(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt")
     disk = CrashDisk()
-    with SyncCheckpointEngine("x", io=CrashWriter(disk), keep_last="all") as engine:
+    with SyncCheckpointEngine("x", storage=StorageOptions(io=CrashWriter(disk)), keep_last="all") as engine:
         for step in range(MOST_ENTRIES):
             engine.checkpoint({"x": 0}, step=step).result(60)
     with pytest.raises(StoreFullError, match="remove some first"):

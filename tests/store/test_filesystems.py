@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.errors import StoreFullError
 from tests.engine.test_engine import assert_same, state_of
 from tests.support.kill_harness import PHASES, Campaign
@@ -42,11 +42,11 @@ class PowerLosses(Campaign):
 @pytest.mark.parametrize("kind", MAKE)
 def test_saves_and_loads(tmp_path: Path, kind: str, io: str) -> None:
     with Mounted(tmp_path, kind) as device:
-        with SyncCheckpointEngine(device.place / "store", io=io, keep_last=2) as engine:  # type: ignore[arg-type]
+        with SyncCheckpointEngine(device.place / "store", storage=StorageOptions(io=io), keep_last=2) as engine:  # type: ignore[arg-type]
             for step, size in enumerate((5000, 5000, 90_000, 300)):
                 engine.checkpoint(state_of(step, size), step=step).result()
             engine.pin(3)
-        with SyncCheckpointEngine(device.place / "store", io=io) as engine:  # type: ignore[arg-type]
+        with SyncCheckpointEngine(device.place / "store", storage=StorageOptions(io=io)) as engine:  # type: ignore[arg-type]
             engine.checkpoint(state_of(4), step=4).result()
         assert [info.step for info in list_checkpoints(device.place / "store")] == [4, 3]
         assert_same(load_sync(device.place / "store", step=3), 3, 300)

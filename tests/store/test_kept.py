@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 from pccheck_async import (
     CheckpointEngine,
     CheckpointInfo,
+    Keep,
     NoCheckpointError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load,
@@ -60,8 +62,8 @@ FOLDER = "anywhere"
 @dataclass(frozen=True)
 class Rules:
     keep_last: int = 1
-    keep_every: int | None = None
-    keep_best: tuple[str, int, Any] | None = None
+    every: int | None = None
+    best: tuple[str, int, Any] | None = None
     spaced: tuple[tuple[int, int], ...] = ()
 
 
@@ -95,7 +97,7 @@ def expected(ones: list[One], rules: Rules) -> list[One]:
     ones = [one for one in there if not one.rejected]
     kept = [one for one in there if one.rejected and one.pinned]
     for place, one in enumerate(ones):
-        periodic = rules.keep_every is not None and _first_of_its_kind(one, ones, rules.keep_every)
+        periodic = rules.every is not None and _first_of_its_kind(one, ones, rules.every)
         spaced = any(_first_of_its_slice(one, ones, *each) for each in rules.spaced)
         if one.pinned or place < rules.keep_last or periodic or spaced or _among_best(one, ones, rules):
             kept.append(one)
@@ -117,9 +119,9 @@ def _first_of_its_kind(one: One, ones: list[One], every: int) -> bool:
 
 
 def _among_best(one: One, ones: list[One], rules: Rules) -> bool:
-    if rules.keep_best is None or one.loss is None or one.loss != one.loss:
+    if rules.best is None or one.loss is None or one.loss != one.loss:
         return False
-    _, count, mode = rules.keep_best
+    _, count, mode = rules.best
     better = 0
     for other in ones:
         if other.loss is None or other.loss != other.loss or other is one:
@@ -170,13 +172,10 @@ class Trainer:
         self.medium = Broken(CrashWriter(self.disk, seed=self.seed))
         self.engine = CheckpointEngine(
             FOLDER,
-            io=self.medium,
+            storage=StorageOptions(io=self.medium, chunk_bytes=4096),
             max_in_flight=3,
-            chunk_bytes=4096,
             keep_last=self.rules.keep_last,
-            keep_every=self.rules.keep_every,
-            keep_best=self.rules.keep_best,
-            spaced=self.rules.spaced,
+            keep=Keep(every=self.rules.every, best=self.rules.best, spaced=self.rules.spaced),
             overwrite=True,
         )
         await self.engine.open()
@@ -275,7 +274,7 @@ class Trainer:
     async def check_slots(self) -> None:
         """As many as are in flight and kept (I10), and one while a killed writer's requests hold theirs."""
         await self.engine.drain()
-        ruled = self.rules.keep_last + (self.rules.keep_best[1] if self.rules.keep_best else 0)
+        ruled = self.rules.keep_last + (self.rules.best[1] if self.rules.best else 0)
         ruled += sum(-(-seconds // every) + 1 for every, seconds in self.rules.spaced)
         assert self.engine.statistics().slots <= 3 + max(ruled, len(self.kept)) + 1
 
@@ -292,8 +291,8 @@ losses = st.none() | st.sampled_from([0.0, 0.5, 1.0, 2.5, -1.0, float("nan"), fl
 rules = st.builds(
     Rules,
     keep_last=st.integers(1, 3),
-    keep_every=st.none() | st.integers(2, 5),
-    keep_best=st.none() | st.tuples(st.just("loss"), st.integers(1, 3), st.sampled_from(["min", "max"])),
+    every=st.none() | st.integers(2, 5),
+    best=st.none() | st.tuples(st.just("loss"), st.integers(1, 3), st.sampled_from(["min", "max"])),
     spaced=st.sampled_from([(), ((2, 6),), ((3, 4), (5, 20))]),
 )
 saves = st.tuples(steps, losses, st.integers(-1, 5))
@@ -371,11 +370,11 @@ def test_five_hundred_sequences(first: Rules, happening: list[tuple[str, Any]]) 
 @pytest.mark.slow
 def test_multiples_beyond_what_a_record_names_go_first(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(_crowd())
-    assert "of step 0 is dropped although keep_every keeps it" in caplog.text
+    assert "of step 0 is dropped although Keep(every=...) keeps it" in caplog.text
 
 
 async def _crowd() -> None:
-    trainer = Trainer(Rules(keep_every=1))
+    trainer = Trainer(Rules(every=1))
     await trainer.open()
     for step in range(MOST_ENTRIES + 2):
         await (await trainer.save(step, None)).durable()
@@ -460,7 +459,7 @@ def test_more_pins_than_a_record_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_space_that_rules_need(tmp_path: Path) -> None:
-    rules: Any = {"max_in_flight": 3, "keep_last": 2, "keep_every": 100, "keep_best": ("loss", 4, "max")}
+    rules: Any = {"max_in_flight": 3, "keep_last": 2, "keep": Keep(every=100, best=("loss", 4, "max"))}
     with SyncCheckpointEngine(tmp_path, **rules) as engine:
         with pytest.raises(NoCheckpointError):
             engine.space_needed()
@@ -480,33 +479,39 @@ def test_the_space_that_rules_need(tmp_path: Path) -> None:
     [
         ({"keep_last": 0}, ValueError, "keep_last is a whole number of at least 1"),
         ({"keep_last": 65}, ValueError, "keep_last is at most 64"),
-        ({"keep_every": 0}, ValueError, "keep_every is a whole number"),
-        ({"keep_every": 1.5}, ValueError, "keep_every is a whole number"),
-        ({"keep_best": "loss"}, TypeError, r'such as \("loss", 3, "min"\)'),
-        ({"keep_best": ("loss", 0, "min")}, ValueError, "the count of keep_best"),
-        ({"keep_best": ("loss", 3, "low")}, ValueError, "'min' or 'max'"),
-        ({"keep_best": (1, 3, "min")}, TypeError, "names a metric"),
-        ({"keep_last": 60, "keep_best": ("loss", 5, "min")}, ValueError, "together is at most 64"),
-        ({"spaced": [(1, 63)]}, ValueError, "keep_last and the slices of spaced together is at most 64"),
-        ({"spaced": [(60, 86400)]}, ValueError, r"spaced: 1440 slices in \(60, 86400\); a commit record names 64"),
-        ({"spaced": [(5e-324, 1)]}, ValueError, r"spaced: inf slices in \(5e-324, 1\)"),
-        ({"spaced": [(1, 1e308)]}, ValueError, "spaced: 1e[+]308 slices"),
+        ({"every": 0}, ValueError, r"Keep\(every=...\) is a whole number"),
+        ({"every": 1.5}, ValueError, r"Keep\(every=...\) is a whole number"),
+        ({"best": "loss"}, TypeError, r'such as \("loss", 3, "min"\)'),
+        ({"best": ("loss", 0, "min")}, ValueError, "the count of Keep"),
+        ({"best": ("loss", 3, "low")}, ValueError, "'min' or 'max'"),
+        ({"best": (1, 3, "min")}, TypeError, "names a metric"),
+        ({"keep_last": 60, "best": ("loss", 5, "min")}, ValueError, "together is at most 64"),
+        ({"spaced": [(1, 63)]}, ValueError, r"keep_last and the slices of Keep\(spaced=...\) together is at most 64"),
+        (
+            {"spaced": [(60, 86400)]},
+            ValueError,
+            r": 1440 slices in \(60, 86400\); a commit record names 64",
+        ),
+        ({"spaced": [(5e-324, 1)]}, ValueError, r": inf slices in \(5e-324, 1\)"),
+        ({"spaced": [(1, 1e308)]}, ValueError, ": 1e[+]308 slices"),
         ({"spaced": [(1, 10**400)]}, ValueError, r"both are finite; not so in \(1, 1000"),
         ({"spaced": [(10**400, 10**400)]}, ValueError, "both are finite"),
         ({"spaced": [(1, math.inf)]}, ValueError, r"not so in \(1, inf\)"),
         ({"spaced": [(math.nan, 1)]}, ValueError, r"not so in \(nan, 1\)"),
-        ({"keep_best": ("loss", 10**400, "min")}, ValueError, "together is at most 64"),
+        ({"best": ("loss", 10**400, "min")}, ValueError, "together is at most 64"),
         ({"spaced": (1, 80)}, TypeError, r"such as \[\(timedelta"),
         ({"spaced": [(2, 1)]}, ValueError, r"not so in \(2, 1\)"),
         ({"spaced": [(0, 1)]}, ValueError, r"not so in \(0, 1\)"),
         ({"spaced": [(-(10**400), 1)]}, ValueError, "longer than 0"),
         ({"spaced": [("10 min", 60)]}, TypeError, "timedeltas or seconds, not '10 min'"),
-        ({"keep_last": "all", "spaced": [(1, 2)]}, ValueError, "give no keep_every, keep_best or spaced"),
+        ({"keep_last": "all", "spaced": [(1, 2)]}, ValueError, "give no keep="),
     ],
 )
 def test_rules_that_make_no_sense(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    rules = settings.copy()
+    keep_last = rules.pop("keep_last", 1)
     with pytest.raises(error, match=message):
-        SyncCheckpointEngine(FOLDER, **settings)
+        SyncCheckpointEngine(FOLDER, keep_last=keep_last, keep=Keep(**rules))
 
 
 @pytest.mark.slow
@@ -639,12 +644,12 @@ def test_a_record_that_only_the_page_cache_has_is_written_again_before_slots_are
         history: list[DiskSnapshot] = []
         disk, state = CrashDisk(), {"x": torch.arange(3000), "step": 0}
         writer = Forgetful(disk)
-        async with CheckpointEngine(FOLDER, io=writer) as engine:
+        async with CheckpointEngine(FOLDER, storage=StorageOptions(io=writer)) as engine:
             await (await engine.checkpoint(state, step=0)).durable()
             writer.fails = True
             with pytest.raises(StoreFailedError):
                 await (await engine.checkpoint(state | {"step": 1}, step=1)).durable()
-        async with CheckpointEngine(FOLDER, io=Forgetful(disk)) as engine:
+        async with CheckpointEngine(FOLDER, storage=StorageOptions(io=Forgetful(disk))) as engine:
             assert [info.step for info in engine.checkpoints()] == [1]  # so the slot of step 0 is free
             disk.observer = history.append
             await (await engine.checkpoint(state | {"step": 2}, step=2)).durable()
@@ -702,10 +707,10 @@ def test_a_pin_that_changes_nothing_makes_the_record_durable_that_has_it() -> No
                 flushed.append(access.name)
             return await call()
 
-    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk))) as engine:
         engine.checkpoint(state, step=1).result(30)
         engine.pin(1)
-    with SyncCheckpointEngine(FOLDER, io=Noting(CrashWriter(disk))) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=Noting(CrashWriter(disk)))) as engine:
         assert not flushed
         engine.pin(1)
         assert COMMIT_NAME in flushed

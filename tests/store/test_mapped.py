@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.errors import StoreFullError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.medium.mapping import map_file
+from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.testing import MEDIUM_CHECKS
 from pccheck_async.transfer import PAGE_BYTES, address_of, aligned_buffer
 from pccheck_async.transfer.operations import Operations
@@ -75,11 +76,13 @@ def same(found: dict[str, object], step: int, floats: int = 100_000) -> bool:
 
 
 @pytest.mark.parametrize("medium", ["files", "mapped"])
-def test_stores_are_the_same_on_each_medium(place: Path, io: str, medium: str) -> None:
+def test_stores_are_the_same_on_each_medium(place: Path, io: IO, medium: MediumName) -> None:
     """What one wrote the other one continues."""
-    mediums = [medium, "mapped" if medium == "files" else "files", medium]
+    mediums: list[MediumName] = [medium, "mapped" if medium == "files" else "files", medium]
     for step, name in enumerate(mediums):
-        with SyncCheckpointEngine(place, io=io, medium=name, keep_last=2, chunk_bytes=1 << 16) as engine:  # type: ignore[arg-type]
+        with SyncCheckpointEngine(
+            place, storage=StorageOptions(io=io, medium=name, chunk_bytes=1 << 16), keep_last=2
+        ) as engine:
             if step:
                 restored = state(-1)
                 assert engine.restore(restored) is not None
@@ -91,7 +94,7 @@ def test_stores_are_the_same_on_each_medium(place: Path, io: str, medium: str) -
 
 
 def test_states_grow_and_slots_with_them(place: Path) -> None:
-    with SyncCheckpointEngine(place, medium="mapped", chunk_bytes=1 << 16) as engine:
+    with SyncCheckpointEngine(place, storage=StorageOptions(medium="mapped", chunk_bytes=1 << 16)) as engine:
         for step, floats in enumerate((10, 100_000, 30, 300_000)):
             engine.checkpoint(state(step, floats), step=step).result()
             assert same(load_sync(place), step, floats)
@@ -99,7 +102,7 @@ def test_states_grow_and_slots_with_them(place: Path) -> None:
 
 def test_what_kind_of_memory_it_is_is_said(place: Path, shared_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="pccheck_async")
-    with SyncCheckpointEngine(place, medium="mapped") as engine:
+    with SyncCheckpointEngine(place, storage=StorageOptions(medium="mapped")) as engine:
         emulated = place.is_relative_to(shared_memory)
         words = "emulated, and nothing survives the power" if emulated else "page cache, which msync flushes"
         assert kind_of_folder(place) == ("emulated" if emulated else "cached")
@@ -111,11 +114,11 @@ def test_only_persistent_memory_is_mapped_by_itself(place: Path) -> None:
     with SyncCheckpointEngine(place) as engine:
         assert "mapped" not in engine.statistics().io
     with pytest.raises(ValueError, match="medium is 'auto', 'files' or 'mapped', not 'pmem'"):
-        SyncCheckpointEngine(place, medium="pmem")  # type: ignore[arg-type]
+        SyncCheckpointEngine(place, storage=StorageOptions(medium="pmem"))  # type: ignore[arg-type]
 
 
 def test_a_file_that_somebody_truncated_fails_its_checkpoint_only(place: Path) -> None:
-    with SyncCheckpointEngine(place, medium="mapped", chunk_bytes=1 << 16) as engine:
+    with SyncCheckpointEngine(place, storage=StorageOptions(medium="mapped", chunk_bytes=1 << 16)) as engine:
         for step in range(2):
             engine.checkpoint(state(step), step=step).result()
         for path in place.glob("slot-*"):
@@ -125,7 +128,7 @@ def test_a_file_that_somebody_truncated_fails_its_checkpoint_only(place: Path) -
 
 
 def test_a_store_whose_folder_was_removed_says_so(place: Path) -> None:
-    with SyncCheckpointEngine(place, medium="mapped") as engine:
+    with SyncCheckpointEngine(place, storage=StorageOptions(medium="mapped")) as engine:
         engine.checkpoint(state(0), step=0).result()
         for path in place.iterdir():
             path.unlink()
@@ -143,7 +146,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_full_filesystem_keeps_the_last_checkpoint(small_tmpfs: Path) -> None:
     folder = small_tmpfs / "store"
-    with SyncCheckpointEngine(folder, medium="mapped", max_in_flight=1) as engine:
+    with SyncCheckpointEngine(folder, storage=StorageOptions(medium="mapped"), max_in_flight=1) as engine:
         engine.checkpoint(state(0), step=0).result()
         with pytest.raises(StoreFullError):
             engine.checkpoint(state(1, 2_000_000), step=1).result()
@@ -153,7 +156,7 @@ def test_a_full_filesystem_keeps_the_last_checkpoint(small_tmpfs: Path) -> None:
 
 @pytest.mark.slow
 def test_a_forked_child_has_none_of_it(place: Path) -> None:
-    with SyncCheckpointEngine(place, medium="mapped") as engine:
+    with SyncCheckpointEngine(place, storage=StorageOptions(medium="mapped")) as engine:
         engine.checkpoint(state(0), step=0).result()
         child = os.fork()
         if child == 0:
@@ -207,9 +210,11 @@ def test_what_is_larger_than_a_store_at_once_is_stored_by_threads(place: Path, i
     asyncio.run(main())
 
 
-def test_chunks_are_captured_where_they_rest(place: Path, io: str) -> None:
+def test_chunks_are_captured_where_they_rest(place: Path, io: IO) -> None:
     """Once a slot is there, no staging buffer is taken: a state of 32 chunks goes through a pool of one buffer."""
-    with SyncCheckpointEngine(place, io=io, medium="mapped", chunk_bytes=1 << 16, host_memory=1 << 16) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(
+        place, storage=StorageOptions(io=io, medium="mapped", chunk_bytes=1 << 16, host_memory=1 << 16)
+    ) as engine:
         for step in range(4):
             engine.checkpoint(state(step, 500_000), step=step).result()
             assert same(load_sync(place), step, 500_000)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
-from pccheck_async.medium.open_medium import open_medium
+from pccheck_async import StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
+from pccheck_async.medium.open_medium import IO, open_medium
 from pccheck_async.transfer.operations import NativeOperations
 from tests.fixtures import BACKENDS
 from tests.support.elsewhere import without_extension
@@ -20,7 +20,7 @@ from tests.support.processes import open_files
 
 def save_and_load(folder: Path, io: str) -> tuple[str, str]:
     """Save one checkpoint and check it; return what the statistics say of the backend, and the reason for it."""
-    with SyncCheckpointEngine(folder, io=io) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(folder, storage=StorageOptions(io=io)) as engine:  # type: ignore[arg-type]
         engine.checkpoint({"tensor": torch.arange(5000)}, step=1).result(60)
         found = engine.statistics()
     assert torch.equal(load_sync(folder)["tensor"], torch.arange(5000))
@@ -44,7 +44,11 @@ def test_auto_says_what_it_found(tmp_path: Path) -> None:
     assert said.endswith(reason)
 
 
-@pytest.mark.parametrize("use", [SyncCheckpointEngine, load_sync, list_checkpoints, open_checkpoint])
+def engine(path: Path, io: IO) -> SyncCheckpointEngine:
+    return SyncCheckpointEngine(path, storage=StorageOptions(io=io))
+
+
+@pytest.mark.parametrize("use", [engine, load_sync, list_checkpoints, open_checkpoint])
 def test_io_uring_was_removed(tmp_path: Path, use: Callable[..., object]) -> None:
     with pytest.raises(
         ValueError, match=r"'io_uring' was removed.* io='threads' \(or 'auto'\) reads and writes the same"
@@ -71,7 +75,10 @@ def test_a_function_that_makes_no_writer_leaves_nothing_behind(
     def fails(path: str, operations: object) -> None:
         raise RuntimeError("no writer")
 
-    with pytest.raises(RuntimeError, match="no writer"), SyncCheckpointEngine(tmp_path, io=fails):  # type: ignore[arg-type]
+    with (
+        pytest.raises(RuntimeError, match="no writer"),
+        SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=fails)),  # type: ignore[arg-type]
+    ):
         pass
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.format.record import IDENTITY_NAME, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
@@ -81,7 +81,9 @@ def is_state_of(found: dict[str, Any], step: int) -> bool:
 
 
 def save(folder: Path, step: int, block_bytes: int, **settings: Any) -> None:
-    with SyncCheckpointEngine(folder, io=in_blocks(block_bytes), keep_last=2, **settings) as engine:
+    with SyncCheckpointEngine(
+        folder, storage=StorageOptions(io=in_blocks(block_bytes)), keep_last=2, **settings
+    ) as engine:
         if step:
             found = state_of(step - 1) | {"step": -1}
             for tensor in found["tensors"]:
@@ -130,7 +132,7 @@ def test_a_device_of_large_blocks_under_small_pages(machine: Machine) -> None:
     machine(SMALL)
     disk = CrashDisk(block_bytes=LARGE)
     for step in range(3):
-        with SyncCheckpointEngine("memory", io=CrashWriter(disk), keep_last=2) as engine:
+        with SyncCheckpointEngine("memory", storage=StorageOptions(io=CrashWriter(disk)), keep_last=2) as engine:
             engine.checkpoint(state_of(step), step=step).result(60)
         assert is_state_of(load_sync("memory", io=CrashWriter(disk, read_only=True)), step)
     assert msgspec.json.decode(disk.contents()[IDENTITY_NAME])["block_bytes"] == LARGE

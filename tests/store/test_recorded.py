@@ -29,6 +29,7 @@ from pccheck_async.format.record import (
 from pccheck_async.state.stateful import is_stateful
 from tests.support import recorded_stores
 from tests.support.recorded_stores import STORES, counted
+from tests.support.settings import engine_settings
 from tests.support.state_strategies import difference
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -121,7 +122,7 @@ def test_continues(unpack: Unpack, name: str) -> None:
     """A new checkpoint on top, of which both record copies and what was kept before are whole."""
     path, recorded = unpack(name), STORES[name]
     newest = max(recorded.steps)
-    with SyncCheckpointEngine(path, **recorded.options) as engine:
+    with SyncCheckpointEngine(path, **engine_settings(**recorded.options)) as engine:
         latest = engine.latest
         assert latest is not None
         if recorded.damaged:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 
-from pccheck_async import NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async import NoCheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.errors import CorruptStoreError, StoreError, StoreLockedError
 from pccheck_async.format import Entry
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES
@@ -53,7 +53,9 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save(path: Path, *steps: int, keep_last: int = 8) -> None:
-    with SyncCheckpointEngine(path, keep_last=keep_last, max_in_flight=1, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(
+        path, keep_last=keep_last, max_in_flight=1, storage=StorageOptions(chunk_bytes=CHUNK)
+    ) as engine:
         for step in steps:
             engine.checkpoint(state_of(step), step=step, metadata={"loss": step / 2}).result(60)
 
@@ -70,7 +72,7 @@ def check(path: Path, *steps: int) -> None:
     assert [copy.state for copy in found.records] == ["valid"] * 4
     for step in steps:
         assert not difference(load_sync(path, step=step), state_of(step))
-    with SyncCheckpointEngine(path, keep_last=8, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(path, keep_last=8, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         live = state_of(0) | {"weights": torch.zeros(3000 + 700 * (steps[0] % 3))}
         restored = engine.restore(live)
         assert restored is not None
@@ -166,7 +168,7 @@ def test_a_store_of_a_newer_format_is_left_alone(tmp_path: Path, records: str) -
 
 @pytest.mark.slow
 def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
         with pytest.raises(StoreLockedError, match=f"another process has {re.escape(str(tmp_path))} open"):
             stores.recover(tmp_path, write=True, search=True)
@@ -207,7 +209,9 @@ def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: 
         recovering = threads.submit(stores.recover, tmp_path, write=True, search=True, io=stuck)
         writer = recoverer.get(timeout=60)
         writer.wait_stuck()
-        engine = SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK, io=waiting, lock_timeout=60)
+        engine = SyncCheckpointEngine(
+            tmp_path, keep_last=8, storage=StorageOptions(chunk_bytes=CHUNK, io=waiting, lock_timeout=60)
+        )
         opening = threads.submit(engine.open)
         assert refused.wait(60)
         writer.release()
@@ -226,7 +230,7 @@ def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypat
         return Waiting(Files(path, operations), refused)
 
     with ThreadPoolExecutor(1) as threads:
-        with SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK) as engine:
+        with SyncCheckpointEngine(tmp_path, keep_last=8, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
             recovering = threads.submit(stores.recover, tmp_path, write=True, search=True, io=waiting)
             assert refused.wait(60)
             engine.checkpoint(state_of(1), step=1).result(60)  # makes the first slots
@@ -443,7 +447,7 @@ def test_a_slot_inside_a_tensor_is_somebodys_tensor(tmp_path: Path) -> None:
     save(tmp_path / "inner", 1)
     described = stores.describe(tmp_path / "inner")
     data = (tmp_path / "inner" / described.slot).read_bytes()
-    with SyncCheckpointEngine(tmp_path / "outer", chunk_bytes=1 << 20) as engine:
+    with SyncCheckpointEngine(tmp_path / "outer", storage=StorageOptions(chunk_bytes=1 << 20)) as engine:
         state = {"file": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
         engine.checkpoint(state, step=77).result(60)
     (tmp_path / "outer" / "commit").unlink()
@@ -478,7 +482,9 @@ def test_whatever_is_offered_loads_to_the_bit() -> None:
     disk = CrashDisk()
     history: list[Any] = []
     disk.observer = history.append
-    with SyncCheckpointEngine("x", io=CrashWriter(disk), chunk_bytes=CHUNK, keep_last=1, max_in_flight=2) as engine:
+    with SyncCheckpointEngine(
+        "x", storage=StorageOptions(io=CrashWriter(disk), chunk_bytes=CHUNK), keep_last=1, max_in_flight=2
+    ) as engine:
         for step in range(1, 7):
             engine.checkpoint(state_of(step), step=step)
     rng = random.Random(1)
@@ -506,7 +512,9 @@ def test_whatever_is_offered_loads_to_the_bit() -> None:
 def without_records(identity: str) -> CrashDisk:
     """A disk with a store of two checkpoints that lost its records, and maybe its identity."""
     disk = CrashDisk()
-    with SyncCheckpointEngine("x", io=CrashWriter(disk), chunk_bytes=CHUNK, keep_last=2) as engine:
+    with SyncCheckpointEngine(
+        "x", storage=StorageOptions(io=CrashWriter(disk), chunk_bytes=CHUNK), keep_last=2
+    ) as engine:
         for step in (1, 2):
             engine.checkpoint(state_of(step), step=step).result(60)
     files = dict(disk.contents()) | {"commit": bytes(COMMIT_NBYTES)}
@@ -541,7 +549,7 @@ def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["posix", "python"])
 def test_without_store_json_the_block_size_fits(tmp_path: Path, first: str) -> None:
-    with SyncCheckpointEngine(tmp_path, io="python" if first == "python" else "auto") as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io="python" if first == "python" else "auto")) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
     block = stores.describe(tmp_path).block_bytes
     (tmp_path / "store.json").unlink()

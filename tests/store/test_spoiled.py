@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, load_sync, stores
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, TornCaptureError, load_sync, stores
 from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
@@ -58,7 +58,7 @@ def tear(engine: SyncCheckpointEngine, device: Device, *broken: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_torn_one(tmp_path: Path, size: str) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, **SIZES[size]) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, **SIZES[size])) as engine:
         begin(engine)
         tear(engine, device)
     assert found(tmp_path) == [0]
@@ -66,7 +66,7 @@ def test_a_torn_one(tmp_path: Path, size: str) -> None:
 
 def test_a_torn_one_whose_device_fails_too(tmp_path: Path) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device)) as engine:
         begin(engine)
         tear(engine, device, "write")
         assert engine.checkpoint({"step": 2}, step=2).result(60).step == 2, "a failed write is that checkpoint's alone"
@@ -79,7 +79,7 @@ def test_a_torn_one_whose_device_fails_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_one_whose_flush_fails(tmp_path: Path, size: str) -> None:
     device = Device()
-    with SyncCheckpointEngine(tmp_path, io=device, **SIZES[size]) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, **SIZES[size])) as engine:
         begin(engine)
         device.breaking.broken = ("flush",)
         with pytest.raises(StoreFailedError):
@@ -98,7 +98,7 @@ def give_up(engine: SyncCheckpointEngine, device: Device) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_one_that_closing_gave_up(tmp_path: Path, size: str) -> None:
     device = Device()
-    engine = SyncCheckpointEngine(tmp_path, io=device, **SIZES[size]).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, **SIZES[size])).open()
     begin(engine)
     device.medium.hold("flush")
     engine.checkpoint({"weight": torch.ones(60, 60)}, step=1)
@@ -109,7 +109,7 @@ def test_one_that_closing_gave_up(tmp_path: Path, size: str) -> None:
 
 def test_one_that_closing_gave_up_while_its_chunks_were_written(tmp_path: Path) -> None:
     device = Device()
-    engine = SyncCheckpointEngine(tmp_path, io=device, **SIZES["in chunks"]).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, **SIZES["in chunks"])).open()
     begin(engine)
     device.medium.hold("write")
     engine.checkpoint({"weight": torch.ones(60, 60)}, step=1)
@@ -120,7 +120,7 @@ def test_one_that_closing_gave_up_while_its_chunks_were_written(tmp_path: Path) 
 
 def test_one_that_closing_gave_up_while_another_was_committed(tmp_path: Path) -> None:
     device = Device()
-    engine = SyncCheckpointEngine(tmp_path, io=device, max_in_flight=2).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device), max_in_flight=2).open()
     begin(engine)
     device.medium.hold("flush")
     for step in (1, 2):

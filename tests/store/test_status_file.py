@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format import crc32
 from pccheck_async.medium.status_file import (
@@ -166,7 +166,7 @@ def test_what_training_does_and_what_is_due(tmp_path: Path) -> None:
 
 def test_writers_of_others_publish_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with SyncCheckpointEngine("store", io=CrashWriter(CrashDisk())) as engine:
+    with SyncCheckpointEngine("store", storage=StorageOptions(io=CrashWriter(CrashDisk()))) as engine:
         save(engine, 1)
     assert os.listdir(tmp_path) == []
 

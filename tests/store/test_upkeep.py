@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pccheck_async import NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async import NoCheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.cli import app
 from pccheck_async.errors import CorruptStoreError, StoreError, StoreFullError, StoreLockedError
 from pccheck_async.format.manifest import ChunkEntry
@@ -46,7 +46,9 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save(path: Path, *steps: int, keep_last: int = 8, chunk_bytes: int = CHUNK, **metadata: Any) -> None:
-    with SyncCheckpointEngine(path, keep_last=keep_last, max_in_flight=1, chunk_bytes=chunk_bytes) as engine:
+    with SyncCheckpointEngine(
+        path, keep_last=keep_last, max_in_flight=1, storage=StorageOptions(chunk_bytes=chunk_bytes)
+    ) as engine:
         for step in steps:
             engine.checkpoint(state_of(step), step=step, metadata=metadata).result(60)
 
@@ -137,7 +139,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [stores.describe, stores.verify, stores.compare, stores.recover])
 def test_reading_opens_nothing_for_writing(tmp_path: Path, read: Callable[..., object]) -> None:
     disk = CrashDisk()
-    with SyncCheckpointEngine("anywhere", io=CrashWriter(disk)) as engine:
+    with SyncCheckpointEngine("anywhere", storage=StorageOptions(io=CrashWriter(disk))) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
     read("anywhere", io=CrashWriter(disk, read_only=True, turns=0))
 
@@ -303,7 +305,10 @@ def test_no_valid_record_points_to_recover(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_and_compare_beside_a_busy_writer(tmp_path: Path) -> None:
-    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine, saving(engine, state_of):
+    with (
+        SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=CHUNK)) as engine,
+        saving(engine, state_of),
+    ):
         for _ in range(20):
             found: Verification = stores.verify(tmp_path, every=True)
             assert found.whole, found
@@ -317,7 +322,7 @@ def test_verify_and_compare_beside_a_busy_writer(tmp_path: Path) -> None:
 
 
 def saved(path: Path, *all_of: dict[str, Any]) -> Path:
-    with SyncCheckpointEngine(path, keep_last=8, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(path, keep_last=8, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         for step, state in enumerate(all_of):
             engine.checkpoint(state, step=step).result(60)
     return path
@@ -441,7 +446,9 @@ def test_damage_is_not_compared(tmp_path: Path) -> None:
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_state_equals_itself_and_its_copy(state: dict[str, Any]) -> None:
     disk, other = CrashDisk(), CrashDisk()
-    with SyncCheckpointEngine("source", io=CrashWriter(disk), keep_last=2, chunk_bytes=CHUNK) as engine:
+    with SyncCheckpointEngine(
+        "source", storage=StorageOptions(io=CrashWriter(disk), chunk_bytes=CHUNK), keep_last=2
+    ) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step).result(60)
 
@@ -507,7 +514,7 @@ def test_what_cannot_be_copied(tmp_path: Path) -> None:
 def test_a_full_record_takes_no_copy() -> None:
     disk, other = CrashDisk(), CrashDisk()
     for where, count in ((disk, 1), (other, MOST_ENTRIES)):
-        with SyncCheckpointEngine("x", io=CrashWriter(where), keep_last=MOST_ENTRIES) as engine:
+        with SyncCheckpointEngine("x", storage=StorageOptions(io=CrashWriter(where)), keep_last=MOST_ENTRIES) as engine:
             for step in range(count):
                 engine.checkpoint({"x": torch.ones(3)}, step=step).result(60)
 
@@ -523,7 +530,9 @@ def test_a_full_record_takes_no_copy() -> None:
 def test_a_copy_that_loses_power_leaves_the_old_or_the_new_store() -> None:
     source, target = CrashDisk(), CrashDisk()
     for disk, step in ((source, 5), (target, 1)):
-        with SyncCheckpointEngine("x", io=CrashWriter(disk), chunk_bytes=CHUNK, max_in_flight=1) as engine:
+        with SyncCheckpointEngine(
+            "x", storage=StorageOptions(io=CrashWriter(disk), chunk_bytes=CHUNK), max_in_flight=1
+        ) as engine:
             engine.checkpoint(state_of(step), step=step).result(60)
     history: list[Any] = []
     target.observer = history.append
@@ -664,7 +673,9 @@ def test_what_is_unpinned_is_left_to_the_rules(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_removal_that_loses_power_is_done_or_not() -> None:
     disk = CrashDisk()
-    with SyncCheckpointEngine("x", io=CrashWriter(disk), chunk_bytes=CHUNK, keep_last=3) as engine:
+    with SyncCheckpointEngine(
+        "x", storage=StorageOptions(io=CrashWriter(disk), chunk_bytes=CHUNK), keep_last=3
+    ) as engine:
         for step in (1, 2, 3):
             engine.checkpoint(state_of(step), step=step).result(60)
     history: list[Any] = []
@@ -698,7 +709,7 @@ def test_verifying_holds_one_slot_at_a_time() -> None:
             return await super().read(file, offset, into)
 
     disk = CrashDisk()
-    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), keep_last=3) as engine:
+    with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk)), keep_last=3) as engine:
         for step in range(3):
             engine.checkpoint(small(), step=step).result(30)
     assert len(stores.verify(FOLDER, every=True, io=Counting(disk, read_only=True)).checkpoints) == 3

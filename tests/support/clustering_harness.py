@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
@@ -230,7 +230,7 @@ def save_by_engine(store: Path, state: Mapping[str, Any], step: int, dying_after
             engine.checkpoint({"clusters": state}, step=step).result()
     else:
         with SyncCheckpointEngine(
-            store, io=lambda path, operations: DyingWriter(path, operations, dying_after)
+            store, storage=StorageOptions(io=lambda path, operations: DyingWriter(path, operations, dying_after))
         ) as engine:
             engine.checkpoint({"clusters": state}, step=step).result()
 

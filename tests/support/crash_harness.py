@@ -22,7 +22,9 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
     CheckpointInfo,
+    Keep,
     NoCheckpointError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load,
@@ -95,7 +97,7 @@ class Scenario:
         sectors: and the units that it stores all or not at all, in turn.
         wrap: Makes the engine's writer of the disk's: where a regression is planted.
         dying: Boundaries at which the process may die.
-        rules: Further rules of what is kept; all that a record names is then read, not only the newest.
+        rules: Of ``Keep``; all that a record names is then read, not only the newest.
         pins: Share of the rounds after which a checkpoint is pinned, or unpinned.
         removals: Share of the rounds beside which a checkpoint is removed through the engine.
         sampled: Share of the distinct images that the readers look at as a whole: of the others they read what
@@ -132,7 +134,7 @@ class Promises:
 
     Attributes:
         pinned: Steps that were pinned.
-        multiples: Steps that end multiples of ``keep_every``.
+        multiples: Steps that end multiples of ``Keep(every=...)``.
         loss: The least one, where the best are kept.
         kept: Steps that were acknowledged and not removed, where all are kept.
         removed: Steps of which the removal was acknowledged.
@@ -146,8 +148,8 @@ class Promises:
 
     def with_saved(self, step: int, rules: Mapping[str, Any]) -> Promises:
         """Return the promises after ``step`` was acknowledged."""
-        multiple = "keep_every" in rules and (step + 1) % rules["keep_every"] == 0
-        loss = min(self.loss, float(str(metadata_of(step)["loss"]))) if "keep_best" in rules else self.loss
+        multiple = "every" in rules and (step + 1) % rules["every"] == 0
+        loss = min(self.loss, float(str(metadata_of(step)["loss"]))) if "best" in rules else self.loss
         return replace(self, multiples=self.multiples | ({step} if multiple else set()), loss=loss)
 
     def broken_by(self, found: list[Listed]) -> str | None:
@@ -155,7 +157,7 @@ class Promises:
         if lost := self.pinned - {info.step for info, _ in found if info.pinned}:
             return f"the pinned steps {sorted(lost)} are lost"
         if lost := self.multiples - {info.step for info, _ in found}:
-            return f"the steps {sorted(lost)}, which end multiples of keep_every, are lost"
+            return f"the steps {sorted(lost)}, which end multiples of Keep(every=...), are lost"
         steps = {info.step for info, _ in found}
         if self.kept - steps or self.removed & steps:
             return f"of the steps {sorted(steps)}, {sorted(self.kept)} are kept and {sorted(self.removed)} removed"
@@ -400,10 +402,12 @@ class Exploration:
             "memory",
             max_in_flight=scenario.max_in_flight,
             keep_last=scenario.keep_last,
-            **scenario.rules,
-            chunk_bytes=scenario.chunk_blocks * BLOCK,
-            host_memory=scenario.buffers * scenario.chunk_blocks * BLOCK,
-            io=scenario.wrap(Unsteady(writer, scenario, self._rng)),
+            keep=Keep(**scenario.rules),
+            storage=StorageOptions(
+                chunk_bytes=scenario.chunk_blocks * BLOCK,
+                host_memory=scenario.buffers * scenario.chunk_blocks * BLOCK,
+                io=scenario.wrap(Unsteady(writer, scenario, self._rng)),
+            ),
         )
         try:
             await engine.open()
@@ -564,7 +568,7 @@ def explore_falling_back(seed: int, at: str = "", images: int = 6) -> Findings:
 
     def engine() -> SyncCheckpointEngine:
         writer = CrashWriter(disk, seed=rng.randrange(1 << 30))
-        return SyncCheckpointEngine("memory", io=writer, max_in_flight=1, chunk_bytes=2 * BLOCK)
+        return SyncCheckpointEngine("memory", storage=StorageOptions(io=writer, chunk_bytes=2 * BLOCK), max_in_flight=1)
 
     with engine() as before:
         for step in alike[:2]:

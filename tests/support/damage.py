@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.errors import ReadError, WriteError
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME
 from pccheck_async.medium import File, Medium
@@ -41,7 +41,9 @@ class WholeStore:
         """Save ``saves`` checkpoints of some tensors, ``elements`` floats in all, and some plain values."""
         disk, generator, states = CrashDisk(block_bytes=PAGE_BYTES), np.random.default_rng(seed), {}
         io = CrashWriter(disk, turns=0)
-        with SyncCheckpointEngine("memory", io=io, keep_last=keep_last, chunk_bytes=2 * PAGE_BYTES) as engine:
+        with SyncCheckpointEngine(
+            "memory", storage=StorageOptions(io=io, chunk_bytes=2 * PAGE_BYTES), keep_last=keep_last
+        ) as engine:
             for step in range(saves):
                 weights = torch.from_numpy(generator.random(elements, dtype=np.float32))
                 states[step] = {
@@ -82,7 +84,9 @@ class WholeStore:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with SyncCheckpointEngine("image", io=CrashWriter(disk, turns=0), keep_last=2) as engine:
+                with SyncCheckpointEngine(
+                    "image", storage=StorageOptions(io=CrashWriter(disk, turns=0)), keep_last=2
+                ) as engine:
                     engine.checkpoint({"x": torch.ones(3), "step": 99}, step=99).result()
             except CheckpointError:
                 return "refused"

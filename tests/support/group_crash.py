@@ -30,7 +30,7 @@ import torch
 from msgspec import structs
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from pccheck_async import CheckpointEngine, CheckpointError, Group
+from pccheck_async import CheckpointEngine, CheckpointError, Group, StorageOptions
 from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.group import Coordinator, Key, SeenStore, ranks, view_of
@@ -447,7 +447,9 @@ class Exploration:
 
     def _engine(self, path: Path, group: Group, **options: Any) -> CheckpointEngine:
         options |= {"max_in_flight": 2, "keep_last": self.scenario.keep_last}
-        return CheckpointEngine(path, group=group, chunk_bytes=2 * BLOCK, host_memory=8 * BLOCK, **options)
+        return CheckpointEngine(
+            path, group=group, storage=StorageOptions(chunk_bytes=2 * BLOCK, host_memory=8 * BLOCK), **options
+        )
 
     def _run_ranks(self, root: Path, nodes: Cut, be: Callable[[Group, Path], Any]) -> list[Any]:
         """Run every rank on a thread of its own; return what each returned, or raise what one raised."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import CheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.format import crc32, piece_sums
 from pccheck_async.format.manifest import decode
 from pccheck_async.format.record import (
@@ -209,7 +209,9 @@ class Prey:
     def make(cls) -> Prey:
         disk = CrashDisk(block_bytes=PAGE_BYTES)
         with SyncCheckpointEngine(
-            "x", io=CrashWriter(disk, turns=0), keep_last=1, chunk_bytes=PAGE_BYTES, host_memory=1 << 20
+            "x",
+            storage=StorageOptions(io=CrashWriter(disk, turns=0), chunk_bytes=PAGE_BYTES, host_memory=1 << 20),
+            keep_last=1,
         ) as engine:
             engine.checkpoint(victim(), step=1, metadata={"loss": 0.5}).result()
         files = disk.contents()
@@ -296,7 +298,9 @@ def examine_image(image: Image) -> str:
             pass
         try:
             disk = CrashDisk.from_image(image, block_bytes=PAGE_BYTES)
-            with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0), host_memory=1 << 20) as engine:
+            with SyncCheckpointEngine(
+                "x", storage=StorageOptions(io=CrashWriter(disk, turns=0), host_memory=1 << 20)
+            ) as engine:
                 engine.checkpoint({"x": torch.ones(1)}, step=5).result()
                 engine.pin(5)
             found += ", saved"

@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-from pccheck_async import NoCheckpointError, Shelf, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async import (
+    NoCheckpointError,
+    Shelf,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    stores,
+)
 from pccheck_async.errors import StoreFullError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
@@ -34,6 +41,7 @@ from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from pccheck_async.transfer.operations import NativeOperations, Operations
 from tests.support.guest import MARK
 from tests.support.kill_harness import is_whole, state_of
+from tests.support.settings import engine_settings
 
 MOUNT = Path("/mnt")
 STORE = MOUNT / "store"
@@ -73,7 +81,7 @@ def elements_of(step: int) -> int:
 
 
 def engine_on(store: Path, **settings: Any) -> SyncCheckpointEngine:
-    return SyncCheckpointEngine(store, medium="auto", **settings)
+    return SyncCheckpointEngine(store, **engine_settings(medium="auto", **settings))
 
 
 def examine() -> int:

@@ -175,7 +175,7 @@ class _Child:
         os.write(self.writer, _MESSAGE.pack(kind, step))
 
     def run(self) -> None:
-        from pccheck_async import SyncCheckpointEngine
+        from pccheck_async import StorageOptions, SyncCheckpointEngine
         from pccheck_async.engine import EngineCore
         from pccheck_async.medium.files import Files
         from pccheck_async.medium.mapped import MappedFiles
@@ -195,9 +195,11 @@ class _Child:
         engine = SyncCheckpointEngine(
             campaign.folder,
             max_in_flight=campaign.in_flight,
-            io=campaign.io,  # type: ignore[arg-type]
-            medium=campaign.medium,  # type: ignore[arg-type]
-            chunk_bytes=64 * 1024,
+            storage=StorageOptions(
+                io=campaign.io,  # type: ignore[arg-type]
+                medium=campaign.medium,  # type: ignore[arg-type]
+                chunk_bytes=64 * 1024,
+            ),
         )
         with engine:
             state = state_of(-1, campaign.elements)

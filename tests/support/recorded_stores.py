@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pccheck_async import RNGState, SyncCheckpointEngine, stores
+from pccheck_async import Keep, RNGState, SyncCheckpointEngine, stores
+from tests.support.settings import engine_settings
 
 
 def values() -> dict[str, Any]:
@@ -116,7 +117,7 @@ STORES = {
     "values": Recorded({}, {7: values}),
     "arrays": Recorded({"chunk_bytes": 4096}, {0: arrays}),
     "training": Recorded({}, {41: training}),
-    "kept": Recorded({"keep_last": 2, "keep_every": 10}, _counted(5, 10, 20, 21, 22), pinned=5),
+    "kept": Recorded({"keep_last": 2, "keep": Keep(every=10)}, _counted(5, 10, 20, 21, 22), pinned=5),
     "damaged": Recorded({"keep_last": 2}, _counted(1, 2), damaged=True),
     "superseded": Recorded({"keep_last": 1}, _counted(1, 2), damaged=True),
 }
@@ -124,7 +125,7 @@ STORES = {
 
 def write(recorded: Recorded, path: Path) -> None:
     """Write one of the stores."""
-    with SyncCheckpointEngine(path, io="python", **recorded.options) as engine:
+    with SyncCheckpointEngine(path, **engine_settings(io="python", **recorded.options)) as engine:
         for step, make in recorded.steps.items():
             engine.checkpoint(make(), step=step, metadata={"loss": step / 4}).result()
             if step == recorded.pinned:

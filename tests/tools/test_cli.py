@@ -23,7 +23,7 @@ import torch
 from typer.testing import CliRunner
 
 import pccheck_async
-from pccheck_async import SyncCheckpointEngine, stores
+from pccheck_async import StorageOptions, SyncCheckpointEngine, stores
 from pccheck_async.cli import app, main
 from pccheck_async.cli.demo_losses import compare_losses, draw, read_losses
 from pccheck_async.cli.output import dump, parse_size, size
@@ -284,11 +284,13 @@ def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
     settings = stores.read_tuning(store)
     rows = [line.split() for line in result.stdout.splitlines()]
     chosen = [row for row in rows if row[-1:] == ["chosen"]]
-    assert [row[:2] for row in chosen] == [[str(settings["max_in_flight"]), str(settings["writers"])]]
+    assert [row[:2] for row in chosen] == [[str(settings["max_in_flight"]), str(settings["storage"].writers)]]
     assert {"max_in_flight", "writers", "chunk_bytes", "host_memory"} <= {row[0] for row in rows if row}
     assert "Checkpoints of 1.5 MB, one durable every" in result.stdout
     assert "(f*)" in result.stdout
     assert f"CheckpointEngine({str(store)!r}, **stores.read_tuning({str(store)!r}))" in result.stdout
+    copied = next(line for line in result.stdout.splitlines() if "StorageOptions(" in line)
+    assert eval(f"dict({copied})", {"StorageOptions": StorageOptions}) == settings
     with SyncCheckpointEngine(store, **settings) as engine:
         engine.checkpoint({"x": torch.zeros(300_000)}, step=1).result(60)
 
@@ -297,7 +299,9 @@ def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
     result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", f"--out={out}", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["settings"] == stores.read_tuning(out)
+    tuned = stores.read_tuning(out)
+    storage = {name: getattr(tuned["storage"], name) for name in ("writers", "chunk_bytes", "host_memory")}
+    assert found["settings"] == {"max_in_flight": tuned["max_in_flight"], **storage}
     assert found["path"] == str(out)
     assert stores.read_tuning(store) == settings
     assert (store / "commit").read_bytes() == before

@@ -16,6 +16,7 @@ import torch
 from examples.paper.lab.timeline import STAGES, TRAINING, Span, Timeline, recorded
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine
 from pccheck_async.testing import CrashDisk, CrashWriter
+from tests.support.settings import engine_settings
 
 CHUNK = 1 << 20
 MODEL = 700 * 700  # float32: nearly two chunks; with Adam's state nearly six
@@ -29,7 +30,7 @@ class Run:
         optimizer = torch.optim.Adam(model.parameters())
         state = {"model": model, "optimizer": optimizer}
         self.interval, self.steps = interval, steps
-        with SyncCheckpointEngine(path, interval=interval, chunk_bytes=CHUNK, **options) as engine:
+        with SyncCheckpointEngine(path, interval=interval, **engine_settings(chunk_bytes=CHUNK, **options)) as engine:
             engine.attach(optimizer)
             with recorded(engine) as self.timeline:
                 for step in range(steps):

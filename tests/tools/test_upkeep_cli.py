@@ -13,7 +13,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pccheck_async import CheckpointInfo, NoCheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async import (
+    CheckpointInfo,
+    NoCheckpointError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    stores,
+)
 from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
 from pccheck_async.cli.stores import Side, parse_side
@@ -54,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save(path: Path, *steps: int) -> None:
-    with SyncCheckpointEngine(path, keep_last=5, max_in_flight=1, chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(path, keep_last=5, max_in_flight=1, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in steps:
             metadata: dict[str, Any] = {"loss": math.nan if step == 3 else 1.0, "note": EVIL[:-1]}
             engine.checkpoint(state_of(step), step=step, metadata=metadata).result(60)

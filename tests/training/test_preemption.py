@@ -22,7 +22,14 @@ import pytest
 import torch
 import uvloop
 
-from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import ThrottledWriter
@@ -31,6 +38,7 @@ from pccheck_async.training import preemption
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.transfer.operations import Operations
 from tests.support.devices import Device
+from tests.support.settings import engine_settings
 from tests.support.warm import start_warm
 
 NEVER = 1_000_000
@@ -170,7 +178,7 @@ def wait_preempted(engine: SyncCheckpointEngine | CheckpointEngine) -> None:
 def train(folder: Path, tell: Tell, *, attach: bool = True, elements: int = 1000, **settings: Any) -> None:
     model = Model(elements)
     settings = {"interval": NEVER} | settings
-    with SyncCheckpointEngine(folder / "store", **settings) as engine:
+    with SyncCheckpointEngine(folder / "store", **engine_settings(**settings)) as engine:
         engine.on_preemption(signal.SIGTERM, signal.SIGINT)
         if attach:
             engine.attach(model.optimizer)
@@ -299,7 +307,7 @@ def test_a_handler_from_before_is_called_and_decides(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, lambda signum, _: called.append(signum))
         model = Model()
         stuck = Device()
-        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck) as engine:
+        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER, storage=StorageOptions(io=stuck)) as engine:
             before = signal.getsignal(signal.SIGTERM)
             engine.on_preemption(deadline=60)
             with engine.step(model.state, 0):
@@ -354,7 +362,7 @@ def test_closing_ends_at_its_own_time_where_that_comes_first(tmp_path: Path) -> 
     def body(tell: Tell) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
         model, stuck = Model(), Device()
-        engine = SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck).open()
+        engine = SyncCheckpointEngine(tmp_path / "store", interval=NEVER, storage=StorageOptions(io=stuck)).open()
         engine.on_preemption(deadline=120)
         stuck.medium.hold("write")
         engine.checkpoint(model.state, step=0)
@@ -454,7 +462,7 @@ def test_a_launcher_that_passes_the_signal_on_does_no_harm(tmp_path: Path) -> No
 def test_a_device_that_hangs_does_not_keep_the_process(tmp_path: Path, kind: str, asynchronous: bool) -> None:
     def body(tell: Tell) -> None:
         model, stuck = Model(), Device()
-        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck) as engine:
+        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER, storage=StorageOptions(io=stuck)) as engine:
             engine.on_preemption(deadline=0.2)
             model.train(0)
             engine.checkpoint(model.state, step=0).result()
@@ -466,7 +474,7 @@ def test_a_device_that_hangs_does_not_keep_the_process(tmp_path: Path, kind: str
 
     async def body_async(tell: Tell) -> None:
         model, stuck = Model(), Device()
-        async with CheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck) as engine:
+        async with CheckpointEngine(tmp_path / "store", interval=NEVER, storage=StorageOptions(io=stuck)) as engine:
             engine.on_preemption(deadline=0.2)
             model.train(0)
             await (await engine.checkpoint(model.state, step=0))
@@ -488,7 +496,7 @@ def test_neither_a_full_pipeline_nor_an_earlier_failure_prevents_it(tmp_path: Pa
         SyncCheckpointEngine(tmp_path / "store").open().close()
         model, stuck = Model(), Device()
         with SyncCheckpointEngine(
-            tmp_path / "store", interval=NEVER, io=stuck, max_in_flight=1, on_busy="skip"
+            tmp_path / "store", interval=NEVER, storage=StorageOptions(io=stuck), max_in_flight=1, on_busy="skip"
         ) as engine:
             engine.on_preemption()
             stuck.breaking.broken = ("write",)
@@ -514,7 +522,7 @@ def test_neither_a_full_pipeline_nor_an_earlier_failure_prevents_it(tmp_path: Pa
 def test_a_checkpoint_of_the_policy_is_not_taken_twice(tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         model, stuck = Model(), Device()
-        with SyncCheckpointEngine(tmp_path / "store", interval=1, io=stuck) as engine:
+        with SyncCheckpointEngine(tmp_path / "store", interval=1, storage=StorageOptions(io=stuck)) as engine:
             engine.on_preemption()
             stuck.medium.hold("flush")  # so that it is in flight when the signal comes
 
@@ -548,7 +556,7 @@ def test_a_signal_while_a_step_waits_for_a_capture(tmp_path: Path) -> None:
 
     def body(_: Tell) -> None:
         model, stuck = Model(200_000), Device()
-        with SyncCheckpointEngine(tmp_path / "store", interval=1, io=stuck, **SMALL) as engine:
+        with SyncCheckpointEngine(tmp_path / "store", interval=1, storage=StorageOptions(io=stuck, **SMALL)) as engine:
             engine.on_preemption()
             engine.attach(model.optimizer)
             stuck.medium.hold("write")
@@ -607,7 +615,7 @@ def test_a_window_of_gradient_accumulation_ends_first(tmp_path: Path) -> None:
 def test_a_signal_while_the_engine_closes(tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         model, stuck = Model(), Device()
-        with SyncCheckpointEngine(tmp_path / "store", io=stuck) as engine:
+        with SyncCheckpointEngine(tmp_path / "store", storage=StorageOptions(io=stuck)) as engine:
             engine.on_preemption()
             stuck.medium.hold("flush")
             model.train(0)

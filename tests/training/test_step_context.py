@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import CheckpointEngine, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import CheckpointEngine, Keep, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import Decision, Guard, SaveReport, StepReport
 from pccheck_async.errors import UnsupportedStateError, WriteError
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
@@ -240,7 +240,7 @@ def test_what_kept_the_last_step_from_being_saved_is_said_as_far_as_it_is_known(
 
 @pytest.mark.parametrize(("every", "kept"), [(10, [39, 29, 19, 9]), (12, [39, 24, 14])])
 def test_what_is_kept_is_on_the_grid_of_what_is_saved(tmp_path: Path, every: int, kept: list[int]) -> None:
-    with SyncCheckpointEngine(tmp_path, interval=5, keep_every=every) as engine:
+    with SyncCheckpointEngine(tmp_path, interval=5, keep=Keep(every=every)) as engine:
         for step in range(40):
             with engine.step({"step": step}, step) as this:
                 pass
@@ -286,7 +286,7 @@ class Broken(EverySteps):
 def test_a_policy_that_raises_leaves_no_store_locked(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="no decision"):
         SyncCheckpointEngine(tmp_path, interval=Broken(1)).open()
-    with SyncCheckpointEngine(tmp_path, lock_timeout=0) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)) as engine:
         assert engine.checkpoints() == []
 
 
@@ -305,7 +305,9 @@ def test_a_state_that_cannot_be_saved_is_told_after_the_first_step(tmp_path: Pat
 
 def test_a_checkpoint_that_was_skipped_is_made_up_for(tmp_path: Path) -> None:
     writer = StuckWriter(CrashWriter(CrashDisk()), kinds=())
-    with SyncCheckpointEngine(FOLDER, io=writer, max_in_flight=1, on_busy="skip", interval=2) as engine:
+    with SyncCheckpointEngine(
+        FOLDER, storage=StorageOptions(io=writer), max_in_flight=1, on_busy="skip", interval=2
+    ) as engine:
         engine.checkpoint(small(), step=0).result(30)
         writer.hold("flush")
         saved = []
@@ -497,7 +499,7 @@ def test_a_checkpoint_by_hand_of_that_step_or_a_later_one_holds_it(
 def test_a_last_step_whose_checkpoint_failed_is_saved_again(tmp_path: Path, told: bool) -> None:
     model, device = Model(1), Device()
     expected = nullcontext() if told else pytest.raises(WriteError, match="broken")
-    with expected, SyncCheckpointEngine(tmp_path, interval=1, io=device) as engine:
+    with expected, SyncCheckpointEngine(tmp_path, interval=1, storage=StorageOptions(io=device)) as engine:
         device.breaking.broken = ("write",)
         pending = step_once(engine, model, 0).pending
         assert pending is not None
@@ -514,7 +516,7 @@ def test_a_last_step_whose_checkpoint_failed_is_saved_again(tmp_path: Path, told
 
 def test_what_fails_in_saving_the_last_step_is_raised_on_leaving(tmp_path: Path) -> None:
     model, device = Model(1), Device()
-    engine = SyncCheckpointEngine(tmp_path, interval=9, io=device).__enter__()
+    engine = SyncCheckpointEngine(tmp_path, interval=9, storage=StorageOptions(io=device)).__enter__()
     step_once(engine, model, 0)
     device.breaking.broken = ("write",)
     with pytest.raises(WriteError, match="broken"):
@@ -524,13 +526,15 @@ def test_what_fails_in_saving_the_last_step_is_raised_on_leaving(tmp_path: Path)
     model.state["odd"] = deque[int](maxlen=1)
     with pytest.raises(UnsupportedStateError, match="odd"):
         engine.__exit__(None, None, None)
-    with SyncCheckpointEngine(tmp_path, lock_timeout=0) as engine:  # both let go of the store
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)) as engine:  # both let go of the store
         assert engine.checkpoints() == []
 
 
 def test_a_last_step_that_was_skipped_or_is_in_flight(tmp_path: Path) -> None:
     model, device = Model(1), Device()
-    with SyncCheckpointEngine(tmp_path, interval=1, io=device, max_in_flight=1, on_busy="skip") as engine:
+    with SyncCheckpointEngine(
+        tmp_path, interval=1, storage=StorageOptions(io=device), max_in_flight=1, on_busy="skip"
+    ) as engine:
         device.medium.hold("write")
         step_once(engine, model, 0)
         pending = step_once(engine, model, 1).pending
@@ -538,7 +542,7 @@ def test_a_last_step_that_was_skipped_or_is_in_flight(tmp_path: Path) -> None:
         assert pending.skipped
         device.medium.release()
     assert (last_saved(tmp_path, model), engine.statistics().admitted) == (1, 2)
-    with SyncCheckpointEngine(tmp_path, interval=1, io=device) as engine:
+    with SyncCheckpointEngine(tmp_path, interval=1, storage=StorageOptions(io=device)) as engine:
         device.medium.hold("write")
         step_once(engine, model, 2)
         threading.Timer(0.05, device.medium.release).start()
@@ -549,7 +553,7 @@ def test_leaving_that_is_cancelled_aborts_what_is_in_flight(tmp_path: Path) -> N
     model, device = Model(1), Device()
 
     async def main() -> CheckpointEngine:
-        engine = await CheckpointEngine(tmp_path, interval=1, io=device).open()
+        engine = await CheckpointEngine(tmp_path, interval=1, storage=StorageOptions(io=device)).open()
         device.medium.hold("write")
         async with engine.step(model.state, 0):
             model.optimizer.step()
@@ -581,7 +585,7 @@ def test_whoever_wants_it_saves_no_last_step(tmp_path: Path) -> None:
 def test_a_step_that_asks_for_it_or_sets_the_metric_is_saved(tmp_path: Path) -> None:
     """An interval hardly meets the step after which a validation loss is known."""
     model, saved = Model(1), []
-    settings: Any = {"keep_best": ("val_loss", 2, "min"), "interval": 1000}
+    settings: Any = {"keep": Keep(best=("val_loss", 2, "min")), "interval": 1000}
     with SyncCheckpointEngine(tmp_path, **settings, save_last=False) as engine:
         for step in range(40):
             with engine.step(model.state, step) as this:
@@ -601,7 +605,7 @@ def test_a_step_that_asks_for_it_or_sets_the_metric_is_saved(tmp_path: Path) -> 
 
 def test_the_default_interval_keeps_the_best_of_rare_evaluations(tmp_path: Path) -> None:
     model = Model(1)
-    with SyncCheckpointEngine(tmp_path, keep_best=("val_loss", 1, "min")) as engine:
+    with SyncCheckpointEngine(tmp_path, keep=Keep(best=("val_loss", 1, "min"))) as engine:
         for step in range(30):
             with engine.step(model.state, step) as this:
                 model.optimizer.step()
@@ -631,7 +635,7 @@ def test_a_metric_that_every_step_sets_does_not_say_when_to_save(
     """Else a loss noted in each step would have each step saved, at the speed of the disk."""
     caplog.set_level(logging.INFO)
     model, saved = Model(1), []
-    with SyncCheckpointEngine(tmp_path, interval=30, keep_best=("loss", 1, "min"), save_last=False) as engine:
+    with SyncCheckpointEngine(tmp_path, interval=30, keep=Keep(best=("loss", 1, "min")), save_last=False) as engine:
         for step in range(70):
             with engine.step(model.state, step) as this:
                 model.optimizer.step()

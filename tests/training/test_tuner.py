@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import logging
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, NoCheckpointError, SyncCheckpointEngine, load_sync, stores
+from pccheck_async import CheckpointEngine, NoCheckpointError, StorageOptions, SyncCheckpointEngine, load_sync, stores
 from pccheck_async.engine import EngineConfig, EngineLoop
 from pccheck_async.errors import (
     ClosedError,
@@ -39,6 +40,7 @@ from pccheck_async.transfer.operations import Operations
 from pccheck_async.tuning import tune
 from pccheck_async.tuning.choice import FittedTimes, Point, fit_rounds
 from pccheck_async.tuning.trials import Trial, TrialSample, run_trial
+from tests.support.settings import engine_settings
 from tests.support.warm import run_warm
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -52,6 +54,10 @@ def tune_blocking(path: Path, **options: Any) -> Tuning:
     """Measures without an engine."""
     with EngineLoop("pccheck-read") as loop:
         return loop.call(tune(path, **options))
+
+
+def on(io: IO) -> EngineConfig:
+    return EngineConfig(storage=StorageOptions(io=io))
 
 
 def fails_in(number: int) -> Callable[[str, Operations], Medium]:
@@ -77,7 +83,7 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 def assert_consistent(tuning: Tuning) -> None:
     """What must hold on every machine."""
-    settings = tuning.settings
+    settings = tuning.numbers
     measured = {(m.point.max_in_flight, m.point.writers, m.point.chunk_bytes): m for m in tuning.measurements}
     chosen = measured[settings["max_in_flight"], settings["writers"], settings["chunk_bytes"]]
     assert tuning.checkpoint_seconds == chosen.seconds / settings["max_in_flight"]
@@ -99,14 +105,14 @@ def assert_consistent(tuning: Tuning) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("io", ["threads", pytest.param("python", marks=pytest.mark.campaign)])
-def test_tuned_settings_run_an_engine(tmp_path: Path, io: str) -> None:
+def test_tuned_settings_run_an_engine(tmp_path: Path, io: IO) -> None:
     store = tmp_path / "new" / "store"
     state = {"x": torch.rand(MIB)}
     seen: list[float] = []
     tuning = tune_blocking(
         store,
         nbytes=4 * MIB,
-        io=io,
+        config=on(io),
         step_seconds=1e-3,
         budget_seconds=SHORT,
         progress=lambda done, what: seen.append(done),
@@ -119,13 +125,15 @@ def test_tuned_settings_run_an_engine(tmp_path: Path, io: str) -> None:
     assert tuning.interval >= tuning.interval_floor >= 1
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (0.0, 1.0)
-    with SyncCheckpointEngine(store, io=io, **tuning.settings) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(
+        store, **tuning.settings | {"storage": dataclasses.replace(tuning.settings["storage"], io=io)}
+    ) as engine:
         engine.checkpoint(state, step=1).result(60)
         decisions = engine.statistics().decisions
         assert (decisions.writers, decisions.chunk_bytes, decisions.host_memory) == (
-            tuning.settings["writers"],
-            tuning.settings["chunk_bytes"],
-            tuning.settings["host_memory"],
+            tuning.numbers["writers"],
+            tuning.numbers["chunk_bytes"],
+            tuning.numbers["host_memory"],
         )
     assert torch.equal(load_sync(store)["x"], state["x"])
 
@@ -180,7 +188,10 @@ def test_only_a_sample_of_a_large_checkpoint_is_written(tmp_path: Path, monkeypa
     monkeypatch.setattr("pccheck_async.tuning.tuner.run_trial", recorded_trial)
     monkeypatch.setattr("pccheck_async.tuning.tuner.fit_rounds", recorded_fit)
     with SyncCheckpointEngine(
-        tmp_path, io=lambda folder, operations: Ends(Files(folder, operations), total=800e6), host_memory=MIB
+        tmp_path,
+        storage=StorageOptions(
+            io=lambda folder, operations: Ends(Files(folder, operations), total=800e6), host_memory=MIB
+        ),
     ) as engine:
         tuning = engine.tune(nbytes=nbytes, budget_seconds=SHORT)
     assert tuning.sample_nbytes <= 16 * MIB
@@ -191,7 +202,7 @@ def test_only_a_sample_of_a_large_checkpoint_is_written(tmp_path: Path, monkeypa
         captured = median(trial.captured for point, trial in scaled if point == m.point)
         assert m.capture_bandwidth == nbytes / captured
     assert_consistent(tuning)
-    assert tuning.settings["host_memory"] <= MIB
+    assert tuning.numbers["host_memory"] <= MIB
     assert "does not fit" in tuning.reasons["host_memory"]
 
 
@@ -202,7 +213,7 @@ def capped(folder: str, operations: Operations) -> Medium:
 
 @pytest.mark.slow
 def test_a_device_that_caps_each_stream_gets_several(tmp_path: Path) -> None:
-    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=capped, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, config=on(capped), budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] >= 2
     assert_consistent(tuning)
 
@@ -211,8 +222,8 @@ def test_a_device_that_caps_each_stream_gets_several(tmp_path: Path) -> None:
 def test_on_a_device_that_caps_each_stream_the_tuned_engine_is_twice_as_fast(tmp_path: Path) -> None:
     state = {"x": torch.rand(MIB)}
 
-    def seconds(settings: TunedSettings | dict[str, int]) -> float:
-        with SyncCheckpointEngine(tmp_path, io=capped, **settings) as engine:
+    def seconds(settings: dict[str, int]) -> float:
+        with SyncCheckpointEngine(tmp_path, **engine_settings(io=capped, **settings)) as engine:
             engine.checkpoint(state).result(60)
             began = time.perf_counter()
             for _ in range(8):
@@ -220,9 +231,9 @@ def test_on_a_device_that_caps_each_stream_the_tuned_engine_is_twice_as_fast(tmp
             engine.drain()
             return time.perf_counter() - began
 
-    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=capped, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, config=on(capped), budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] >= 3
-    ratio = seconds({"max_in_flight": 1, "writers": 1}) / seconds(tuning.settings)
+    ratio = seconds({"max_in_flight": 1, "writers": 1}) / seconds(tuning.numbers)
     print(f"tuned to {tuning.settings}: {ratio:.2f} times as fast as one stream")
     assert ratio >= 2
 
@@ -232,7 +243,7 @@ def test_a_device_that_one_stream_saturates_gets_few(tmp_path: Path) -> None:
     def io(folder: str, operations: Operations) -> Medium:
         return ThrottledWriter(Files(folder, operations), total=100e6)
 
-    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=io, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, config=on(io), budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] <= 2
     assert max(m.point.max_in_flight for m in tuning.measurements) <= 4  # there was no reason to look further
 
@@ -242,7 +253,9 @@ def test_no_more_in_flight_than_the_storage_has_slots_for(tmp_path: Path, monkey
     facts = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: facts)  # others use the disk, too
     nbytes = int(free_bytes(tmp_path) * 0.4)  # two slots fit, three do not
-    tuning = tune_blocking(tmp_path, nbytes=nbytes, config=EngineConfig(host_memory=MIB), budget_seconds=SHORT)
+    tuning = tune_blocking(
+        tmp_path, nbytes=nbytes, config=EngineConfig(storage=StorageOptions(host_memory=MIB)), budget_seconds=SHORT
+    )
     assert {m.point.max_in_flight for m in tuning.measurements} == {1}
     assert "; 2 would not fit: 3 slots (2 in flight, 1 kept)" in tuning.reasons["max_in_flight"]
 
@@ -271,7 +284,7 @@ def test_what_does_not_fit_is_said_before_anything_is_measured(tmp_path: Path) -
     with pytest.raises(InfeasibleError, match=r"storage: 4 slots .* free space or lower keep_last"):
         tune_blocking(tmp_path / "new", nbytes=1 << 60, config=EngineConfig(keep_last=3))
     with pytest.raises(InfeasibleError, match="memory: 2 chunks of 4096 bytes"):
-        tune_blocking(tmp_path / "new", nbytes=MIB, config=EngineConfig(host_memory=5000))
+        tune_blocking(tmp_path / "new", nbytes=MIB, config=EngineConfig(storage=StorageOptions(host_memory=5000)))
     assert os.listdir(tmp_path) == ["store"]
 
 
@@ -287,7 +300,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ClosedError):
         engine.tune(nbytes=5)
     with (
-        SyncCheckpointEngine(tmp_path, io=CrashWriter(CrashDisk())) as engine,
+        SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=CrashWriter(CrashDisk()))) as engine,
         pytest.raises(ValueError, match="a function of folder and operations"),
     ):
         engine.tune(nbytes=5)
@@ -298,7 +311,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1, 2, 9], ids=["storage", "first engine", "later engine"])
 def test_a_failing_device_fails_the_tuning_and_nothing_is_left(tmp_path: Path, number: int) -> None:
     with pytest.raises((WriteError, StoreFailedError), match="Input/output error"):
-        tune_blocking(tmp_path / "store", nbytes=4 * MIB, io=fails_in(number), budget_seconds=SHORT)
+        tune_blocking(tmp_path / "store", nbytes=4 * MIB, config=on(fails_in(number)), budget_seconds=SHORT)
     assert os.listdir(tmp_path) == []
 
 
@@ -421,7 +434,7 @@ def test_the_callers_loop_is_not_held_up(tmp_path: Path) -> None:
 
 def tuning_of(**changes: Any) -> Tuning:
     arguments: dict[str, Any] = {
-        "settings": {"max_in_flight": 2, "writers": 4, "chunk_bytes": 8192, "host_memory": 16384},
+        "settings": {"max_in_flight": 2, "storage": StorageOptions(writers=4, chunk_bytes=8192, host_memory=16384)},
         "reasons": {"writers": "because"},
         "measurements": (),
         "nbytes": 100,
@@ -450,7 +463,8 @@ def test_write_and_read(tmp_path: Path) -> None:
 
 def test_a_later_tuning_replaces_the_file(tmp_path: Path) -> None:
     tuning_of().write(tmp_path)
-    settings: TunedSettings = {"max_in_flight": 1, "writers": 1, "chunk_bytes": 4096, "host_memory": 8192}
+    storage = StorageOptions(writers=1, chunk_bytes=4096, host_memory=8192)
+    settings: TunedSettings = {"max_in_flight": 1, "storage": storage}
     tuning_of(settings=settings).write(tmp_path)
     assert stores.read_tuning(tmp_path) == settings
     assert os.listdir(tmp_path) == ["tuning.json"]

@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.engine.capture import Capture
 from pccheck_async.errors import CheckpointError, WriteError
 from pccheck_async.format import crc32, piece_sums
@@ -1300,7 +1300,9 @@ def write(device: PretendDevice, tensor: torch.Tensor, value: torch.Tensor) -> N
 def test_an_engine_whose_state_changes_as_soon_as_it_may(
     tmp_path: Path, engine_on: PretendDevice, mode: DeviceMode
 ) -> None:
-    with SyncCheckpointEngine(tmp_path, device=mode, chunk_bytes=256 * KIB, host_memory=1 * MIB, keep_last=4) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(gpu_capture=mode, chunk_bytes=256 * KIB, host_memory=1 * MIB), keep_last=4
+    ) as engine:
         live = state_of(0)
         for step in range(4):
             fresh = state_of(step)
@@ -1315,7 +1317,7 @@ def test_an_engine_whose_state_changes_as_soon_as_it_may(
         assert found.snapshots == {"auto": 3, "snapshot": 4, "stream": 0}[mode]
         assert found.device_peak_bytes > 1_480_000 or mode == "stream"
         assert found.device_bytes < 1 * MIB
-        assert found.decisions.reasons["device"].startswith("device 0: ")
+        assert found.decisions.reasons["gpu_capture"].startswith("device 0: ")
         for step in range(4):
             restored = load_sync(tmp_path, step=step)
             expected = state_of(step)
@@ -1362,7 +1364,7 @@ def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: P
         return FailingWriter(Files(path, operations), fail_at=creating + 1, kinds=("write",))
 
     few: dict[str, Any] = {"chunk_bytes": 256 * KIB, "host_memory": 512 * KIB}
-    with SyncCheckpointEngine(tmp_path, device="snapshot", io=failing, **few) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture="snapshot", io=failing, **few)) as engine:
         pending = engine.checkpoint(state_of(0), step=0)
         with pytest.raises(WriteError) as failure:
             pending.result(60)
@@ -1377,7 +1379,7 @@ def test_an_engine_that_does_not_open_leaves_no_threads(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("pccheck_async.transfer.pool.aligned_buffer", full)
     with pytest.raises(MemoryError, match="staging"):
-        SyncCheckpointEngine(tmp_path, host_memory=64 * MIB).open()
+        SyncCheckpointEngine(tmp_path, storage=StorageOptions(host_memory=64 * MIB)).open()
 
 
 @pytest.mark.parametrize(
@@ -1390,7 +1392,7 @@ def test_an_engine_that_does_not_open_leaves_no_threads(tmp_path: Path, monkeypa
 )
 @pytest.mark.usefixtures("engine_on")
 def test_chunks_for_devices_are_larger(tmp_path: Path, settings: dict[str, Any], chunk_bytes: int, reason: str) -> None:
-    with SyncCheckpointEngine(tmp_path, **settings) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(**settings)) as engine:
         decisions = engine.statistics().decisions
         assert decisions.chunk_bytes == chunk_bytes
         assert reason in decisions.reasons["chunk_bytes"]
@@ -1398,4 +1400,4 @@ def test_chunks_for_devices_are_larger(tmp_path: Path, settings: dict[str, Any],
 
 def test_modes_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'snapshot' or 'stream', not 'gpu'"):
-        SyncCheckpointEngine(tmp_path, device="gpu")  # type: ignore[arg-type]
+        SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture="gpu"))  # type: ignore[arg-type]

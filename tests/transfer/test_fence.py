@@ -30,6 +30,7 @@ from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.copying import Fence
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from tests.support.pretend_device import Place, PretendDevice, PretendStream, keep_on
+from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -68,8 +69,8 @@ class Training:
 
     def __init__(self, folder: Path, devices: list[PretendDevice], place: Place, **settings: Any) -> None:
         self.folder, self.devices, self.place = folder, devices, place
-        knobs: dict[str, Any] = {"device": "stream", "keep_last": 9} | WHOLE | settings
-        self.engine = SyncCheckpointEngine(folder, **knobs).open()
+        knobs: dict[str, Any] = {"gpu_capture": "stream", "keep_last": 9} | WHOLE | settings
+        self.engine = SyncCheckpointEngine(folder, **engine_settings(**knobs)).open()
         self.weights = [torch.rand(size).requires_grad_() for size in (300_000, 70_000, 200_000)]
         self.optimizer = LaterOptimizer(self.weights, self.queue)
         self.state: dict[str, Any] = {"weights": self.weights, "optimizer": self.optimizer, "step": 0}
@@ -149,7 +150,7 @@ def training(
 def test_a_step_does_not_wait_for_copies_that_are_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: DeviceMode
 ) -> None:
-    with training(tmp_path, monkeypatch, device=mode) as it:
+    with training(tmp_path, monkeypatch, gpu_capture=mode) as it:
         for step in range(3):
             it.pause()
             pending, want = it.checkpoint(step)

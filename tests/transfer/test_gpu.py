@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.format import dtypes
 from pccheck_async.state import HOST, Allocation, Target, as_bits
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, CudaStream, load
@@ -70,7 +77,7 @@ def test_every_dtype_to_the_bit(tmp_path: Path, mode: DeviceMode) -> None:
         for name, dtype in dtypes.STORABLE.items()
     }
     expected = {name: bits_of(tensors) for name, tensors in state.items()}
-    with SyncCheckpointEngine(tmp_path, device=mode, chunk_bytes=MIB) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode, chunk_bytes=MIB)) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step).result(60)
         live = cleared(state)
@@ -102,7 +109,7 @@ def odd_ones() -> dict[str, Any]:
 
 def test_odd_tensors(tmp_path: Path, mode: DeviceMode) -> None:
     state = odd_ones()
-    with SyncCheckpointEngine(tmp_path, device=mode, chunk_bytes=64 * 1024) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode, chunk_bytes=64 * 1024)) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step).result(60)
         assert not difference(on_host(state), on_host(load_sync(tmp_path, device="cuda")))
@@ -119,7 +126,7 @@ def test_odd_tensors(tmp_path: Path, mode: DeviceMode) -> None:
 def test_many_small_and_some_large(tmp_path: Path, mode: DeviceMode, count: int, nbytes: int) -> None:
     state = {"t": [torch.randint(0, 255, (nbytes + n % 7,), dtype=torch.uint8, device="cuda") for n in range(count)]}
     whole = torch.cat(state["t"]).cpu()
-    with SyncCheckpointEngine(tmp_path, device=mode) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode)) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step)
             engine.drain()
@@ -132,7 +139,7 @@ def test_many_small_and_some_large(tmp_path: Path, mode: DeviceMode, count: int,
 def test_a_side_stream_that_was_joined(tmp_path: Path, mode: DeviceMode) -> None:
     tensors = [torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with SyncCheckpointEngine(tmp_path, device=mode) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode)) as engine:
         for step in range(1, 4):
             with torch.cuda.stream(side):
                 torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
@@ -148,7 +155,7 @@ def test_a_side_stream_that_was_joined(tmp_path: Path, mode: DeviceMode) -> None
 def test_the_current_stream_may_be_any(tmp_path: Path, mode: DeviceMode) -> None:
     tensors = [torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda"), torch.zeros(300, 2, device="cuda")[:, 0]]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with SyncCheckpointEngine(tmp_path, device=mode) as engine, torch.cuda.stream(side):
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode)) as engine, torch.cuda.stream(side):
         for step in range(1, 4):
             torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
             for tensor in tensors:
@@ -162,7 +169,9 @@ def test_mutation_as_soon_as_the_call_returned(tmp_path: Path, mode: DeviceMode)
     tensors = [torch.zeros(6 * MIB, dtype=torch.uint8, device="cuda") for _ in range(20)]
     tensors += [torch.zeros(100, dtype=torch.uint8, device="cuda") for _ in range(500)]
     counter = torch.zeros(())
-    with SyncCheckpointEngine(tmp_path, device=mode, keep_last=5, max_in_flight=3) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(gpu_capture=mode), keep_last=5, max_in_flight=3
+    ) as engine:
         for step in range(5):
             counter.fill_(step)
             for tensor in tensors:
@@ -209,7 +218,7 @@ def test_an_optimizer_comes_back(tmp_path: Path, mode: DeviceMode, monkeypatch: 
             optimizer.step()
 
     model, optimizer = build()
-    with SyncCheckpointEngine(tmp_path, device=mode) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode)) as engine:
         train(model, optimizer, range(3))
         engine.checkpoint({"model": model, "optimizer": optimizer}, step=2)
         train(model, optimizer, range(3, 5))
@@ -240,7 +249,9 @@ def test_a_step_leaves_the_waiting_to_the_device(tmp_path: Path, mode: DeviceMod
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind == "foreach", fused=kind == "fused")
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    with SyncCheckpointEngine(tmp_path, device=mode, keep_last=9, max_in_flight=4) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(gpu_capture=mode), keep_last=9, max_in_flight=4
+    ) as engine:
         engine.attach(optimizer)
         for step in range(4):
             optimizer.zero_grad()
@@ -267,7 +278,7 @@ def test_several_devices(tmp_path: Path, mode: DeviceMode) -> None:
     state = {str(n): torch.rand(10 + 1000 * n, device=f"cuda:{n % len(devices)}") for n in range(200)}
     state["host"] = torch.rand(1000)
     expected = on_host(state)
-    with SyncCheckpointEngine(tmp_path, device=mode, chunk_bytes=MIB) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode, chunk_bytes=MIB)) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step)
             engine.drain()
@@ -279,7 +290,7 @@ def test_several_devices(tmp_path: Path, mode: DeviceMode) -> None:
 
 def test_gpu_memory_is_back_after_the_save(tmp_path: Path, mode: DeviceMode) -> None:
     nbytes = 512 * MIB
-    with SyncCheckpointEngine(tmp_path, device=mode) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode)) as engine:
         tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         for step in range(2):
             engine.checkpoint({"t": tensor}, step=step)
@@ -301,11 +312,11 @@ def test_no_memory_for_a_snapshot(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
     try:
-        with SyncCheckpointEngine(tmp_path, device="snapshot") as engine:
+        with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture="snapshot")) as engine:
             engine.checkpoint(state, step=0).result(60)
             found = engine.statistics()
             assert found.snapshots == 0
-            assert "no memory" in found.decisions.reasons["device"]
+            assert "no memory" in found.decisions.reasons["gpu_capture"]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(load_sync(tmp_path)["t"], state["t"].cpu())
@@ -315,7 +326,7 @@ def test_cancelled(tmp_path: Path, mode: DeviceMode) -> None:
     tensors = [torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, device=mode, max_in_flight=1) as engine:
+        async with CheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode), max_in_flight=1) as engine:
             await (await engine.checkpoint({"t": tensors}, step=0))
             for turns in range(5):
                 torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
@@ -342,7 +353,7 @@ def test_a_graph_is_recorded_beside_a_capture(tmp_path: Path, mode: DeviceMode) 
     parameter = torch.nn.Parameter(state["t"])
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     into, source = torch.zeros(1000, device="cuda"), torch.rand(1000, device="cuda")
-    with SyncCheckpointEngine(tmp_path, device=mode, keep_last=9) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode), keep_last=9) as engine:
         engine.attach(optimizer)
         for step in range(4):
             graph = torch.cuda.CUDAGraph()
@@ -391,7 +402,7 @@ def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pyt
         str(n): torch.rand(n + 1, device="cuda") for n in range(300)
     }
     expected = on_host(state)
-    with SyncCheckpointEngine(tmp_path, device=mode) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(gpu_capture=mode)) as engine:
         for step in range(2):  # "auto" streams the first one
             engine.checkpoint(state, step=step).result(60)
         for tensor in state.values():
@@ -404,10 +415,10 @@ def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pyt
 def test_chunks_of_another_size_than_the_stores(tmp_path: Path) -> None:
     state = {"t": torch.rand(5 * MIB, device="cuda"), "s": torch.rand(100, device="cuda")}
     expected = on_host(state)
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=4 * MIB) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=4 * MIB)) as engine:
         engine.checkpoint(state, step=0)
     for tensor in state.values():
         tensor.zero_()
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=64 * 1024, host_memory=MIB) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=64 * 1024, host_memory=MIB)) as engine:
         engine.restore(state)
         assert not difference(expected, on_host(state))

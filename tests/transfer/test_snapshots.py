@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.engine.capture import StateReader
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import arrange, flatten
@@ -44,7 +44,7 @@ def frozen(state: dict[str, Any]) -> dict[str, Any]:
 def test_every_save_of_a_changing_state_comes_back(tmp_path: Path) -> None:
     state = trained()
     model, optimizer = state["model"], state["optimizer"]
-    with SyncCheckpointEngine(tmp_path, io="python") as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io="python")) as engine:
         for step in range(6):
             match step:
                 case 1 | 2:  # as it was, with other values

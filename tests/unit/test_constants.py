@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.state import arrange, flatten_unchecked
 from pccheck_async.state.cache.constants import Choice, Constants
@@ -55,7 +55,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.io = Device()
         self.engine = SyncCheckpointEngine(
-            folder, io=self.io, chunk_bytes=32 * PAGE_BYTES, host_memory=64 * PAGE_BYTES
+            folder, storage=StorageOptions(io=self.io, chunk_bytes=32 * PAGE_BYTES, host_memory=64 * PAGE_BYTES)
         ).open()
         self.model = Adapted()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # it skips what has no gradients
@@ -289,7 +289,7 @@ def test_a_run_whose_weights_are_changed_by_hand_goes_on_with_checkpoints(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     io, torn = Device(), list[int]()
     settings: Any = {"chunk_bytes": 4 * PAGE_BYTES, "host_memory": 8 * PAGE_BYTES}
-    with SyncCheckpointEngine(tmp_path, io=io, **settings) as engine:
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=io, **settings)) as engine:
         engine.attach(optimizer)
         for step in range(5):
             want = copied(model)

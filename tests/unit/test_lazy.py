@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async import StorageOptions, SyncCheckpointEngine, load_sync
 from pccheck_async.state import LayoutCache, PackedSource, Sources, Versions, cached_layout, flatten
 from pccheck_async.state.leaves import RawSource
 from pccheck_async.state.save.split import changed_by_forward, covered, lazy_sources, optimized, sharing_nothing
@@ -96,7 +96,9 @@ def test_parameters_without_memory_trouble_nobody(tmp_path: Path, odd: Callable[
     model, parameter = torch.nn.Linear(300, 300), torch.nn.Parameter(odd())
     assert those_covered([parameter, model.weight], model.weight) == [True]
     assert Versions(["x"], [model.weight]).paths_of([parameter]) == []
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+    with SyncCheckpointEngine(
+        tmp_path, storage=StorageOptions(chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES)
+    ) as engine:
         for parameters in (model.parameters(), [parameter]):
             engine.attach(torch.optim.SGD(parameters, lr=0.1))
         engine.checkpoint({"model": model}, step=1, overlap=True).result()

@@ -13,9 +13,10 @@ import pccheck_async
 
 NAMES = {
     "pccheck_async": """
-        Adaptive CheckpointEngine CheckpointError CheckpointInfo FlatShard Group GroupError NoCheckpointError
+        Adaptive CheckpointEngine CheckpointError CheckpointInfo FlatShard Group GroupError Keep NoCheckpointError
         PendingCheckpoint Policy RNGState Restored ResumableLoader ResumableSampler Shelf StateMismatchError Stateful
-        SyncCheckpointEngine TornCaptureError TrainingStep list_checkpoints load load_sync open_checkpoint
+        StorageOptions SyncCheckpointEngine TornCaptureError TrainingStep list_checkpoints load load_sync
+        open_checkpoint
     """,
     "pccheck_async.errors": """
         CheckpointError ClosedError CorruptStoreError DamagedError DurabilityUnknownError GroupError

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pccheck_async.errors import NoCheckpointError, StoreError
 from pccheck_async.format import Entry
-from pccheck_async.store import Best, KeepAll, Retention
+from pccheck_async.store import Keep, KeepAll, Retention
 from tests.unit.test_record import entry
 
 
@@ -62,7 +62,7 @@ def test_order_is_newest_first() -> None:
 )
 def test_the_first_at_or_after_each_multiple_of_the_steps_ended(every: int, steps: list[int], kept: list[int]) -> None:
     made = [msgspec.structs.replace(entry(n), step=step) for n, step in enumerate(steps)]
-    rules, entries = Retention(keep_every=every), list[Entry]()
+    rules, entries = Retention(keep=Keep(every=every)), list[Entry]()
     for new in made:
         entries = rules.retain(entries, new).entries
     assert sorted(each.step for each in entries) == kept
@@ -91,7 +91,7 @@ def saved_at(*times: float, rejected: tuple[int, ...] = ()) -> list[Entry]:
 def test_the_first_of_each_slice_of_time(
     spaced: tuple[tuple[float, float], ...], times: list[float], kept: list[float]
 ) -> None:
-    rules, entries = Retention(spaced=spaced), list[Entry]()
+    rules, entries = Retention(keep=Keep(spaced=spaced)), list[Entry]()
     for new in saved_at(*times):
         entries = rules.retain(entries, new).entries
         assert len(entries) <= rules.reserved  # else a record may have no room for them
@@ -110,7 +110,7 @@ def test_what_is_the_first_of_a_slice_stays_it(gaps: list[int], spaced: list[tup
     times, now = [], 0
     for gap in gaps:
         times.append(now := now + gap)
-    rules, entries = Retention(spaced=tuple(spaced), most=1000), list[Entry]()
+    rules, entries = Retention(keep=Keep(spaced=spaced), most=1000), list[Entry]()
     made = saved_at(*times)
     for new in made:
         entries = rules.retain(entries, new).entries
@@ -119,7 +119,7 @@ def test_what_is_the_first_of_a_slice_stays_it(gaps: list[int], spaced: list[tup
 
 
 def test_rejected_ones_count_for_no_rule_and_stay_only_pinned() -> None:
-    rules = Retention(keep_last=2, keep_every=2, keep_best=Best("loss", 1, "min"), spaced=((1, 9),))
+    rules = Retention(keep_last=2, keep=Keep(every=2, best=("loss", 1, "min"), spaced=((1, 9),)))
     made = [
         msgspec.structs.replace(each, metadata=each.metadata | {"loss": -each.counter}, step=each.counter)
         for each in saved_at(0, 1, 2, 3, 4, rejected=(2, 3, 4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 from pccheck_async.medium import File
 from pccheck_async.telemetry import Event, Span, Stream
 from pccheck_async.telemetry.events import Abandoned, Admitted, Durable, Failed, Skipped, Superseded, Waited
@@ -162,7 +162,7 @@ def test_an_error_without_a_text_and_a_handler_that_raises_disturb_nobody(tmp_pa
     log = logging.getLogger("pccheck_async")
     log.addHandler(handler)
     try:
-        with SyncCheckpointEngine(tmp_path, io=MuteWriter(CrashWriter(CrashDisk()))) as engine:
+        with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=MuteWriter(CrashWriter(CrashDisk())))) as engine:
             engine.on_event(heard.append)
             pending = engine.checkpoint({"x": torch.ones(3)}, step=1)
             with pytest.raises(MuteError):

@@ -109,7 +109,7 @@ class Saves:
         if place.address is not None:
             store = PrefixStore(f"{self._root}/{self._round}", reach(place.address))
             peers = Ranks(Group(rank, place.world, store, timeout=self.settings.timeout))
-        core = EngineCore(self._root, "auto", self.settings.config, peers)
+        core = EngineCore(self._root, self.settings.config, peers)
         block_on(core, core.open)
         if self.alone:
             core.captures.owners = Owners(0, (0,), (0,), ())  # a plan may have boxes of tensors here, too
@@ -215,4 +215,4 @@ def _close_at_exit() -> None:
         saves = forget(root) if pid == os.getpid() else None
         if saves is not None:
             with suppress(Exception):
-                saves.close(saves.settings.config.exit_timeout)
+                saves.close(saves.settings.config.storage.exit_timeout)

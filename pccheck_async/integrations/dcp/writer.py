@@ -13,10 +13,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from pccheck_async.api import renamed
 from pccheck_async.engine import EngineConfig
 from pccheck_async.integrations.dcp.ids import CheckpointID, is_id, name_of
 from pccheck_async.integrations.dcp.layout import state_of
 from pccheck_async.integrations.dcp.saves import Saves, forget, place_for, saves_of
+from pccheck_async.store import Keep
 
 __all__ = ["StorageWriter"]
 
@@ -26,7 +28,7 @@ class StorageWriter(storage.StorageWriter):
 
     ``checkpoint_id`` names a checkpoint under the root: the root joined with a name, or the name alone. A number at the
     end of the name is the step (``"run/step-10"``, ``"10"``); other names, and saves without an id, count on from the
-    last step. A root has no folders of single checkpoints: ``keep_last`` and ``keep_every`` decide which ones stay.
+    last step. A root has no folders of single checkpoints: ``keep_last`` and ``keep`` decide which ones stay.
 
     Several ranks make a group, whose folder the root is then. One rank without ``torch.distributed``, or with
     ``no_dist=True``, makes a store of one process. The engine is opened at the first save and stays open until
@@ -35,10 +37,10 @@ class StorageWriter(storage.StorageWriter):
     Args:
         root: Folder of the checkpoints; created if it does not exist.
         keep_last: How many of the newest checkpoints are kept.
-        keep_every: Also keep the first checkpoint at or after each multiple of this many steps.
+        keep: Further ones that are kept (:class:`pccheck_async.Keep`).
         timeout: Seconds within which all ranks have to come to their first save.
         options: Further arguments of :class:`pccheck_async.CheckpointEngine` that concern saving, such as
-            ``host_memory`` and ``writers``.
+            ``storage``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -49,13 +51,14 @@ class StorageWriter(storage.StorageWriter):
         root: str | os.PathLike[str],
         *,
         keep_last: int = 1,
-        keep_every: int | None = None,
+        keep: Keep = Keep(),
         timeout: float = 300.0,
         **options: Any,
     ) -> None:
         super().__init__()
         self._root = os.path.abspath(root)
-        self._settings = EngineConfig(keep_last=keep_last, keep_every=keep_every, overwrite=True, **options), timeout
+        options = renamed("StorageWriter", {"keep_last": keep_last, "keep": keep, **options})
+        self._settings = EngineConfig(overwrite=True, **options), timeout
         self._name: str | None = None
         self._rank = 0
         self._begun: Saves | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -19,10 +19,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async.api import SyncCheckpointEngine
-from pccheck_async.engine import Private, note_closing_failure_on
+from pccheck_async.api import SyncCheckpointEngine, renamed
+from pccheck_async.engine import Private, StorageOptions, note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
+from pccheck_async.group import Group
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
@@ -77,6 +78,8 @@ class PCcheckCallback(Callback):
             returns at once, as at ``max_epochs``, unless a limit is larger now.
         private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The states of loops, callbacks and the
             datamodule may differ by rank anyway.
+        replicated: As for :class:`pccheck_async.Group`; by default what DistributedDataParallel keeps alike.
+        trusted_replicas: As for :class:`pccheck_async.Group`.
         settings: Any other of :class:`pccheck_async.SyncCheckpointEngine`.
 
     Attributes:
@@ -92,11 +95,16 @@ class PCcheckCallback(Callback):
         save_last: bool = True,
         resume_stopped: bool = False,
         private: Private = (),
+        replicated: Sequence[str] = (),
+        trusted_replicas: Sequence[str] = (),
         **settings: Any,
     ) -> None:
+        settings = renamed("PCcheckCallback", settings)
+        Group(0, 1, None, replicated=replicated, trusted_replicas=trusted_replicas)
         SyncCheckpointEngine(folder, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
         self._folder = folder
         self._settings = {"interval": interval, **settings}
+        self._replicated, self._trusted_replicas = replicated, trusted_replicas
         self._save_last = save_last
         self._resume_stopped = resume_stopped
         self._private = private
@@ -116,7 +124,11 @@ class PCcheckCallback(Callback):
             raise ValueError("a Trainer takes one PCcheckCallback: two would restore two states")
         settings = self._settings
         if dist.is_initialized():
-            settings = {"group": dist.group.WORLD, "replicated": _replicated(trainer.model), **settings}
+            group = settings.get("group", dist.group.WORLD)
+            group = Group.of(group, replicated=self._replicated, trusted_replicas=self._trusted_replicas)
+            if not group.replicated:
+                group = Group.of(group, replicated=_replicated(trainer.model))
+            settings = {**settings, "group": group}
         goes_on = self._of == (trainer, pl_module)  # the state in memory is newer than the saved one
         engine = SyncCheckpointEngine(self._folder, save_last=False, **{"overwrite": goes_on, **settings})
         self._state = _state(trainer)
@@ -222,7 +234,8 @@ class PCcheckCallback(Callback):
         if error is not None:
             self._of = None  # the state in memory may be half of a batch
         with note_closing_failure_on(error), ExitStack() as closing:
-            closing.callback(engine.close, None if error is None else self._settings.get("exit_timeout", 60.0))
+            patience = self._settings.get("storage", StorageOptions()).exit_timeout
+            closing.callback(engine.close, None if error is None else patience)
             if error is not None:
                 self._step.__exit__(type(error), error, error.__traceback__)
         self._step = ExitStack()

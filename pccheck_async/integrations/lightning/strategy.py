@@ -72,7 +72,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         self._unfinished.add(place)
         store = place if in_place else place.with_name(f".{place.name}.saving")
         parts = {name: checkpoint.pop(name, []) for name in ("state_dict", "optimizer_states")}
-        engine = SyncCheckpointEngine(store, group=dist.group.WORLD, **self._settings).open()
+        engine = SyncCheckpointEngine(store, **{"group": dist.group.WORLD, **self._settings}).open()
         try:
             step = checkpoint.get("global_step")
             pending = engine.checkpoint({**parts, OTHERS: checkpoint}, step=step, metadata=METADATA)
@@ -110,7 +110,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         state: dict[str, Any] = {"state_dict": self.model, OTHERS: others}
         if trains := bool(self.optimizers):
             state["optimizer_states"] = [*self.optimizers]
-        with SyncCheckpointEngine(path, group=dist.group.WORLD, **self._settings) as engine:
+        with SyncCheckpointEngine(path, **{"group": dist.group.WORLD, **self._settings}) as engine:
             strict = trains and self.lightning_module.strict_loading
             # Each rank's own values are of its batches: states of loops and callbacks, and averages of BatchNorm.
             own = [

@@ -12,7 +12,7 @@ from examples.paper.lab.experiments.base import Experiment, Findings, Settings
 from examples.paper.lab.experiments.race import plain_block
 from examples.paper.lab.timeline import Timeline, recorded
 from examples.paper.lab.workloads import GPT
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO
@@ -92,7 +92,9 @@ class Timelines(Experiment):
 
 
 def _record(workload: GPT, plan: _Plan, folder: Path, io: IO) -> Timeline:
-    with SyncCheckpointEngine(folder, max_in_flight=_IN_FLIGHT, interval=plan.interval, io=io) as engine:
+    with SyncCheckpointEngine(
+        folder, max_in_flight=_IN_FLIGHT, interval=plan.interval, storage=StorageOptions(io=io)
+    ) as engine:
         engine.attach(workload.optimizer)
         _train(engine, workload, 0, plan.warm)  # the first checkpoints make slots and staging memory
         engine.drain()

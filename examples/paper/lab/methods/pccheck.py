@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from examples.paper.lab.methods.base import Handle, Method, State
-from pccheck_async import PendingCheckpoint, SyncCheckpointEngine
+from pccheck_async import PendingCheckpoint, StorageOptions, SyncCheckpointEngine
 from pccheck_async.engine import Auto
 from pccheck_async.medium.open_medium import IO, MediumName
 
@@ -70,11 +70,9 @@ class PCcheck(Method):
         self.engine = SyncCheckpointEngine(
             folder,
             max_in_flight=max_in_flight,
-            chunk_bytes=chunk_bytes,
-            host_memory=host_memory,
-            writers=writers,
-            io=io,
-            medium=self.medium,
+            storage=StorageOptions(
+                chunk_bytes=chunk_bytes, host_memory=host_memory, writers=writers, io=io, medium=self.medium
+            ),
         ).open()
 
     def save(self, state: State, step: int) -> Handle:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keyword arguments of engines that version 0.1 had; they work in 1.0, with a warning that gives the new spelling.
+
+Integrations that pass settings on to an engine send them through :func:`renamed` first: the warning then shows the
+user's line.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from difflib import get_close_matches
+from itertools import takewhile
+from traceback import walk_stack
+from types import FrameType
+from typing import Any, Final, Literal, TypedDict
+
+from pccheck_async.engine import Auto, StorageOptions
+from pccheck_async.group import Group
+from pccheck_async.medium.open_medium import IO, MediumName
+from pccheck_async.store import Keep
+
+__all__ = ["OldKeywords", "refuse_unknown", "renamed"]
+
+
+class OldKeywords(TypedDict, total=False):
+    """The keywords of before, for type checkers."""
+
+    keep_every: int | None
+    keep_best: tuple[str, int, Literal["min", "max"]] | None
+    spaced: Sequence[tuple[timedelta | float, timedelta | float]]
+    medium: MediumName
+    io: IO
+    writers: int | Auto
+    chunk_bytes: int | Auto
+    host_memory: int | Auto
+    device: Literal["auto", "snapshot", "stream"]
+    check_captures: bool
+    lock_timeout: float
+    exit_timeout: float
+    replicated: Sequence[str]
+    trusted_replicas: Sequence[str]
+
+
+_SPELLING: Final = {"keep": "Keep({})", "storage": "StorageOptions({})", "group": "Group.of(group, {})"}
+_DEFAULTS: Final[dict[str, Any]] = {"keep": Keep(), "storage": StorageOptions()}
+_NEW: Final = {
+    "keep_every": ("keep", "every"),
+    "keep_best": ("keep", "best"),
+    "spaced": ("keep", "spaced"),
+    "medium": ("storage", "medium"),
+    "io": ("storage", "io"),
+    "writers": ("storage", "writers"),
+    "chunk_bytes": ("storage", "chunk_bytes"),
+    "host_memory": ("storage", "host_memory"),
+    "device": ("storage", "gpu_capture"),
+    "check_captures": ("storage", "check_captures"),
+    "lock_timeout": ("storage", "lock_timeout"),
+    "exit_timeout": ("storage", "exit_timeout"),
+    "replicated": ("group", "replicated"),
+    "trusted_replicas": ("group", "trusted_replicas"),
+}
+"""By old keyword, the new one and the field of it."""
+
+
+def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of an engine with the old ones in their new spelling; warn if there are any.
+
+    Args:
+        callee: The class that the user called.
+        settings: Keyword arguments; unknown ones stay as they are. So do those of a group if there is no ``group`` yet:
+            the engine gets them with the group.
+
+    Raises:
+        TypeError: an old keyword, and the field that takes its place, are both given.
+        ValueError: a value is out of range.
+    """
+    known = [name for name, (keyword, _) in _NEW.items() if keyword != "group" or "group" in settings]
+    old = {name: settings[name] for name in known if name in settings}
+    new = {name: value for name, value in settings.items() if name not in old}
+    if not old:
+        return new
+    fields: dict[str, dict[str, Any]] = {}
+    for name, value in old.items():
+        keyword, field = _NEW[name]
+        fields.setdefault(keyword, {})[field] = value
+        if keyword in new and _is_set(new[keyword], field):
+            raise TypeError(f"{callee}: give {name}= or {_spelled(keyword, {field: ...})}, not both")
+    before = ", ".join(f"{name}={_code(value)}" for name, value in old.items())
+    now = ", ".join(_spelled(keyword, given) for keyword, given in fields.items())
+    text = f"{callee}({before}) is {callee}({now}) now; the old spelling goes with version 1.1"
+    warnings.warn(text, DeprecationWarning, stacklevel=1 + _depth(sys._getframe()))
+    for keyword, given in fields.items():
+        if keyword in _DEFAULTS:
+            new[keyword] = replace(new.get(keyword, _DEFAULTS[keyword]), **given)
+        elif new.get(keyword) is not None:  # else there are no ranks that they concern
+            new[keyword] = Group.of(new[keyword], **given)
+    return new
+
+
+def _is_set(given: object, field: str) -> bool:
+    default = next((one for one in _DEFAULTS.values() if isinstance(given, type(one))), None)
+    return getattr(given, field, ()) != getattr(default, field, ())
+
+
+def _spelled(keyword: str, fields: Mapping[str, Any]) -> str:
+    inner = ", ".join(f"{field}={_code(value)}" for field, value in fields.items())
+    return f"{keyword}={_SPELLING[keyword].format(inner)}"
+
+
+def _code(value: object) -> str:
+    """Return the value as code, "..." for objects that have none."""
+    return repr(value) if isinstance(value, str | int | float | list | tuple | None) else "..."
+
+
+def _depth(frame: FrameType) -> int:
+    """Return how many of the frames are this package's, from the innermost on."""
+    ours = takewhile(lambda each: each[0].f_globals.get("__name__", "").startswith("pccheck_async."), walk_stack(frame))
+    return sum(1 for _ in ours)
+
+
+def refuse_unknown(callee: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError if one of the names is no keyword of before: Python's own would name another class.
+
+    Args:
+        callee: The class that the user called.
+        names: Keywords that it does not have.
+        known: Keywords that it has.
+    """
+    words = {one: one for one in known}
+    for old, (keyword, field) in _NEW.items():
+        words[old] = words[field] = _spelled(keyword, {field: ...})
+    for name in names:
+        if name not in _NEW:
+            likely = [name] if name in words else get_close_matches(name, words)
+            near = dict.fromkeys(words[word] for word in likely)
+            also = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise TypeError(f"{callee} has no argument {name!r}{also}")
