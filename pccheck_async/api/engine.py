@@ -97,10 +97,12 @@ class CheckpointEngine(EngineBase):
     async def open(self) -> Self:
         """Lock (or create) the store and recover; called by ``async with`` on entering.
 
+        An engine of this process that has the store open, and that no code can call any more, is drained and closed.
+
         Durability: opening an existing store writes nothing.
 
         Raises:
-            StoreLockedError: another writer has it.
+            StoreLockedError: another writer has it; names the line that made an engine of this process.
             CorruptStoreError: the folder holds no readable store.
             WriteError: the folder cannot be written.
         """

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
 from functools import partial
@@ -76,6 +77,7 @@ class EngineBase:
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)
         self._core = EngineCore(path, config, None if group is None else Ranks(Group.of(group)))
+        self._core.facade = weakref.ref(self)
         self._training = TrainingRun(self._core, policy, save_last=save_last)
 
     def __reduce_ex__(self, protocol: object) -> Never:

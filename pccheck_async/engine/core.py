@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +31,7 @@ from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.engine.status_publisher import make_status
-from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
+from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError, StoreLockedError
 from pccheck_async.format import (
     CheckpointInfo,
     Metadata,
@@ -42,7 +44,7 @@ from pccheck_async.format import (
     new_step,
     whole_step,
 )
-from pccheck_async.medium import forget, remember
+from pccheck_async.medium import forget, holder_here, remember
 from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
@@ -71,6 +73,7 @@ class EngineCore:
         stream: Its events.
         unawaited: Calls of the facade's coroutine methods that have not begun, with the methods' names.
         loop: The engine's, from :meth:`open` on.
+        facade: The object that code calls, which refers to this one, and not the reverse; None: code calls this one.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: EngineConfig, peers: Peers | None = None) -> None:
@@ -79,6 +82,7 @@ class EngineCore:
         self.config = config
         self.keeps = self.peers.retention(config)
         self.made_at = _caller()
+        self.facade: weakref.ref[object] | None = None
         self.training = TrainingHooks()
         self.unawaited: dict[object, str] = {}
         self.stream = Stream(self.path)
@@ -113,7 +117,12 @@ class EngineCore:
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             self.peers.meet(self.config)
-            await caller.run(self._open())
+            try:
+                await caller.run(self._open())
+            except StoreLockedError:
+                if not await self._close_lost(caller):
+                    raise
+                await caller.run(self._open())
             self._began = time.time()
             self.training.opened()
             infos = self.infos
@@ -150,6 +159,47 @@ class EngineCore:
         self.in_flight.counter, self.captures.owners = await self.peers.join(
             self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with
         )
+
+    async def _lost_holder(self) -> EngineCore | None:
+        """Return the engine of this process that holds the store, if no code can call it; collects garbage for that."""
+        holder = holder_here(self.path)
+        if not isinstance(holder, EngineCore) or holder.facade is None:
+            return None
+        if holder.facade() is not None:
+            gc.collect()
+        return holder if holder.facade() is None else None
+
+    async def _close_lost(self, caller: Caller) -> bool:
+        """Close the engine of this process that holds the store if it is lost; return whether it did.
+
+        Its checkpoints in flight are waited for, ``lock_timeout`` seconds at most, and not aborted.
+
+        Raises StoreLockedError: they have not ended.
+        """
+        holder = None if self.peers.collective else await caller.run(self._lost_holder())
+        if holder is None:
+            return False
+        waiting = len(holder.in_flight)
+        with suppress(ClosedError):  # another opening closes it
+            drained, _ = holder.loop.submit(holder.wait_ended())
+            if not await caller.wait(drained, self.config.lock_timeout):
+                raise StoreLockedError(
+                    f"an engine of this process that nothing leads to any more, made at {holder.made_at}, has "
+                    f"{waiting} checkpoint(s) in flight to {self.path}, which did not end in "
+                    f"{self.config.lock_timeout} s: open again when they have"
+                )
+        outcome = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
+        closer = Caller(holder, blocks=caller.blocks)
+        try:
+            with holder.training.ending():
+                await holder.close(closer)
+        except Exception as error:  # noqa: BLE001 - of a checkpoint that nobody can await any more
+            outcome = str(error)
+        finally:
+            caller.blocks = closer.blocks
+        text = "the engine of %s, made at %s, was closed, as nothing leads to it and another one is opened; %s"
+        write("lost_engine", text, self.path, holder.made_at, outcome, store=self.path)
+        return True
 
     async def close(self, caller: Caller, deadline: float | None = None) -> None:
         """Drain, then close; idempotent. Raises failures that were not awaited.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are open: drained when the interpreter exits, abandoned in forked children."""
+"""Engines that are open: drained when the interpreter exits, abandoned in forked children, found by their store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Protocol
 
 from pccheck_async.transfer import abandoned_in_child
 
-__all__ = ["forget", "made_here", "remember"]
+__all__ = ["forget", "holder_here", "remember"]
 
 
-class _Open(Protocol):
+class Open(Protocol):
+    """An engine whose store is open."""
+
     path: str
     made_at: str
 
@@ -25,26 +27,26 @@ class _Open(Protocol):
     def close_at_exit(self) -> str: ...
 
 
-_open: dict[int, _Open] = {}
+_open: dict[int, Open] = {}
 
 
-def remember(engine: _Open) -> None:
+def remember(engine: Open) -> None:
     """Keep an open engine alive until :func:`forget`. A forked child abandons it."""
     _open[id(engine)] = engine
     abandoned_in_child.add(engine)
 
 
-def forget(engine: _Open) -> None:
+def forget(engine: Open) -> None:
     """Drop an engine after it was closed or abandoned."""
     abandoned_in_child.discard(engine)
     _open.pop(id(engine), None)
 
 
-def made_here(path: str | os.PathLike[str]) -> str:
-    """Return where the engine of this process was made that has a store open; "" where none has, or it is closing."""
+def holder_here(path: str | os.PathLike[str]) -> Open | None:
+    """Return the engine of this process that has a store open; None where none has, or it is closing."""
     wanted = os.path.realpath(path)
-    found = (each.made_at for each in list(_open.values()) if each.is_open and os.path.realpath(each.path) == wanted)
-    return next(found, "")
+    found = (each for each in list(_open.values()) if each.is_open and os.path.realpath(each.path) == wanted)
+    return next(found, None)
 
 
 def _drain_at_exit() -> None:

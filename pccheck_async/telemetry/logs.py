@@ -53,6 +53,7 @@ last_unseen         INFO     leaving the context saves the last step, and no opt
                              torch's counters are not seen
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
 unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
+lost_engine         WARNING  an engine that nothing leads to any more was closed, as another one was opened on its store
 stopped             WARNING  a Trainer trains nothing more: the restored training had been stopped early
 inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes

@@ -184,6 +184,15 @@ async def _close_twice(path: Path) -> None:
     await engine.close()
 
 
+async def _open_a_store_whose_engine_was_lost(path: Path) -> None:
+    lost = await CheckpointEngine(path).open()
+    pending = await lost.checkpoint(state_of(1), step=1)
+    del lost
+    async with CheckpointEngine(path, lock_timeout=60) as engine:
+        assert pending.done()
+        assert engine.latest is not None
+
+
 async def _leave_when_asked_to_go(path: Path) -> None:
     gone = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
@@ -201,6 +210,7 @@ async def _leave_when_asked_to_go(path: Path) -> None:
         _open_and_close,
         _fail_to_open,
         _open_a_locked_store,
+        _open_a_store_whose_engine_was_lost,
         _be_cancelled_after_opening,
         _checkpoint,
         _be_cancelled,
