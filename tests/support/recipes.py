@@ -10,6 +10,7 @@ from tests.support.readme_blocks import ROOT, blocks_of
 __all__ = ["MOST_LINES", "program", "programs", "write_program"]
 
 MOST_LINES = 60
+"""A program is shorter than that."""
 _GUIDE = ROOT / "examples" / "guide"
 
 
