@@ -235,7 +235,7 @@ class Reading:
 
         async def fill() -> list[str]:
             own = checkpoint.own
-            advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in own.manifest.chunks))
+            advance = reading_progress(self._progress, own.manifest.payload_nbytes)
             with unreadable_errors():
                 with self._assembly.stream.clock.timed("restore", own.manifest.payload_nbytes):
                     await own.fill(targets, marks, advance)

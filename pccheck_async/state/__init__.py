@@ -14,7 +14,7 @@ from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.memo import Memo, Memos
 from pccheck_async.state.cache.patterns import Outline
 from pccheck_async.state.leaves import HOST, Array, PackedSource, Sources, as_bits
-from pccheck_async.state.restore.arrays import Allocation, Target, Targets
+from pccheck_async.state.restore.arrays import Allocation, Target, Targets, cut_ranges
 from pccheck_async.state.restore.bind import Restoration, allocate, match
 from pccheck_async.state.restore.live import LiveTree, live_tree
 from pccheck_async.state.rng import RNGState
@@ -57,6 +57,7 @@ __all__ = [
     "broadcast_buffers",
     "cached_layout",
     "check_outermost",
+    "cut_ranges",
     "flatten",
     "flatten_unchecked",
     "live_tree",

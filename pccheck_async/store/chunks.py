@@ -3,40 +3,42 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pccheck_async.errors import ReadError
 from pccheck_async.format import combine, piece_sums
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.medium import File, Medium
-from pccheck_async.transfer import BufferLease, BufferPool, Tasks, available_memory
+from pccheck_async.transfer import BufferPool, Tasks, available_memory
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Checked", "ChunkRun", "Damaged", "Staging", "check_chunks", "in_buffers", "runs"]
 
+T = TypeVar("T")
 _MOST_READS = 8
 """At a time, each read and verified in a buffer of its own. They keep a disk busy; more would only be memory that
 nothing has touched yet, which a restart pays for at the wrong moment: on ours a cold restore took half as long again.
 """
 
 
-async def in_buffers(pool: BufferPool, works: Iterable[Callable[[memoryview], Coroutine[Any, Any, None]]]) -> None:
-    """Do each work with a buffer of the pool, a few of them at a time. Cancellation: ends once all of them ended."""
-    turns = asyncio.Semaphore(_MOST_READS)
+async def in_buffers(
+    pool: BufferPool, items: Iterable[T], work: Callable[[T, memoryview], Coroutine[Any, Any, None]]
+) -> None:
+    """Do ``work`` for each item with a buffer of the pool, for a few at a time. Cancellation: ends once all ended."""
+    waiting = iter(items)
 
-    def end(_: asyncio.Task[None], lease: BufferLease) -> None:
-        lease.release()
-        turns.release()
+    async def some() -> None:
+        for item in waiting:
+            lease = await pool.lease()
+            try:
+                await work(item, lease.view)
+            finally:
+                lease.release()
 
     async with Tasks() as group:
-        for work in works:
-            await turns.acquire()
-            lease = await pool.lease()
-            # The lease outlives the task, also one that is cancelled before it ran at all.
-            group.create_task(work(lease.view)).add_done_callback(partial(end, lease=lease))
+        for _ in range(_MOST_READS):
+            group.create_task(some())
 
 
 _BUFFER_BYTES, _BUFFERS = 16 << 20, 6
@@ -147,7 +149,7 @@ async def check_chunks(
 
     expected = manifest.pieces or (None,) * len(manifest.chunks)
     pool = staging.pool_for(max((chunk.nbytes for chunk in manifest.chunks), default=0))
-    await in_buffers(pool, (partial(check, run) for run in runs(manifest.chunks, pool.buffer_bytes)))
+    await in_buffers(pool, runs(manifest.chunks, pool.buffer_bytes), check)
 
 
 def _checksums(run: ChunkRun, view: memoryview) -> list[bytes]:

@@ -13,12 +13,14 @@ import errno
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError
 from pccheck_async.format import Entry, align, combine, crc32
@@ -112,22 +114,11 @@ class _Run(NamedTuple):
     """In the payload."""
     nbytes: int
     checksum: int
+    segments: Segments
+    """The places of wanted bytes, from its beginning on."""
 
 
-def _unit(manifest: Manifest, index: int) -> int:
-    """Return of how many bytes of a chunk there is a checksum."""
-    return manifest.chunks[index].nbytes if manifest.pieces is None else PIECE_BYTES
-
-
-def _run(manifest: Manifest, index: int, unit: int, units: range) -> _Run:
-    chunk, checksum = manifest.chunks[index], manifest.chunks[index].checksum
-    low, high = units.start * unit, min(units.stop * unit, chunk.nbytes)
-    if high - low < chunk.nbytes:
-        assert manifest.pieces is not None
-        checksum = combine(manifest.pieces[index][units.start * SUM_BYTES : units.stop * SUM_BYTES], high - low)
-    return _Run(index, chunk.offset + low, high - low, checksum)
-
-
+_OFFSET: Final = attrgetter("offset")
 _KEPT = 4
 """Chunks that stay in memory: tensors that lie beside each other are mostly read one after the other."""
 
@@ -186,7 +177,7 @@ class PartReader:
     @cached_property
     def largest_chunk(self) -> int:
         """Bytes of the largest chunk; from :meth:`hold` on."""
-        return max((chunk.nbytes for chunk in self.manifest.chunks), default=0)
+        return int(np.diff(self._bounds).max(initial=0))
 
     @property
     def _most(self) -> int:
@@ -208,6 +199,24 @@ class PartReader:
             medium, operations, self._file, self.manifest, self.staging, damaged=damaged, checked=checked
         )
 
+    @cached_property
+    def _bounds(self) -> npt.NDArray[np.int64]:
+        """The offsets of all chunks, and where the last one ends."""
+        return np.array([*map(_OFFSET, self.manifest.chunks), self.manifest.payload_nbytes], np.int64)
+
+    @property
+    def _unit(self) -> int:
+        """Of how many bytes of a chunk there is a checksum; if there is only one of all, more than it has."""
+        return self.manifest.payload_nbytes if self.manifest.pieces is None else PIECE_BYTES
+
+    def _run(self, index: int, units: range, segments: Segments) -> _Run:
+        chunk, pieces, unit = self.manifest.chunks[index], self.manifest.pieces, self._unit
+        low, high, checksum = units.start * unit, min(units.stop * unit, chunk.nbytes), chunk.checksum
+        if high - low < chunk.nbytes:
+            assert pieces is not None
+            checksum = combine(pieces[index][units.start * SUM_BYTES : units.stop * SUM_BYTES], high - low)
+        return _Run(index, chunk.offset + low, high - low, checksum, segments)
+
     async def fill(self, targets: Targets, marks: Any = None, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill ``targets`` from the chunks that hold them, or from MiBs of these that can be verified alone.
 
@@ -223,9 +232,7 @@ class PartReader:
             await self._stream(targets, marks, advance)
             return
         chunks = self.manifest.chunks
-        near = _chunks_between(chunks, *targets.span)
-        rows_of = {index: targets.segments(chunks[index].offset, chunks[index].nbytes)[0] for index in near}
-        touched = {index: rows for index, rows in rows_of.items() if len(rows)}
+        touched = {index: rows for index, rows, _ in targets.cut(self._bounds)}
         async with self._turn:
             if len(touched) > self._most:
                 self._drop(0)  # the whole pool is for the chunks to come
@@ -236,7 +243,7 @@ class PartReader:
                 for address, offset, length in rows.tolist():
                     ctypes.memmove(address, base + offset, length)
                 advance(chunks[index].nbytes)
-            if unwanted := sum(chunk.nbytes for index, chunk in enumerate(chunks) if index not in touched):
+            if unwanted := self.manifest.payload_nbytes - sum(chunks[index].nbytes for index in touched):
                 advance(unwanted)
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
@@ -281,7 +288,7 @@ class PartReader:
             self._drop(self._most - 1)
             kept = _Kept(await self._pool.lease(), set())
         self._kept[index] = kept  # as the last one that was used
-        view, unit = kept.lease.view[: self.manifest.chunks[index].nbytes], _unit(self.manifest, index)
+        view, unit = kept.lease.view[: self.manifest.chunks[index].nbytes], self._unit
         async with Tasks() as group:
             for units in unit_runs(rows, unit):
                 # Bytes that are there may be in use: they are not read again.
@@ -291,33 +298,33 @@ class PartReader:
         return view
 
     async def _stream(self, targets: Targets, marks: Any, advance: Callable[[int], None]) -> None:
-        manifest = self.manifest
         if marks:
             await self.backend.order_after(marks)
-        near = _chunks_between(manifest.chunks, *targets.span)
 
-        async def fill(run: _Run, segments: Segments, buffer: memoryview) -> None:
-            await self._read_run(run, segments, buffer, targets)
+        async def fill(run: _Run, buffer: memoryview) -> None:
+            await self._read_run(run, buffer, targets)
             advance(run.nbytes)
 
-        def works() -> Iterator[Callable[[memoryview], Coroutine[Any, Any, None]]]:
-            for index, chunk in enumerate(manifest.chunks):
-                unit = _unit(manifest, index)
-                found = scatter_runs(chunk.offset, chunk.nbytes, unit, targets) if index in near else []
-                runs = [(_run(manifest, index, unit, units), segments) for units, segments in found]
-                if unwanted := chunk.nbytes - sum(run.nbytes for run, _ in runs):
-                    advance(unwanted)
-                yield from (partial(fill, *each) for each in runs)
+        def runs() -> Iterator[_Run]:
+            done = 0
+            for found in scatter_runs(self._bounds, self._unit, targets):
+                run = self._run(*found)
+                if run.offset > done:
+                    advance(run.offset - done)
+                done = run.offset + run.nbytes
+                yield run
+            if self.manifest.payload_nbytes > done:
+                advance(self.manifest.payload_nbytes - done)
 
-        await in_buffers(self._pool, works())
+        await in_buffers(self._pool, runs(), fill)
 
-    async def _read_run(self, run: _Run, segments: Segments, buffer: memoryview, keepalive: Any) -> None:
+    async def _read_run(self, run: _Run, buffer: memoryview, keepalive: Any = None) -> None:
         """Read into a staging buffer, verify that, and only then copy segments of it to their places."""
         view = buffer[: run.nbytes]
         try:
             if await self.source.medium.read(self._file, run.offset, view) != run.nbytes:
                 raise OSError(errno.EBADMSG, "the file is too short")
-            await self.backend.scatter(view, run.checksum, segments, keepalive)
+            await self.backend.scatter(view, run.checksum, run.segments, keepalive)
         except OSError as error:
             if error.errno != errno.EBADMSG:
                 raise
@@ -328,7 +335,7 @@ class PartReader:
         return DamagedError(f"{where} of the checkpoint is damaged: {reason}")
 
     async def _read(self, index: int, units: range, into: memoryview, there: set[int]) -> None:
-        await self._read_run(_run(self.manifest, index, _unit(self.manifest, index), units), Segments(), into, None)
+        await self._read_run(self._run(index, units, Segments()), into)
         there.update(units)
 
     def _drop(self, most: int) -> None:

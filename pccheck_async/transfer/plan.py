@@ -8,7 +8,7 @@ the same; addresses are looked up anew for every chunk that is copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from types import MappingProxyType
@@ -20,14 +20,14 @@ import numpy.typing as npt
 from pccheck_async.format import align
 from pccheck_async.format.manifest import ALIGNMENT, StorageEntry
 from pccheck_async.format.record import MIN_BLOCK
-from pccheck_async.state import HOST, Layout, PackedSource, Sources, Targets
+from pccheck_async.state import HOST, Layout, PackedSource, Sources, Targets, cut_ranges
 
 __all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_runs", "segments", "unit_runs"]
 
 _LARGE: Final = 1 << 20
 """Bytes from which a storage starts at a block, so that its chunks are aligned like its pages."""
 
-_Extents: TypeAlias = npt.NDArray[np.int64]
+_Offsets: TypeAlias = npt.NDArray[np.int64]
 
 Table: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (address, offset in the chunk's buffer, length)."""
@@ -116,19 +116,13 @@ class Planner:
             cursor += nbytes
         return tuple(storages)
 
-    def _cut(self, storages: Sequence[StorageEntry], extents: _Extents, bounds: Sequence[int]) -> tuple[Chunk, ...]:
+    def _cut(self, storages: Sequence[StorageEntry], extents: _Offsets, bounds: Sequence[int]) -> tuple[Chunk, ...]:
         cuts = [*chain.from_iterable(range(low, high, self.chunk_bytes) for low, high in pairwise(bounds)), bounds[-1]]
         begins = np.array(cuts, np.int64)
         offsets = np.array([storage.offset for storage in storages], np.int64)
         starts = offsets[extents[:, 0]] + extents[:, 1]
         ends = starts + extents[:, 2]
-        # One row per extent and chunk it touches.
-        first = np.searchsorted(begins, starts, side="right") - 1
-        touched = np.searchsorted(begins, ends, side="left") - first
-        source = np.repeat(np.arange(len(extents)), touched)
-        chunk = np.repeat(first - np.cumsum(touched) + touched, touched) + np.arange(len(source))
-        low = np.maximum(starts[source], begins[chunk])
-        high = np.minimum(ends[source], begins[chunk + 1])
+        source, chunk, low, high = cut_ranges(starts, ends, begins)
         rows = np.stack((source, low - starts[source], low - begins[chunk], high - low), axis=1).astype(np.uint64)
         parts = np.searchsorted(chunk, np.arange(len(cuts)))
         return tuple(
@@ -154,26 +148,27 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     np.add(addresses, table[:, 1], out=raw[:, 0])
     raw[:, 1:] = table[:, 2:]
     devices = sources.device_of
-    return Segments(raw.tobytes(), packed=packed) if devices is None else _by_device(raw, devices[index], packed)
+    if devices is None:
+        return Segments(raw.tobytes(), packed=packed)
+    return _by_device(raw, devices[index])._replace(packed=packed)
 
 
-def scatter_runs(offset: int, nbytes: int, unit: int, targets: Targets) -> list[tuple[range, Segments]]:
-    """Return the parts of a chunk that have to be read: runs of its units of so many bytes, the last one maybe shorter.
+def scatter_runs(bounds: _Offsets, unit: int, targets: Targets) -> Iterator[tuple[int, range, Segments]]:
+    """Yield the parts of chunks that have to be read: number of the chunk, and a run of its units of so many bytes.
 
-    With each run come its targets, in any order and maybe overlapping; offsets are from the beginning of the run.
+    ``bounds`` are where chunks begin in the payload, and where the last one ends; its last unit may be shorter. With
+    each run come its targets, in any order and maybe overlapping; offsets are from the beginning of the run.
     """
-    table, devices = targets.segments(offset, nbytes)
-    if unit >= nbytes and len(table):  # quickly, where only whole chunks can be verified
-        return [(range(1), _by_device(table, devices))]
-    runs = []
-    for run in unit_runs(table, unit):
-        rows, where = table, devices
-        if len(run) * unit < nbytes:
-            inside = (table[:, 1] >= run.start * unit) & (table[:, 1] < run.stop * unit)
-            rows, where = table[inside], None if devices is None else devices[inside]
-            rows[:, 1] -= np.uint64(run.start * unit)
-        runs.append((run, _by_device(rows, where)))
-    return runs
+    for chunk, table, devices in targets.cut(bounds):
+        nbytes = bounds[chunk + 1] - bounds[chunk]
+        # Quickly, where only whole chunks can be verified:
+        for run in [range(1)] if unit >= nbytes else unit_runs(table, unit):
+            rows, where = table, devices
+            if len(run) * unit < nbytes:
+                inside = (table[:, 1] >= run.start * unit) & (table[:, 1] < run.stop * unit)
+                rows, where = table[inside], None if devices is None else devices[inside]
+                rows[:, 1] -= np.uint64(run.start * unit)
+            yield chunk, run, Segments(rows.tobytes()) if where is None else _by_device(rows, where)
 
 
 def unit_runs(table: Table, unit: int) -> list[range]:
@@ -193,9 +188,7 @@ def unit_runs(table: Table, unit: int) -> list[range]:
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
-def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequence[PackedPiece] = ()) -> Segments:
-    if devices is None:
-        return Segments(raw.tobytes(), packed=packed)
+def _by_device(raw: Table, devices: npt.NDArray[np.int32]) -> Segments:
     tables = {device: raw[devices == device] for device in np.unique(devices).tolist()}
     host = tables.pop(HOST, raw[:0])
-    return Segments(host.tobytes(), tables, packed)
+    return Segments(host.tobytes(), tables)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from examples.paper.lab.medians import summary
@@ -93,7 +94,7 @@ class Copies:
 
         async def one(offset: int, nbytes: int) -> None:
             view = await free.get()
-            ((_, found),) = scatter_runs(offset, nbytes, nbytes, targets)
+            ((_, _, found),) = scatter_runs(np.array([offset, offset + nbytes]), nbytes, targets)
             await self.backend.scatter(view[:nbytes], checksums[nbytes], found, targets)
             free.put_nowait(view)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pccheck_async.format import crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode, encode, version_of
 from pccheck_async.state import Owners, Restoration, allocate, arrange, flatten, match
@@ -46,10 +48,10 @@ class Saved:
         assert self.fill(match(state, self.decoded)) is state
 
     def fill(self, restoration: Restoration) -> Any:
-        for chunk in self.decoded.chunks:
-            for _, table in scatter_runs(chunk.offset, chunk.nbytes, chunk.nbytes, restoration.targets):
-                data = memoryview(self.payload)[chunk.offset : chunk.offset + chunk.nbytes]
-                scatter(data, chunk.checksum, table.host)
+        chunks, end = self.decoded.chunks, self.decoded.payload_nbytes
+        for number, _, table in scatter_runs(np.array([*(x.offset for x in chunks), end]), end, restoration.targets):
+            chunk = chunks[number]
+            scatter(memoryview(self.payload)[chunk.offset : chunk.offset + chunk.nbytes], chunk.checksum, table.host)
         return restoration.finish()
 
 

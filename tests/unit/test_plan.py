@@ -127,9 +127,9 @@ def test_segments_by_device() -> None:
 
 def scattered(offset: int, targets: Targets) -> Segments:
     """Return what takes bytes of a chunk of 512 bytes that has one checksum."""
-    found = scatter_runs(offset, 512, 512, targets)
-    assert [units for units, _ in found] in ([], [range(1)])
-    return found[0][1] if found else Segments()
+    found = [*scatter_runs(np.array([offset, offset + 512]), 512, targets)]
+    assert [(chunk, units) for chunk, units, _ in found] in ([], [(0, range(1))])
+    return found[0][2] if found else Segments()
 
 
 def test_scatter_segments() -> None:
@@ -164,10 +164,10 @@ def test_scatter_segments_by_device() -> None:
 def test_targets_take_every_byte_however_they_overlap(ranges: list[tuple[int, int]]) -> None:
     targets = Targets(Target(low, nbytes, number << 32, None) for number, (low, nbytes) in enumerate(ranges))
     found = set()
-    for chunk in range(0, 400, 50):
-        for address, offset, length in targets.segments(chunk, 50)[0].tolist():
+    for number, rows, _ in targets.cut(np.arange(0, 401, 50)):
+        for address, offset, length in rows.tolist():
             assert offset + length <= 50
-            found |= {(address + byte, chunk + offset + byte) for byte in range(length)}
+            found |= {(address + byte, 50 * number + offset + byte) for byte in range(length)}
     expected = {((n << 32) + byte, low + byte) for n, (low, nbytes) in enumerate(ranges) for byte in range(nbytes)}
     assert found == expected
 

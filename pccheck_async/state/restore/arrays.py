@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -28,7 +29,7 @@ _NO_MEMORY: Final = "the storage of the tensor here was freed, shrunk or never a
 
 _Table: TypeAlias = npt.NDArray[np.uint64]
 _Offsets: TypeAlias = npt.NDArray[np.int64]
-_Inside: TypeAlias = npt.NDArray[np.bool_]
+_Index: TypeAlias = npt.NDArray[np.intp]
 
 # -- memory to fill
 
@@ -72,18 +73,24 @@ class Target(NamedTuple):
             index = np.arange(first, max(first, last), dtype=np.int64)
             starts = (starts[:, None] + index * step).reshape(-1)
             places = (places[:, None] + index * stride).reshape(-1)
-        return _rows(starts, starts + self.nbytes, places.view(np.uint64), low, high)[0]
+        begin, end = np.maximum(starts, low), np.minimum(starts + self.nbytes, high)
+        return np.stack((places + begin - starts, begin - low, end - begin), axis=1)[begin < end].view(np.uint64)
 
 
-def _rows(starts: _Offsets, ends: _Offsets, addresses: _Table, low: int, high: int) -> tuple[_Table, _Inside]:
-    """Return rows for the parts of ranges that lie in ``[low, high)``, and which of the ranges have such a part."""
-    begin, end = np.maximum(starts, low), np.minimum(ends, high)
-    inside = begin < end
-    table = np.empty((int(np.count_nonzero(inside)), 3), np.uint64)
-    table[:, 0] = addresses[inside] + (begin - starts)[inside].astype(np.uint64)
-    table[:, 1] = (begin - low)[inside]
-    table[:, 2] = (end - begin)[inside]
-    return table, inside
+def cut_ranges(starts: _Offsets, ends: _Offsets, bounds: _Offsets) -> tuple[_Index, _Index, _Offsets, _Offsets]:
+    """Cut ranges at ``bounds``; return the parts between the first bound and the last one, in the order of the pieces.
+
+    Returns:
+        Of each part: the number of its range, that of the piece between two bounds, first byte, the one after the last.
+    """
+    first = np.maximum(np.searchsorted(bounds, starts, side="right") - 1, 0)
+    last = np.minimum(np.searchsorted(bounds, ends, side="left"), len(bounds) - 1)
+    parts = np.maximum(last - first, 0) * (starts < ends)
+    which = np.repeat(np.arange(len(starts)), parts)
+    piece = np.repeat(first - np.cumsum(parts) + parts, parts) + np.arange(len(which))
+    order = np.argsort(piece, kind="stable")
+    which, piece = which[order], piece[order]
+    return which, piece, np.maximum(starts[which], bounds[piece]), np.minimum(ends[which], bounds[piece + 1])
 
 
 _ORDER: Final = itemgetter(0)
@@ -102,41 +109,38 @@ class Targets(Iterable[Target]):
         columns = [*zip(*self._targets, strict=True)] or [()] * len(Target._fields)
         self.has_patterns = any(columns[5])
         self._starts = np.array(columns[0], np.int64)
-        ends = self._plain_ends = self._starts + np.array(columns[1], np.int64)  # of patterns none: their starts
+        self._ends = self._starts + np.array(columns[1], np.int64)
         if self.has_patterns:
-            self._plain_ends = np.where([not sizes for sizes in columns[5]], ends, self._starts)
-            ends = np.array([target.end for target in self._targets], np.int64)
+            self._ends = np.array([target.end for target in self._targets], np.int64)
         self._addresses = np.array(columns[2], np.uint64)
         self._devices = np.array(columns[4], np.int32)
         self.devices: set[int] = {*columns[4]} - {HOST}
-        # Ascending, so that it can be searched:
-        self._reach = np.maximum.accumulate(ends) if self._targets else ends
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first byte of the payload that any target takes, and the byte after the last."""
-        return (int(self._starts[0]), int(self._reach[-1])) if self._targets else (0, 0)
+    def cut(self, bounds: _Offsets) -> Iterator[tuple[int, _Table, npt.NDArray[np.int32] | None]]:
+        """Yield, for each piece of the payload that holds wanted bytes, its number and the memory for these.
 
-    def segments(self, offset: int, nbytes: int) -> tuple[_Table, npt.NDArray[np.int32] | None]:
-        """Return the memory for payload bytes ``[offset, offset + nbytes)``.
-
-        Returns:
-            Rows of (address, offset in the range, length), and the device of each row; None if all are on the host.
+        ``bounds``, ascending, are where pieces begin, and where the last one ends. The memory is rows of (address,
+        offset in the piece, length), and the device of each row; None if all are on the host.
         """
-        first = int(np.searchsorted(self._reach, offset, "right"))
-        last = max(first, int(np.searchsorted(self._starts, offset + nbytes, "left")))
-        some = slice(first, last)
-        table, inside = _rows(
-            self._starts[some], self._plain_ends[some], self._addresses[some], offset, offset + nbytes
-        )
-        devices = self._devices[some][inside]
-        if self.has_patterns:
-            patterns = [target for target in self._targets[some] if target.sizes]
-            tables = [target.rows(offset, offset + nbytes) for target in patterns]
-            table = np.concatenate([table, *tables])
-            where = [np.full(len(rows), target.device, np.int32) for target, rows in zip(patterns, tables, strict=True)]
-            devices = np.concatenate([devices, *where])
-        return table, devices if self.devices else None
+        which, piece, low, high = cut_ranges(self._starts, self._ends, bounds)
+        table = np.empty((len(which), 3), np.uint64)
+        table[:, 0] = self._addresses[which] + (low - self._starts[which]).astype(np.uint64)
+        table[:, 1], table[:, 2] = low - bounds[piece], high - low
+        numbers, first = np.unique(piece, return_index=True)
+        for number, (start, stop) in zip(numbers.tolist(), pairwise([*first.tolist(), len(piece)]), strict=True):
+            rows, targets = table[start:stop], which[start:stop]
+            if self.has_patterns:
+                rows, targets = self._spread(rows, targets, int(bounds[number]), int(bounds[number + 1]))
+            if len(rows):
+                yield number, rows, self._devices[targets] if self.devices else None
+
+    def _spread(self, rows: _Table, which: _Index, low: int, high: int) -> tuple[_Table, _Index]:
+        """Return rows with those for the ranges of patterns in the place of the patterns' own."""
+        patterns = [number for number in which.tolist() if self._targets[number].sizes]
+        plain = ~np.isin(which, patterns)
+        tables = [self._targets[number].rows(low, high) for number in patterns]
+        numbers = np.repeat(np.array(patterns, np.intp), [len(table) for table in tables])
+        return np.concatenate([rows[plain], *tables]), np.concatenate([which[plain], numbers])
 
     def __iter__(self) -> Iterator[Target]:
         return iter(self._targets)
