@@ -15,6 +15,7 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,8 @@ def components(keys: Sequence[Hashable]) -> list[str]:
     """Return the components for the keys of one mapping, all different."""
     kinds = {*map(type, keys)}
     if kinds == {str}:
-        return [escape(key) if _ESCAPES(key) else key for key in keys if isinstance(key, str)]
+        texts: Any = keys
+        return [*map(escape, texts)] if any(map(_ESCAPES, texts)) else [*texts]
     if kinds == {int} and max(map(int.bit_length, keys)) <= _MOST_BITS:  # type: ignore[arg-type]
         return [*map(str, keys)]
     written = [escape(key) if type(key) is str else _SPECIAL.sub(r"\\\g<0>", _show(key)) for key in keys]

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -204,7 +204,7 @@ class PartReader:
         """The offsets of all chunks, and where the last one ends."""
         return np.array([*map(_OFFSET, self.manifest.chunks), self.manifest.payload_nbytes], np.int64)
 
-    @property
+    @cached_property
     def _unit(self) -> int:
         """Of how many bytes of a chunk there is a checksum; if there is only one of all, more than it has."""
         return self.manifest.payload_nbytes if self.manifest.pieces is None else PIECE_BYTES
@@ -301,10 +301,6 @@ class PartReader:
         if marks:
             await self.backend.order_after(marks)
 
-        async def fill(run: _Run, buffer: memoryview) -> None:
-            await self._read_run(run, buffer, targets)
-            advance(run.nbytes)
-
         def runs() -> Iterator[_Run]:
             done = 0
             for found in scatter_runs(self._bounds, self._unit, targets):
@@ -316,9 +312,11 @@ class PartReader:
             if self.manifest.payload_nbytes > done:
                 advance(self.manifest.payload_nbytes - done)
 
-        await in_buffers(self._pool, runs(), fill)
+        await in_buffers(self._pool, runs(), partial(self._read_run, keepalive=targets, advance=advance))
 
-    async def _read_run(self, run: _Run, buffer: memoryview, keepalive: Any = None) -> None:
+    async def _read_run(
+        self, run: _Run, buffer: memoryview, keepalive: Any = None, advance: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Read into a staging buffer, verify that, and only then copy segments of it to their places."""
         view = buffer[: run.nbytes]
         try:
@@ -329,6 +327,7 @@ class PartReader:
             if error.errno != errno.EBADMSG:
                 raise
             raise self._damaged(run.chunk, run.offset, run.nbytes, error.strerror) from None
+        advance(run.nbytes)
 
     def _damaged(self, chunk: int, offset: int, nbytes: int, reason: str | None) -> DamagedError:
         where = f"{self._file.name}: chunk {chunk} (bytes {offset} to {offset + nbytes})"

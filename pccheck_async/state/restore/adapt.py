@@ -260,8 +260,9 @@ def _repaired(loaded: Any, stored: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(stored, str):
         return stored
     if isinstance(stored, dict) and isinstance(loaded, dict):
-        for key in [key for key in stored.keys() & loaded.keys() if loaded[key] is not stored[key]]:
-            loaded[key] = _repaired(loaded[key], stored[key], dtype)
+        for key in stored.keys() & loaded.keys():
+            if loaded[key] is not stored[key]:
+                loaded[key] = _repaired(loaded[key], stored[key], dtype)
     elif type(stored) in (list, tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
         return type(stored)(_repaired(one, other, dtype) for one, other in zip(loaded, stored, strict=True))
     return loaded

@@ -31,7 +31,7 @@ from pccheck_async.format.skeleton import (
     walk,
 )
 from pccheck_async.state.ambient import without_modes
-from pccheck_async.state.boxes import Box, box_views
+from pccheck_async.state.boxes import box_views
 from pccheck_async.state.foreign import compose, refuse_pickled, unpickle
 from pccheck_async.state.leaves import HOST, Array, as_bits
 from pccheck_async.state.restore.arrays import (
@@ -257,7 +257,14 @@ class _Binding:
         self._is_filled = False
         self.resharded: list[Wanted] = []  # boxes that are others here than in this rank's part
         with without_modes():
-            found.fills = [fill for fill in found.fills if fill.made_on is not None or self._take(fill)]
+            fills, found.fills = found.fills, []
+            for fill in fills:
+                if isinstance(node := fill.node, ArrayNode) and not fill.in_boxes:
+                    entry = found.manifest.tensors[node.index]
+                    self._live[node.index] = _Live(fill, node.index, fill.array, entry, by_address)
+                elif fill.made_on is None and not self._take(fill):
+                    continue
+                found.fills.append(fill)
 
     def take_new(self, *, with_memory: bool) -> None:
         """Make the tensors on several ranks that there are none of here; for a dry run, without memory."""
@@ -270,25 +277,23 @@ class _Binding:
     def _take(self, fill: Fill) -> bool:
         """Fill the boxes of a tensor from the same ones of this rank's part, else from any that parts have.
 
-        A plain tensor or array is one box, which covers everything. False for a tensor that differs from the stored
-        one, which is noted.
+        A plain tensor is one box, which covers everything. False for a tensor that differs from the stored one, which
+        is noted.
         """
         node, array, tensors = fill.node, fill.array, self._manifest.tensors
         children = node.boxes if isinstance(node, ShardedNode) else (node,)
         stored = [tensors[child.index] for child in children]
-        boxes, views, same = list[Box](), [array], True
-        if fill.in_boxes:
-            found = box_views(array, fill.path)
-            boxes, views = [box for box, _ in found], [view for _, view in found]
-            same = isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
-                *zip(node.offsets, [entry.shape for entry in stored], strict=True)
-            ]
-            cast = partial(difference, cast_to=self._dtype)
-            troubles = map(cast, stored, views) if same else map(memory_trouble, views)
-            if fill.made_on is None and (trouble := next(filter(None, troubles), "")):
-                self._found.mismatched.append(f"{fill.path} ({trouble})")
-                return False
-            self._in_boxes[id(node)] = array
+        found = box_views(array, fill.path)
+        boxes, views = [box for box, _ in found], [view for _, view in found]
+        same = isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
+            *zip(node.offsets, [entry.shape for entry in stored], strict=True)
+        ]
+        cast = partial(difference, cast_to=self._dtype)
+        troubles = map(cast, stored, views) if same else map(memory_trouble, views)
+        if fill.made_on is None and (trouble := next(filter(None, troubles), "")):
+            self._found.mismatched.append(f"{fill.path} ({trouble})")
+            return False
+        self._in_boxes[id(node)] = array
         if same:
             for child, entry, view in zip(children, stored, views, strict=True):
                 self._live[child.index] = _Live(fill, child.index, view, entry, self._by_address)
@@ -384,15 +389,17 @@ class _Binding:
                     step.apply(value)
         return found.tree.state
 
-    def _in_place(self) -> Iterator[Target]:
-        """Yield the memory of live arrays that bytes are read into."""
+    def _in_place(self) -> list[Target]:
+        """Return the memory of live arrays that bytes are read into."""
+        targets = []
         for live in self._live.values():
             if live.in_place and live.entry.storage is not None:
                 offset = self._manifest.storages[live.entry.storage].offset + live.entry.offset
                 owner = untyped_storage(live.array) if isinstance(live.array, torch.Tensor) else live.array
                 device = HOST if live.device is None else live.device.index
                 low = live.low - live.address  # as in the checkpoint
-                yield Target(offset + low, live.high - live.low, live.low, owner, device)
+                targets.append(Target(offset + low, live.high - live.low, live.low, owner, device))
+        return targets
 
     def _trained(self) -> tuple[torch.Tensor, ...]:
         """Return the live tensors that are restored and may have gradients."""

@@ -65,11 +65,7 @@ class Fill(NamedTuple):
     array: Any
     strict: bool = True  # it is filled itself; else another may take its place
     made_on: torch.device | None = None  # the device for a tensor that is yet to be made; ``array`` is meta then
-
-    @property
-    def in_boxes(self) -> bool:
-        """Whether it lies, or lay, on several ranks."""
-        return isinstance(self.node, ShardedNode) or _lies_in_boxes(self.array)
+    in_boxes: bool = False  # it lies, or lay, on several ranks
 
 
 class Put(NamedTuple):
@@ -296,7 +292,7 @@ class _Walk:
         found.matched += 1
         if isinstance(live, torch.Tensor):
             found.trained.append(live)
-        if type(node) is ShardedNode or _lies_in_boxes(live):
+        if type(node) is ShardedNode or (type(live) not in KINDS and _lies_in_boxes(live)):
             plain = isinstance(node, ShardedNode) and node.plain and type(live) in (np.ndarray, torch.Tensor)
             if strict or not plain or self._fits(live, node):  # else it is made anew
                 self._sharded(live, node, path)
@@ -344,7 +340,7 @@ class _Walk:
             self.found.mismatched.append(f"{path} ({here})")
             return
         self._taken.add(id(node))
-        self.found.fills.append(Fill(path, node, live, made_on=made_on))
+        self.found.fills.append(Fill(path, node, live, made_on=made_on, in_boxes=True))
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live array has the shape and dtype of a stored one."""
@@ -427,7 +423,9 @@ class _Walk:
             is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
             if is_extra or not (isinstance(array, torch.Tensor) or isinstance(child, (ArrayNode, ShardedNode))):
                 self._pair(value, child)  # the latter: added by a state_dict() of its own
-            elif not own_loading.decides(str(key), array, partial(self._fits, array, child), strict):
+            elif not own_loading.all or not own_loading.decides(
+                str(key), array, partial(self._fits, array, child), strict
+            ):
                 if isinstance(array, (torch.Tensor, np.ndarray)):
                     self._array(array, child, below)
                 else:
@@ -535,7 +533,7 @@ class _Walk:
 
 
 def _lies_in_boxes(value: Any) -> bool:
-    return type(value) not in KINDS and (is_sharded(value) or isinstance(value, FlatShard))
+    return is_sharded(value) or isinstance(value, FlatShard)
 
 
 def _entries_of(live: Any) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -13,7 +13,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, StatefulNode
-from pccheck_async.state import paths
+from pccheck_async.state import paths, values
 from pccheck_async.state.ambient import refuse_tracing
 from pccheck_async.state.boxes import FlatShard
 from pccheck_async.state.cache.patterns import array_node
@@ -92,7 +92,10 @@ class _Flattener(Flattener):
         parts, refused = len(arrays) + len(self.objects), self._refused
         node: Any
         try:
-            node, _ = super().other(value, path, depth)
+            if isinstance(value, (np.generic, np.dtype)):
+                node = values.numpy_value(value, path)
+            else:
+                node, _ = self.container(value, path, depth)
         except UnsupportedStateError:
             if is_stateful(value):
                 raise

@@ -73,11 +73,13 @@ class _Builder:
     composed: Callable[[ComposedNode, dict[str, Any], Any], Any] | None
 
     def each(self, items: list[Node], depth: int) -> list[Any]:
-        array, build = self.array, self.build
-        return [
-            item if type(item) in _NAMES else array(item.index) if type(item) is ArrayNode else build(item, depth)
-            for item in items
-        ]
+        array, build, built = self.array, self.build, list[Any]()
+        for item in items:
+            if type(item) in _NAMES:
+                built.append(item)
+            else:
+                built.append(array(item.index) if type(item) is ArrayNode else build(item, depth))
+        return built
 
     def build(self, node: Node, depth: int) -> Any:
         if depth > nodes.MAX_DEPTH:

@@ -335,9 +335,9 @@ class Flattener:
             return values.numpy_value(value, path), None
         if kind in KINDS or (self._tally is not None and (kind in _EXPLICIT or is_sharded(value))):
             return self._sharded(value, path), NEVER
-        leaves, plain = len(self.leaves), len(self._plain)
+        leaves, plain = len(self.leaves.values), len(self._plain)
         node, pattern = self.container(value, path, depth)
-        if pattern is None and len(self.leaves) > leaves:
+        if pattern is None and len(self.leaves.values) > leaves:
             pattern = NEVER
         if pattern is None or pattern is NEVER:
             del self._plain[plain:], self._places[plain:]
@@ -452,6 +452,8 @@ class Flattener:
         if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
             return make(list(value)), None  # a loader's permutation may have millions of numbers
         nodes, below = self.each(map(str, range(len(value))), value, path + "." if path else "", depth)
+        if not self._remembers:
+            return make(nodes), NEVER
         return make(nodes), self._pattern(below, partial(patterns.sequence, type(value)))
 
     def mapping(self, value: Any, path: str, depth: int, make: Any, *metadata: list[Node]) -> Visited:
@@ -459,10 +461,12 @@ class Flattener:
         keys = [*value]
         key_nodes, names = values.key_nodes(keys, path, depth), paths.components(keys)
         nodes, below = self.each(names, [*value.values()], path + "." if path else "", depth)
+        if not self._remembers:
+            return make(key_nodes, nodes, *metadata), NEVER
         return make(key_nodes, nodes, *metadata), self._pattern(below, partial(patterns.items, type(value), keys))
 
     def _pattern(self, below: list[Pattern], make: Callable[[list[Pattern]], Pattern]) -> Pattern:
-        if not self._remembers or _has(NEVER, below):
+        if _has(NEVER, below):
             return NEVER
         return make(below) if self._outlined or not all(each is None for each in below) else None
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,11 @@ class CopyBackend:
         await self.operations.call(_copy_packed, segments.packed, into)
         return await self.operations.checksums(into)
 
-    async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
+    def scatter(
+        self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None
+    ) -> Awaitable[object]:
         """Verify ``checksum`` over ``source`` and only then copy its segments to memory. Raises OSError (EBADMSG)."""
-        await self.operations.scatter(source, checksum, segments.host, keepalive)
+        return self.operations.scatter(source, checksum, segments.host, keepalive)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
         """Called when ``nbytes`` of a state have reached staging buffers, after ``seconds``."""
