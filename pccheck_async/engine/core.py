@@ -182,11 +182,11 @@ class EngineCore:
         waiting = len(holder.in_flight)
         with suppress(ClosedError):  # another opening closes it
             drained, _ = holder.loop.submit(holder.wait_ended())
-            if not await caller.wait(drained, self.config.lock_timeout):
+            if not await caller.wait(drained, self.config.storage.lock_timeout):
                 raise StoreLockedError(
                     f"an engine of this process that nothing leads to any more, made at {holder.made_at}, has "
                     f"{waiting} checkpoint(s) in flight to {self.path}, which did not end in "
-                    f"{self.config.lock_timeout} s: open again when they have"
+                    f"{self.config.storage.lock_timeout} s: open again when they have"
                 )
         outcome = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
         closer = Caller(holder, blocks=caller.blocks)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, PendingCheckpoint, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import CheckpointEngine, PendingCheckpoint, StorageOptions, SyncCheckpointEngine, list_checkpoints
 from pccheck_async.errors import StoreLockedError
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter, StuckWriter
@@ -107,16 +107,16 @@ def test_one_in_flight_is_waited_for_and_its_checkpoint_is_durable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_left_behind: None
 ) -> None:
     async def main() -> PendingCheckpoint:
-        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        engine = await CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
         [writer] = WRITERS
         writer.hold("flush")
         pending = await engine.checkpoint(state_of(1), step=1)
         await asyncio.to_thread(writer.wait_stuck)
         del engine
         with pytest.raises(StoreLockedError, match=r"made at .*:\d+, has 1 checkpoint.* in 0.01 s: open again"):
-            await CheckpointEngine(tmp_path, lock_timeout=0.01).open()
+            await CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0.01)).open()
         assert not pending.done()
-        second = asyncio.create_task(CheckpointEngine(tmp_path, lock_timeout=60).open())
+        second = asyncio.create_task(CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=60)).open())
         await asyncio.sleep(0.05)
         assert not second.done()
         writer.release()
@@ -136,7 +136,7 @@ def test_a_failure_that_nobody_saw_is_in_the_log(tmp_path: Path, caplog: pytest.
         return writers[0]
 
     writers: list[FailingWriter] = []
-    engine = SyncCheckpointEngine(tmp_path, io=failing).open()
+    engine = SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=failing)).open()
     writers[0].fail_next()
     engine.checkpoint(state_of(1), step=1)
     del engine
@@ -150,7 +150,8 @@ def test_two_that_are_opened_at_the_same_time(tmp_path: Path, nothing_left_behin
     async def main() -> None:
         await CheckpointEngine(tmp_path).open()
         opened = await asyncio.gather(
-            *(CheckpointEngine(tmp_path, lock_timeout=60).open() for _ in range(2)), return_exceptions=True
+            *(CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=60)).open() for _ in range(2)),
+            return_exceptions=True,
         )
         refused = [each for each in opened if isinstance(each, StoreLockedError)]
         assert len(refused) == 1, opened  # one closed the lost engine, and the other one meets the first
@@ -163,13 +164,13 @@ def test_two_that_are_opened_at_the_same_time(tmp_path: Path, nothing_left_behin
 
 def test_waiting_for_one_ends_when_it_is_cancelled(tmp_path: Path, nothing_left_behind: None) -> None:
     async def main() -> None:
-        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        engine = await CheckpointEngine(tmp_path, storage=StorageOptions(io=stuck)).open()
         [writer] = WRITERS
         writer.hold("flush")
         pending = await engine.checkpoint(state_of(1), step=1)
         await asyncio.to_thread(writer.wait_stuck)
         del engine
-        second = asyncio.create_task(CheckpointEngine(tmp_path, lock_timeout=60).open())
+        second = asyncio.create_task(CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=60)).open())
         await asyncio.sleep(0.05)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
