@@ -267,8 +267,8 @@ class CheckpointEngine(EngineBase):
             private: Of a group whose checkpoint is of another number of ranks: how to restore plain tensors that
                 differed by rank under one name. By default they are refused. "modulo": rank r restores those of
                 rank r modulo the old number. Globs over paths: "modulo" for these alone.
-            progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
-                if a damaged checkpoint is passed over). It must be quick.
+            progress: Called on the engine's thread with the bytes done and all bytes, after each chunk that is read
+                (from 0 again if a damaged checkpoint is passed over). It must be quick.
             dry_run: Compare only: nothing is changed and no array is read, and the result has a restore's ``actions``
                 and the ``error`` that it would raise. In a group all ranks call it, and each gets its own.
 

@@ -57,7 +57,8 @@ async def load(
             checkpoint names: give it only if you trust its writer. Without it such a checkpoint is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
-        progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
+        progress: Called from another thread with the bytes done and all bytes, after each chunk that is read; must be
+            quick.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -142,7 +143,7 @@ async def _load(
     async with await open_place(path, io, host_memory, rank=rank) as place:
 
         async def read(checkpoint: CheckpointReader) -> Restoration:
-            advance = reading_progress(progress, sum(chunk.nbytes for chunk in checkpoint.manifest.chunks))
+            advance = reading_progress(progress, checkpoint.manifest.payload_nbytes)
             await checkpoint.merge()
             loading = allocate(checkpoint.manifest, keys, device, allow_pickle=allow_pickle)
             await checkpoint.fill(loading.targets, advance)

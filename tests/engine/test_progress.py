@@ -80,7 +80,8 @@ def test_reading_tells_each_chunk(tmp_path: Path, reading: str) -> None:
         else:
             keys = ["first"] if reading == "load part" else None
             load_sync(tmp_path, keys=keys, progress=lambda done, nbytes: told.append((done, nbytes)))
-    assert told == [((number + 1) * CHUNK, NBYTES) for number in range(10)]
+    ends = range(5, 11) if reading == "load part" else range(1, 11)  # chunks that are passed over count at once
+    assert told == [(end * CHUNK, NBYTES) for end in ends]
 
 
 def test_where_nothing_is_read_no_progress_is_made(tmp_path: Path) -> None:
