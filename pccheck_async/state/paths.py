@@ -21,8 +21,6 @@ import numpy as np
 
 _MOST_BITS = 64  # of an int in decimal, which Python refuses for very long ones
 _SPECIAL = re.compile(r"[.\\]")
-_ESCAPES = re.compile(r"[.\\]|^'|^$").search
-"""Whether a string is not written as it is."""
 _FIRST = re.compile(r"(?:[^.\\]|\\.)*", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
@@ -41,7 +39,10 @@ def components(keys: Sequence[Hashable]) -> list[str]:
     kinds = {*map(type, keys)}
     if kinds == {str}:
         texts: Any = keys
-        return [*map(escape, texts)] if any(map(_ESCAPES, texts)) else [*texts]
+        joined = "\0".join(texts)  # a model may have thousands of keys, with dots
+        if "'" in joined or joined.count("\0") >= len(keys) or not all(texts):
+            return [*map(escape, texts)]
+        return joined.replace("\\", r"\\").replace(".", r"\.").split("\0")
     if kinds == {int} and max(map(int.bit_length, keys)) <= _MOST_BITS:  # type: ignore[arg-type]
         return [*map(str, keys)]
     written = [escape(key) if type(key) is str else _SPECIAL.sub(r"\\\g<0>", _show(key)) for key in keys]

@@ -76,6 +76,7 @@ class CheckpointReader:
         whole: Whether all ranks' parts are known to be there: then :meth:`merge` gives tensors in full.
 
     Attributes:
+        own: The part that is read first.
         manifest: Of all data that :meth:`fill` and :meth:`pieces` can read: the own part's, from :meth:`hold` on; from
             :meth:`merge` on all tensors in full.
     """
@@ -91,6 +92,7 @@ class CheckpointReader:
         whole: bool = True,
     ) -> None:
         self.parts = parts
+        self.own = parts[own_rank]
         self.elsewhere = elsewhere
         self.whole = whole
         self.own_rank = own_rank
@@ -99,11 +101,6 @@ class CheckpointReader:
         self._planned: dict[int, Targets] = {}
         self._marks: dict[int, Any] = {}
         self._tensors: list[_Full] = []
-
-    @property
-    def own(self) -> PartReader:
-        """The part that is read first."""
-        return self.parts[self.own_rank]
 
     @property
     def entry(self) -> Entry:

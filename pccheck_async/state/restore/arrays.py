@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span, viewed_ranges
-from pccheck_async.state.leaves import HOST, Array
+from pccheck_async.state.leaves import HOST, KINDS, Array
 from pccheck_async.state.storages import address_of
 from pccheck_async.state.tensor_access import untyped_storage
 
@@ -353,7 +353,7 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "an uninitialized lazy parameter here; run the module once before restoring"
     try:
-        if type(tensor.detach()) is not torch.Tensor:  # as in a module's state_dict()
+        if type(tensor) not in KINDS and type(tensor.detach()) is not torch.Tensor:  # as in a module's state_dict()
             return f"a {type(tensor).__qualname__} here, a plain tensor in the checkpoint"
         if tensor.is_meta:
             return "on the meta device here; materialise it first (module.to_empty(device=...))"

@@ -156,8 +156,10 @@ class Diff:
 
     def error(self, *, strict: bool) -> StateMismatchError | None:
         """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
-        advice = adapt.wrapped(self.missing, self.unexpected)
         incomplete = bool(self.missing or self.unexpected)
+        if not (incomplete or self.mismatched or self.disjoint):
+            return None
+        advice = adapt.wrapped(self.missing, self.unexpected)
         # If nothing was restored, the state would pass for a restored one.
         nothing = self.disjoint or (self.missing and (not self.matched or advice))
         if not (self.mismatched or (strict and incomplete) or nothing):

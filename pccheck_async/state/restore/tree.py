@@ -129,8 +129,8 @@ def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
     if len(node.keys) != len(node.values):
         raise CorruptStoreError(f"a mapping has {len(node.keys)} keys and {len(node.values)} values")
     keys: list[Any] = node.keys
-    if _NAMES.issuperset(map(type, keys)) and len({*keys}) == len(keys) <= nodes.MOST_ALIKE:
-        return [*keys]  # strings and numbers are their own nodes
+    if _NAMES.issuperset(map(type, keys)) and len({*keys}) == len(keys):
+        return [*keys]  # strings and numbers are their own nodes, and few have the same hash
     return _distinct(keys, depth + 1)
 
 
