@@ -12,7 +12,7 @@ import torch
 
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import Caller, EngineLoop, PendingCheckpoint, Private, note_closing_failure_on, run
-from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, formerly, the_one, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -298,25 +298,53 @@ class CheckpointEngine(EngineBase):
             strict=strict, dtype=dtype, private=private, dry_run=dry_run,
         )  # fmt: skip
 
+    @formerly("step", after=1)
     @_counted_until_awaited
-    async def pin(self, step: int) -> CheckpointInfo:
-        """Keep the newest checkpoint of ``step`` until :meth:`unpin`, even if ``keep_last`` or a rule would drop it.
+    async def pin(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
+        """Keep a checkpoint until :meth:`unpin`, even if ``keep_last`` or a rule would drop it.
+
+        One that is in flight is waited for first. In a group all ranks call this alike.
+
+        Args:
+            step: The newest checkpoint of this step, or give
+            name: a name.
 
         Durability: when this returns the pin survives power loss; engines that open the store later respect it.
 
         Cancellation: raised once the record is written.
 
         Raises:
-            NoCheckpointError: there is none of ``step``.
+            NoCheckpointError: there is none of this step, or with this name.
             StoreFullError: too many are pinned; a commit record names 64.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            TypeError: neither ``step`` nor ``name`` is given.
+            ValueError: both are given.
         """
-        return await run(self._core, self._core.pin, step, True)
+        return await run(self._core, self._core.pin, the_one(step, name), True)
 
+    @formerly("step", after=1)
     @_counted_until_awaited
-    async def unpin(self, step: int) -> CheckpointInfo:
-        """End :meth:`pin`: the next commit drops the checkpoint if no rule keeps it."""
-        return await run(self._core, self._core.pin, step, False)
+    async def unpin(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
+        """End :meth:`pin`, of all checkpoints of a step: the next commit drops those that no rule keeps.
+
+        Args:
+            step: A step, or give
+            name: a name.
+
+        Returns:
+            The newest of them.
+
+        Durability: when this returns the change survives power loss.
+
+        Cancellation: raised once the record is written.
+
+        Raises:
+            NoCheckpointError: there is none of this step, or with this name.
+            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            TypeError: neither ``step`` nor ``name`` is given.
+            ValueError: both are given.
+        """
+        return await run(self._core, self._core.pin, the_one(step, name), False)
 
     @_counted_until_awaited
     async def remove(
@@ -344,19 +372,27 @@ class CheckpointEngine(EngineBase):
             NoCheckpointError: there is none of this step, or with this name.
             StoreError: no checkpoint would be left that is not rejected; nothing was removed.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            TypeError: neither ``step`` nor ``name`` is given.
+            ValueError: both are given.
         """
-        return await run(self._core, self._core.remove, which_one(step, name), force=force)
+        return await run(self._core, self._core.remove, the_one(step, name), force=force)
 
+    @formerly("step", after=1)
     @_counted_until_awaited
-    async def reject(self, step: int) -> list[CheckpointInfo]:
-        """Reject every checkpoint from ``step`` on, as after a run diverged: :meth:`restore` passes them over.
+    async def reject(self, *, step: int | None = None, name: str | None = None) -> list[CheckpointInfo]:
+        """Reject a checkpoint and every newer one, as after a run diverged: :meth:`restore` passes them over.
 
-        Rejected are all checkpoints of ``step`` and larger steps, and those that were saved after the newest one of
-        ``step``. Those of them in flight are dropped (``superseded``). Rejected ones count for no rule
-        (``keep_last`` and its like): the next commit drops those that are not pinned. This cannot be taken back;
-        :func:`pccheck_async.load` with ``step=`` still reads one that is there. Checkpoints saved after this call are
-        not rejected: call :meth:`restore` first. The step of :meth:`step` that this is called in, and the last one
-        before, are not saved. In a group all ranks call this alike.
+        Rejected are all checkpoints of the step (that of the one called ``name``) and of larger steps, and those that
+        were saved after the newest one of ``step``, or after the one called ``name``. Those of them in flight are
+        dropped (``superseded``). Rejected ones count for no rule (``keep_last`` and its like): the next commit drops
+        those that are not pinned. This cannot be taken back; :func:`pccheck_async.load` with ``step=`` still reads one
+        that is there. Checkpoints saved after this call are not rejected: call :meth:`restore` first. The step of
+        :meth:`step` that this is called in, and the last one before, are not saved. In a group all ranks call this
+        alike.
+
+        Args:
+            step: The first bad step, or give
+            name: the name of the first bad checkpoint.
 
         Returns:
             The committed ones that were rejected, newest first.
@@ -366,11 +402,13 @@ class CheckpointEngine(EngineBase):
         Cancellation: raised once the record is written.
 
         Raises:
-            NoCheckpointError: there is none from ``step`` on that is not rejected.
+            NoCheckpointError: there is none from ``step`` on, or with this name, that is not rejected.
             StoreError: no committed checkpoint would be left to restore; nothing was rejected.
             StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            TypeError: neither ``step`` nor ``name`` is given.
+            ValueError: both are given.
         """
-        return await run(self._core, self._core.reject, step)
+        return await run(self._core, self._core.reject, the_one(step, name))
 
     @_counted_until_awaited
     async def drain(self) -> None:

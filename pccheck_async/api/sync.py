@@ -10,7 +10,7 @@ import torch
 
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, PendingCheckpoint, Private, block_on, note_closing_failure_on
-from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, formerly, the_one, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -100,21 +100,24 @@ class SyncCheckpointEngine(EngineBase):
             strict=strict, dtype=dtype, private=private, dry_run=dry_run,
         )  # fmt: skip
 
-    def pin(self, step: int) -> CheckpointInfo:
-        """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""
-        return block_on(self._core, self._core.pin, step, True)
+    @formerly("step", after=1)
+    def pin(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
+        """Keep a checkpoint until :meth:`unpin` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""
+        return block_on(self._core, self._core.pin, the_one(step, name), True)
 
-    def unpin(self, step: int) -> CheckpointInfo:
+    @formerly("step", after=1)
+    def unpin(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
         """End :meth:`pin`: the next commit drops it if no rule keeps it."""
-        return block_on(self._core, self._core.pin, step, False)
+        return block_on(self._core, self._core.pin, the_one(step, name), False)
 
     def remove(self, *, step: int | None = None, name: str | None = None, force: bool = False) -> list[CheckpointInfo]:
         """Remove checkpoints, in one commit (see :meth:`pccheck_async.CheckpointEngine.remove`)."""
-        return block_on(self._core, self._core.remove, which_one(step, name), force=force)
+        return block_on(self._core, self._core.remove, the_one(step, name), force=force)
 
-    def reject(self, step: int) -> list[CheckpointInfo]:
-        """Reject every checkpoint from ``step`` on (see :meth:`pccheck_async.CheckpointEngine.reject`)."""
-        return block_on(self._core, self._core.reject, step)
+    @formerly("step", after=1)
+    def reject(self, *, step: int | None = None, name: str | None = None) -> list[CheckpointInfo]:
+        """Reject a checkpoint and every newer one (see :meth:`pccheck_async.CheckpointEngine.reject`)."""
+        return block_on(self._core, self._core.reject, the_one(step, name))
 
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that was not awaited."""

@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Never
 
@@ -19,7 +20,7 @@ import typer
 from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
 from pccheck_async.cli.demo import demo
-from pccheck_async.cli.output import FAILED, complain, drop_output, flow_help
+from pccheck_async.cli.output import FAILED, Command, CommandGroup, complain, drop_output, flow_help
 from pccheck_async.cli.shelf import shelf
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
@@ -29,7 +30,8 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="pccheck",
-    help="Look at checkpoint stores, convert checkpoints, see a training run survive a SIGKILL, tune, and measure.",
+    cls=CommandGroup,
+    help="Look after the checkpoint stores of pccheck_async.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -53,13 +55,21 @@ def options(
     """Options of the command itself."""
 
 
-for command in (
-    *(bench, demo, stores.ls, tune, watch, stores.show, stores.verify, stores.diff, stores.copy, stores.rm, stores.pin),
-    *(stores.unpin, stores.reject, stores.recover, stores.export, stores.import_),
-):
-    app.command(command.__name__.rstrip("_"))(command)
+LOOK, CHANGE = "Look at a store, also beside a trainer", "Change a store that no trainer has open"
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    LOOK: (stores.ls, stores.show, stores.verify, stores.compare, watch),
+    CHANGE: (stores.pin, stores.unpin, stores.remove, stores.reject, stores.recover),
+    "Copy and convert": (stores.copy, stores.export, stores.import_),
+    "Measure and try": (tune, bench, demo),
+}
+for panel, commands in PANELS.items():
+    for command in commands:
+        name = command.__name__.rstrip("_")
+        app.command(name, cls=Command, rich_help_panel=panel)(command)
+for name, command in (("rm", stores.remove), ("diff", stores.compare)):  # as they were called in version 0.1
+    app.command(name, cls=Command, hidden=True)(command)
 flow_help(app)
-app.add_typer(shelf)
+app.add_typer(shelf, rich_help_panel=LOOK)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from pccheck_async.cli.output import (
     FAILED,
+    at_least,
     complain,
     no_file,
     no_plot,
@@ -32,20 +33,29 @@ def bench(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[,NAME...]",
-            help="What to compare with: torch, safetensors, dcp, dcp-async (default: all that can run).",
+            metavar="NAME,...",
+            help="Of torch, safetensors, dcp, dcp-async (default: all that can run).",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each method saves and loads.")] = 5,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            parser=at_least(1),
+            metavar="N",
+            help="How often each method saves and loads (default: 5).",
+            show_default=False,
+        ),
+    ] = 5,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every sample to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a bar chart (needs matplotlib).")] = None,
 ) -> int:
-    """Compare ways of saving on the disk under FOLDER: how long the call takes, and how long until it is durable.
+    """Compare ways of saving on your disk.
 
-    Methods take turns in a new random order every round; before each save every tensor changes, and after it the
-    checkpoint is loaded with a cold page cache and compared bit by bit. Shown are medians and quartiles, and the disk's
-    own time by O_DIRECT in the same minutes. Nothing else should use the disk and the cores meanwhile. All
-    files are removed at the end, after Ctrl-C too.
+    How long the call takes, and how long until it is durable, on the disk under FOLDER. Methods take turns in a new
+    random order every round; before each save every tensor changes, and after it the checkpoint is loaded with a cold
+    page cache and compared bit by bit. Shown are medians and quartiles, and the disk's own time by O_DIRECT in the same
+    minutes. Nothing else should use the disk and the cores meanwhile. All files are removed at the end, after Ctrl-C
+    too.
 
     Exit status: 0 all measured, 1 a method failed, a checkpoint did not load as it was saved, or disk or memory do not
     suffice, 2 wrong usage, 130 interrupted.

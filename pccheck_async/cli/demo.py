@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import pccheck_async as pccheck
 from pccheck_async.cli.demo_losses import compare_losses, draw, read_losses
-from pccheck_async.cli.output import FAILED, complain, no_file, printable, reporting, size, terminal
+from pccheck_async.cli.output import FAILED, at_least, complain, no_file, printable, reporting, size, terminal
 
 NEXT = """
 In your own loop:
@@ -69,33 +69,51 @@ class DemoRun:
 
 @reporting
 def demo(
-    steps: Annotated[int, typer.Option(min=3, help="Training steps of each run.")] = 60,
+    steps: Annotated[
+        int,
+        typer.Option(
+            parser=at_least(3), metavar="N", help="Training steps of each run (default: 60).", show_default=False
+        ),
+    ] = 60,
     interval: Annotated[
-        int | None, typer.Option(min=1, help="Steps between two checkpoints (default: a sixth of --steps).")
+        int | None,
+        typer.Option(
+            parser=at_least(1), metavar="STEPS", help="Steps between two checkpoints (default: a sixth of --steps)."
+        ),
     ] = None,
     crash_at: Annotated[
         int | None,
-        typer.Option(help="The killed run dies in the middle of the save of this step (default: at two thirds)."),
+        typer.Option(metavar="STEP", help="The step in whose save one run dies (default: at two thirds)."),
     ] = None,
     store: Annotated[
-        Path | None, typer.Option(help="Put the runs into a new folder in here (default: the system's place).")
+        Path | None, typer.Option(metavar="FOLDER", help="Put the runs in here (default: the system's place).")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the loss curves (of rank 0) into this SVG file (default: a new one).")
+        Path | None, typer.Option(metavar="FILE", help="Draw the loss curves into this SVG file (default: a new one).")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the stores and loss files at the end.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Train a model 13 times as large: minutes in place of half a minute.")
+        bool, typer.Option("--full", help="Train a model 13 times as large: minutes, not half a minute.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or auto.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="Where to train: cpu, cuda or auto (default: cpu).", show_default=False),
+    ] = "cpu",
     ranks: Annotated[
-        int, typer.Option(min=1, help="Train data-parallel in so many processes under torchrun (gloo, on the CPU).")
+        int,
+        typer.Option(
+            parser=at_least(1),
+            metavar="N",
+            help="Train data-parallel in so many processes, on the CPU (default: 1).",
+            show_default=False,
+        ),
     ] = 1,
 ) -> int:
-    """Train a small GPT three times: uninterrupted, killed in the middle of a save, and resumed; compare every bit.
+    """See a training run survive a SIGKILL, compared bit by bit.
 
-    With --ranks, all ranks save one checkpoint together, the last rank is killed, and torchrun ends the others; all are
-    started again, and the losses and the final state of every rank are compared.
+    Trains a small GPT three times: uninterrupted, killed in the middle of a save, and resumed. With --ranks, all ranks,
+    under torchrun, save one checkpoint together, the last rank is killed, and torchrun ends the others; all are started
+    again, and the losses and the final state of every rank are compared.
 
     Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
     usage.

@@ -25,6 +25,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from pccheck_async.errors import (
     CheckpointError,
@@ -122,6 +123,34 @@ def flow_help(app: typer.Typer) -> None:
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
+def without_types(params: list[Any]) -> list[Any]:
+    """Return parameters of a command with a help that shows metavars alone: no types, and nothing beside a flag."""
+    for param in params:
+        if isinstance(param, TyperArgument):
+            vars(param)["display_type_rich"] = lambda ctx: None
+            if param.hidden:
+                vars(param)["get_usage_pieces"] = lambda ctx: []
+        elif getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command with a plain help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return its arguments and options, ``--help`` too."""
+        return without_types(super().get_params(ctx))
+
+
+class CommandGroup(TyperGroup):
+    """Several commands with a plain help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return its options, ``--help`` too."""
+        return without_types(super().get_params(ctx))
+
+
 def parse_path(text: str) -> Path:
     """Return a path of the command line: an empty one is not the current folder, and a URL no folder named ``s3:``."""
     if not text:
@@ -129,6 +158,31 @@ def parse_path(text: str) -> Path:
     if "://" in text:
         raise typer.BadParameter(f"{text!r} is a URL; give a folder or file on a disk, or on a filesystem mounted here")
     return Path(text)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers: typer would show the range of its own numbers beside the option's name."""
+
+    def parse(text: str) -> int:
+        if (number := int(text)) < least:
+            raise typer.BadParameter(f"it is at least {least}, not {number}")
+        return number
+
+    parse.__name__ = "int"  # in the error for another text
+    return parse
+
+
+def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of times."""
+
+    def parse(text: str) -> float:
+        number = float(text)
+        if not least <= number <= most or number == math.inf:
+            raise typer.BadParameter(f"it is between {least:g} and {most:g} seconds, not {number:g}")
+        return number
+
+    parse.__name__ = "float"
+    return parse
 
 
 def path_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
@@ -140,14 +194,16 @@ StoreFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the st
 AnyFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the store, or of a group of ranks.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Rank: TypeAlias = Annotated[
-    int | None, typer.Option(min=0, help="In a group's folder: whose part of a checkpoint (default: that of rank 0).")
+    int | None,
+    typer.Option(parser=at_least(0), metavar="RANK", help="Of a group: whose part of a checkpoint (default: 0)."),
 ]
 Step: TypeAlias = Annotated[
-    int | None, typer.Option(help="The newest checkpoint of this step (default: the newest of all).")
+    int | None, typer.Option(metavar="STEP", help="The newest checkpoint of this step (default: the newest of all).")
 ]
-
-
-Name: TypeAlias = Annotated[str | None, typer.Option(help="The checkpoint with this name, instead of a step.")]
+OneStep: TypeAlias = Annotated[int | None, typer.Option(metavar="STEP", help="The newest checkpoint of this step.")]
+Name: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The checkpoint with this name, instead of a step.")
+]
 
 
 def no_file(option: str, file: Path | None) -> str | None:

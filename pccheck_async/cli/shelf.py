@@ -13,6 +13,8 @@ from rich.table import Table
 import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     DIFFERENT,
+    Command,
+    CommandGroup,
     Json,
     Report,
     flow_help,
@@ -31,13 +33,19 @@ if TYPE_CHECKING:
 ShelfPath: TypeAlias = Annotated[Path, path_argument("PATH", "File of the shelf.")]
 
 shelf = typer.Typer(
-    name="shelf", help="Look at a shelf: named variables in a mapped file.", no_args_is_help=True, add_completion=False
+    name="shelf",
+    cls=CommandGroup,
+    help="Look at a shelf: named variables in a mapped file.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
 @reporting
 def ls(path: ShelfPath, json: Json = False) -> Report:
-    """List the variables of a shelf. Refused while a process writes to it.
+    """List the variables of a shelf.
+
+    Refused while a process writes to it.
 
     Exit status: 0 listed, 1 it failed, 2 wrong usage, 4 it is damaged, or no shelf.
     """
@@ -56,7 +64,9 @@ def ls(path: ShelfPath, json: Json = False) -> Report:
 
 @reporting
 def show(path: ShelfPath, json: Json = False) -> Report:
-    """Show every value in the variables of a shelf: plain ones, and dtype and shape of arrays.
+    """Show every value in the variables of a shelf.
+
+    Plain ones, and dtype and shape of arrays.
 
     Exit status: 0 shown, 1 it failed, 2 wrong usage, 4 it is damaged, or no shelf.
     """
@@ -70,7 +80,9 @@ def show(path: ShelfPath, json: Json = False) -> Report:
 
 @reporting
 def verify(path: ShelfPath, json: Json = False) -> Report:
-    """Compare every variable of a shelf with its checksum, as of its last transaction.
+    """Compare every variable of a shelf with its checksum.
+
+    That of its last transaction.
 
     Exit status: 0 no variable differs from its last transaction, 1 it failed, 2 wrong usage, 4 some were changed
     outside a transaction, or are damaged.
@@ -116,5 +128,5 @@ def _leaves_as_json(variable: Variable) -> list[dict[str, Any]]:
 
 
 for command in (ls, show, verify):
-    shelf.command(command.__name__)(command)
+    shelf.command(command.__name__, cls=Command)(command)
 flow_help(shelf)

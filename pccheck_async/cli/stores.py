@@ -10,7 +10,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.table import Table
@@ -24,11 +24,13 @@ from pccheck_async.cli.output import (
     AnyFolder,
     Json,
     Name,
+    OneStep,
     Rank,
     Report,
     Step,
     StoreFolder,
     as_json,
+    at_least,
     captured_at,
     complain,
     json_value,
@@ -61,9 +63,10 @@ def _steps(infos: Iterable[pccheck.CheckpointInfo]) -> str:
 
 @reporting
 def ls(path: AnyFolder, json: Json = False) -> Report:
-    """List the committed checkpoints of a store, newest first. Safe while a trainer writes to it.
+    """List the committed checkpoints, newest first.
 
-    Of a group's folder those that are complete, with the bytes of all ranks, and below them those that lack parts.
+    Safe while a trainer writes to the store. Of a group's folder those that are complete, with the bytes of all ranks,
+    and below them those that lack parts.
 
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
@@ -142,13 +145,14 @@ def show(
     name: Name = None,
     rank: Rank = None,
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show what each rank of a group has of each checkpoint, and the slowest.")
+        bool, typer.Option("--ranks", help="What each rank of a group has of each checkpoint, and the slowest.")
     ] = False,
     json: Json = False,
 ) -> Report:
-    """Show the tree of a checkpoint: leaves with dtype, shape and size, aliases, plain values, chunks, the manifest.
+    """Show the tree of a checkpoint.
 
-    Of a group's, tensors that lie on several ranks in full, and which rank saved which boxes.
+    Leaves with dtype, shape and size, aliases, plain values, chunks, the manifest. Of a group's, tensors that lie on
+    several ranks in full, and which rank saved which boxes.
 
     Reads no tensor, but of a group without --rank those that ranks may have different, and writes nothing. Safe while a
     trainer writes to the store.
@@ -264,9 +268,10 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,
     json: Json = False,
 ) -> Report:
-    """Check every checksum: all copies of the commit records, the manifest, and every chunk. Names the damaged parts.
+    """Check every checksum, and name what is damaged.
 
-    Of a group's folder, the records and parts of all ranks. Writes nothing. Safe while a trainer writes to the store.
+    Those of all copies of the commit records, of the manifest, and of every chunk. Of a group's folder, the records and
+    parts of all ranks. Writes nothing. Safe while a trainer writes to the store.
 
     Exit status: 0 no byte is damaged, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4
     something is lost or damaged.
@@ -329,7 +334,7 @@ def _of_rank(rank: int | None) -> str:
     return "" if rank is None else f"rank {rank}: "
 
 
-# -- diff
+# -- compare
 
 
 class Side(NamedTuple):
@@ -340,7 +345,10 @@ class Side(NamedTuple):
 
 
 def parse_side(text: str) -> Side:
-    """Return the store and the step of ``PATH``, ``PATH@STEP`` or ``@STEP``; a folder of that very name is a path."""
+    """Return the store and the step of ``PATH``, or of ``PATH@STEP`` or ``@STEP``, as it was written in version 0.1.
+
+    A folder of that very name is a path.
+    """
     match = _PLACE.fullmatch(text)
     if match is None or Path(text).is_dir():
         return Side(parse_path(text), None)
@@ -348,34 +356,46 @@ def parse_side(text: str) -> Side:
 
 
 @reporting
-def diff(
-    one: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The first checkpoint.")],
-    other: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The second one; @STEP: in the same store.")],
+def compare(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Store of the first one, or folder of a group.")],
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="That of the second one (default: PATH).")
+    ] = None,
+    step: Step = None,
+    name: Name = None,
+    other_step: Annotated[int | None, typer.Option(metavar="STEP", help="Step of the second one.")] = None,
+    other_name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the second one.")] = None,
     rank: Rank = None,
     other_rank: Annotated[
         int | None,
-        typer.Option(min=0, help="The same of the second one (in the same store by default as of the first)."),
+        typer.Option(parser=at_least(0), metavar="RANK", help="Rank of the second one (default, in PATH: --rank)."),
     ] = None,
     json: Json = False,
 ) -> Report:
-    """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
+    """Compare two checkpoints, leaf by leaf.
 
-    Tensors that lie on several ranks of a group are compared in full, even if divided differently; values that each
-    rank has for itself, for --rank alone. Verifies all bytes that it reads and writes nothing. Safe while a
-    trainer writes to the store, which may need a slot more.
+    Shows which leaves differ, in how many elements, and by how much; NaN equals NaN. Each of the two is the newest of
+    its store, unless a step or a name is given. Tensors that lie on several ranks of a group are compared in full, even
+    if divided differently; values that each rank has for itself, for --rank alone. Verifies all bytes that it reads and
+    writes nothing. Safe while a trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
     differ, or something is lost or damaged.
     """
-    first, second = parse_side(one), parse_side(other)
+    first, second = parse_side(path), Side(None, None) if other is None else parse_side(other)
     if first.path is None:
-        raise typer.BadParameter(f"{one!r} names no folder: the first place is PATH or PATH@STEP")
+        raise typer.BadParameter(f"{path!r} names no folder")
+    if other is None and other_step is None and other_name is None:
+        raise typer.BadParameter("which other one? Give OTHER, --other-step or --other-name")
+    step, other_step = _step_of(first, step, name, ""), _step_of(second, other_step, other_name, "other-")
     with progress_bar("comparing") as progress:
         comparison = pccheck.stores.compare(
             first.path,
             second.path,
-            step=first.step,
-            other_step=second.step,
+            step=step,
+            name=name,
+            other_step=other_step,
+            other_name=other_name,
             rank=rank,
             other_rank=other_rank,
             progress=progress,
@@ -388,6 +408,15 @@ def diff(
         "differences": [_difference_as_json(each) for each in comparison.differences],
     }
     return Report(document, _compared(comparison), DIFFERENT if comparison.differences else 0)
+
+
+def _step_of(side: Side, step: int | None, name: str | None, prefix: str) -> int | None:
+    if side.step is None:
+        return step
+    if step is not None or name is not None:
+        raise typer.BadParameter(f"--{prefix}step and --{prefix}name exclude @{side.step}")
+    complain(f"write --{prefix}step {side.step}; @{side.step} goes with version 2")
+    return side.step
 
 
 def _difference_as_json(each: pccheck.stores.LeafDifference) -> dict[str, Any]:
@@ -444,25 +473,29 @@ def copy(
     step: Step = None,
     name: Name = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Of a group: copy the part of this rank alone (default: of all ranks).")
+        int | None,
+        typer.Option(
+            parser=at_least(0), metavar="RANK", help="Of a group: the part of this rank alone (default: all)."
+        ),
     ] = None,
-    pin: Annotated[
-        bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
-    ] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Pin the copy (default: as in SOURCE).")] = False,
+    no_pin: Annotated[bool, typer.Option("--no-pin", help="Do not pin the copy.")] = False,
     json: Json = False,
 ) -> Report:
-    """Copy a checkpoint into another store, verified on the way; it becomes the newest one there, others stay.
+    """Copy a checkpoint into another store.
 
-    Of a group, the parts of all ranks, into the folder of a group.
-
-    A trainer may write to SOURCE meanwhile, not to TARGET.
+    It is verified on the way, and becomes the newest one there; others stay. Of a group, the parts of all ranks, into
+    the folder of a group. A trainer may write to SOURCE meanwhile, not to TARGET.
 
     Exit status: 0 the copy is durable, 1 it failed and nothing was committed, 2 wrong usage, 3 there is no such
     checkpoint, 4 something is lost or damaged.
     """
+    if pin and no_pin:
+        raise typer.BadParameter("--pin excludes --no-pin")
+    pinned = pin if pin or no_pin else None
     start = time.perf_counter()
     with progress_bar("copying") as progress:
-        info = pccheck.stores.copy(source, target, step=step, name=name, rank=rank, pinned=pin, progress=progress)
+        info = pccheck.stores.copy(source, target, step=step, name=name, rank=rank, pinned=pinned, progress=progress)
     seconds = time.perf_counter() - start
     there = read_place(target)
     world = there.complete[0].world
@@ -477,24 +510,31 @@ def copy(
 
 
 @reporting
-def rm(
+def remove(
     path: StoreFolder,
-    steps: Annotated[list[int] | None, typer.Argument(help="Steps to remove, pinned or not.")] = None,
-    names: Annotated[list[str] | None, typer.Option("--name", help="A name to remove; may be repeated.")] = None,
+    old: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
+    steps: Annotated[
+        list[int] | None, typer.Option("--step", metavar="STEP", help="A step to remove; may be repeated.")
+    ] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--name", metavar="NAME", help="A name to remove; may be repeated.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
     json: Json = False,
 ) -> Report | int:
-    """Remove checkpoints, all of these steps and names or none, in one commit, and free their space.
+    """Remove checkpoints, and free their space.
 
-    No trainer has PATH open.
+    All of these steps and names, pinned or not, or none, in one commit. No trainer has PATH open.
 
     Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps, or
     with one of the names, 4 the store is damaged.
     """
-    steps, names = steps or [], names or []
+    if old:
+        _note_old(*old)
+    steps, names = [*(steps or []), *(old or [])], names or []
     if not steps and not names:
-        raise typer.BadParameter("give steps, or --name")
+        raise typer.BadParameter(_WHICH)
     place = read_place(path)
     if not (infos := place.infos):
         raise place.nothing(None)
@@ -509,49 +549,79 @@ def rm(
     if not yes and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True):
         complain("nothing was removed")
         return FAILED
-    removal = pccheck.stores.remove(path, steps, names=names, force=force)
+    removal = pccheck.stores.remove(path, step=steps, name=names, force=force)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
         [f"Removed step {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
     )
 
 
-StepNumber = Annotated[int, typer.Argument(help="Step of the checkpoint.")]
+_WHICH = "give --step or --name"
+OldStep: TypeAlias = Annotated[int | None, typer.Argument(hidden=True)]
+"""A step as version 0.1 took it."""
+
+
+def _note_old(*steps: int) -> None:
+    options = " ".join(f"--step {step}" for step in steps)
+    complain(f"write {options}; steps without --step go with version 2")
+
+
+def _one(step: int | None, name: str | None, old: int | None) -> dict[str, Any]:
+    """Return the arguments that say which checkpoint is meant."""
+    if old is not None and step is None and name is None:
+        _note_old(old)
+        step = old
+    elif old is not None or (step is None) == (name is None):
+        raise typer.BadParameter(_WHICH)
+    return {"step": step, "name": name}
 
 
 @reporting
-def pin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
-    """Keep the newest checkpoint of a step even if a trainer's rules would drop it. No trainer has PATH open.
+def pin(path: StoreFolder, old: OldStep = None, step: OneStep = None, name: Name = None, json: Json = False) -> Report:
+    """Keep a checkpoint even if a trainer's rules would drop it.
+
+    No trainer has PATH open.
 
     Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
-    return _set_pin(path, step, True, "is kept whatever a trainer's rules say")
+    info = pccheck.stores.pin(path, **_one(step, name, old))
+    return _pinned(info, "is kept whatever a trainer's rules say")
 
 
 @reporting
-def unpin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
-    """Leave a pinned checkpoint to a trainer's rules again. No trainer has PATH open.
+def unpin(
+    path: StoreFolder, old: OldStep = None, step: OneStep = None, name: Name = None, json: Json = False
+) -> Report:
+    """Leave a pinned checkpoint to a trainer's rules again.
+
+    All checkpoints of the step. No trainer has PATH open.
 
     Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
-    return _set_pin(path, step, False, "goes with a trainer's next commit unless a rule keeps it")
+    info = pccheck.stores.unpin(path, **_one(step, name, old))
+    return _pinned(info, "goes with a trainer's next commit unless a rule keeps it")
 
 
-def _set_pin(path: Path, step: int, pinned: bool, fate: str) -> Report:
-    info = pccheck.stores.pin(path, step, pinned=pinned)
+def _pinned(info: pccheck.CheckpointInfo, fate: str) -> Report:
     return Report(as_json(info), [f"Step {info.step} (counter {info.counter}) {fate}."])
 
 
 @reporting
-def reject(path: AnyFolder, step: StepNumber, json: Json = False) -> Report:
-    """Reject every checkpoint from a step on: restores pass them over, and no rule keeps them. It cannot be undone.
+def reject(
+    path: AnyFolder,
+    old: OldStep = None,
+    step: Annotated[int | None, typer.Option(metavar="STEP", help="The first bad step.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="The name of the first bad checkpoint.")] = None,
+    json: Json = False,
+) -> Report:
+    """Reject a checkpoint and every newer one.
 
-    No trainer has PATH open.
+    Restores pass them over, and no rule keeps them. It cannot be undone. No trainer has PATH open.
 
-    Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this step on, 4 the
+    Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this one on, 4 the
     store is damaged.
     """
-    rejected = pccheck.stores.reject(path, step)
+    rejected = pccheck.stores.reject(path, **_one(step, name, old))
     newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)
     return Report(
         {"rejected": [as_json(info) for info in rejected], "newest": as_json(newest)},
@@ -566,19 +636,21 @@ def reject(path: AnyFolder, step: StepNumber, json: Json = False) -> Report:
 def recover(
     path: AnyFolder,
     write: Annotated[
-        bool, typer.Option("--write", help="Write a new commit record, and store.json where it is lost.")
+        bool, typer.Option("--write", help="Write a new commit record, and store.json if it is lost.")
     ] = False,
     search: Annotated[
-        bool, typer.Option("--search", help="Search the slots also where a commit record is valid.")
+        bool, typer.Option("--search", help="Search the slots even if a commit record is valid.")
     ] = False,
     slots: Annotated[
-        list[int] | None, typer.Option("--slot", help="Name only the checkpoint in this slot; may be repeated.")
+        list[int] | None,
+        typer.Option("--slot", metavar="SLOT", help="Name only the one in this slot; may be repeated."),
     ] = None,
     json: Json = False,
 ) -> Report:
-    """Search a store whose commit records or store.json are lost for checkpoints of which every byte holds.
+    """Find whole checkpoints where the commit records are lost.
 
-    Writes nothing without --write. Never changes a slot, and keeps the files that it replaces under other names.
+    Searches a store whose commit records or store.json are lost for checkpoints of which every byte holds. Writes
+    nothing without --write. Never changes a slot, and keeps the files that it replaces under other names.
 
     Exit status: 0 the store is in order, or written, 1 it failed, 2 wrong usage, 3 nothing whole was found, 4 there is
     something to write.
@@ -642,25 +714,30 @@ def export(
     path: AnyFolder,
     out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
     to: Annotated[
-        Literal["safetensors", "torch", "dcp", "lightning", "transformers"], typer.Option(help="The format.")
+        Literal["safetensors", "torch", "dcp", "lightning", "transformers"],
+        typer.Option(metavar="FORMAT", help="safetensors, torch, dcp, lightning or transformers."),
     ],
     step: Step = None,
     name: Name = None,
     rank: Rank = None,
     keys: Annotated[
-        list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
+        list[str] | None, typer.Option(metavar="GLOB", help="What to export, such as 'model.*'; may be repeated.")
     ] = None,
-    root: Annotated[str | None, typer.Option(help="The part that becomes the whole, such as 'model'.")] = None,
+    root: Annotated[
+        str | None, typer.Option(metavar="PART", help="The part that becomes the whole, such as 'model'.")
+    ] = None,
     max_file_size: Annotated[
         str | None,
-        typer.Option(help="safetensors: write a folder of files of at most this size, such as 5GB, and an index."),
+        typer.Option(metavar="SIZE", help="safetensors: a folder of files of at most this size, and an index."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT in one step, where it is an earlier export.")
+        bool, typer.Option("--overwrite", help="Replace OUT in one step if it is an earlier export.")
     ] = False,
     json: Json = False,
 ) -> Report:
-    """Write a checkpoint, or a part of it, as a file or folder that others read without this package.
+    """Write a checkpoint, or a part of it, in another format.
+
+    The file or folder is read without this package.
 
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
     checkpoint, 4 something is lost or damaged.
@@ -704,30 +781,33 @@ def import_(
         Path,
         path_argument(
             "FILE",
-            "A .ckpt of Lightning, a file of torch.save or safetensors; or a folder (transformers: "
-            "checkpoint-N; safetensors, dcp).",
+            "A .ckpt of Lightning, a file of torch.save or safetensors; or a folder: checkpoint-N of transformers, "
+            "safetensors, dcp.",
         ),
     ],
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
     source: Annotated[
         Literal["lightning", "transformers", "torch", "safetensors", "dcp"] | None,
-        typer.Option("--from", help="The format (default: as detected)."),
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            help="lightning, transformers, torch, safetensors or dcp (default: as detected).",
+        ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="The step of the new checkpoint (default: the one in the file, or a count).")
+        int | None, typer.Option(metavar="STEP", help="Step of the new checkpoint (default: the file's, or a count).")
     ] = None,
-    root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
+    root: Annotated[str | None, typer.Option(metavar="PART", help="Put it below this name, such as 'model'.")] = None,
     skip_unreadable: Annotated[
         bool,
-        typer.Option(
-            "--skip-unreadable", help="Leave out values that can be read only by running code, such as a configuration."
-        ),
+        typer.Option("--skip-unreadable", help="Leave out values that only running code could read."),
     ] = False,
     json: Json = False,
 ) -> Report:
-    """Save the contents of a file or folder as the newest checkpoint of a store. Runs no code from it.
+    """Save a file or folder of another format as a checkpoint.
 
-    Prints the format that it was read as, and the parts that a run that goes on from it will lack.
+    It becomes the newest one of the store. Runs no code from the file. Prints the format that it was read as, and the
+    parts that a run that goes on from it will lack.
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage, 3 there is nothing to import, 4 it is damaged.
     """

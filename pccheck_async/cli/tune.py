@@ -16,6 +16,7 @@ import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     Json,
     Report,
+    at_least,
     binary_size,
     complain,
     duration,
@@ -23,6 +24,7 @@ from pccheck_async.cli.output import (
     parse_size,
     path_argument,
     reporting,
+    seconds,
     size,
     status_of,
     table,
@@ -40,33 +42,51 @@ def tune(
             "--size",
             parser=parse_size,
             metavar="SIZE",
-            help="Size of a checkpoint, such as 500MB or 1.5GiB (default: that of the newest one in PATH).",
+            help="Size of a checkpoint, such as 1.5GiB (default: the newest one's).",
         ),
     ] = None,
-    keep_last: Annotated[int, typer.Option(min=1, help="Checkpoints that the engine will keep.")] = 1,
+    keep_last: Annotated[
+        int,
+        typer.Option(
+            parser=at_least(1),
+            metavar="N",
+            help="Checkpoints that the engine will keep (default: 1).",
+            show_default=False,
+        ),
+    ] = 1,
     host_memory: Annotated[
         int | None,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Most staging memory (default: a quarter of what is free)."
+            parser=parse_size, metavar="SIZE", help="Most staging memory (default: a quarter of the free memory)."
         ),
     ] = None,
     step_seconds: Annotated[
-        float | None, typer.Option(min=1e-6, help="Time of a training step: shows how often to save.")
+        float | None,
+        typer.Option(parser=seconds(1e-6), metavar="SECONDS", help="Time of a training step: how often to save."),
     ] = None,
     budget_seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="About how long to measure; a slow disk needs more.")
+        float,
+        typer.Option(
+            "--seconds",
+            parser=seconds(0.1),
+            metavar="SECONDS",
+            help="About how long to measure; a slow disk needs more (default: 10).",
+            show_default=False,
+        ),
     ] = 10.0,
     out: Annotated[
         Path | None,
         typer.Option(
             parser=parse_path,
-            metavar="OUT",
-            help="Write the settings to this .json file, or to tuning.json in this folder (default: PATH).",
+            metavar="FILE",
+            help="A .json file for the settings, or a folder for tuning.json (default: PATH).",
         ),
     ] = None,
     json: Json = False,
 ) -> Report | int:
-    """Measure the disk under PATH and write down the settings for an engine there. Changes no checkpoint.
+    """Measure a disk, and write down settings for an engine there.
+
+    Changes no checkpoint.
 
     Exit status: 0 tuned, 1 it failed or nothing fits into storage, memory and cores, 2 wrong usage, 3 there is no
     checkpoint in PATH to take the size from, and no --size, 4 the store there is damaged.

@@ -26,6 +26,7 @@ from pccheck_async.cli.output import (
     duration,
     printable,
     reporting,
+    seconds,
     size,
     status_of,
     table,
@@ -289,11 +290,19 @@ class Watch:
 @reporting
 def watch(
     path: AnyFolder,
-    interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[
+        float,
+        typer.Option(
+            parser=seconds(0.1, 86_400),
+            metavar="SECONDS",
+            help="Time between two looks (default: 1).",
+            show_default=False,
+        ),
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON objects instead, one a line.")] = False,
 ) -> int:
-    """Watch an engine that saves into a store from another process, without disturbing it.
+    """Watch an engine of another process, without disturbing it.
 
     It is seen from its first checkpoint on: checkpoints in flight, rates, waiting, the next one due. A terminal
     gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the

@@ -42,7 +42,6 @@ from pccheck_async.format import (
     describe_which,
     matches,
     new_step,
-    whole_step,
 )
 from pccheck_async.medium import forget, holder_here, remember
 from pccheck_async.medium.open_medium import store_path
@@ -556,15 +555,16 @@ class EngineCore:
         _ = self.assembly  # raises ClosedError
         return [entry.info for entry in self.peers.entries]
 
-    async def pin(self, caller: Caller, step: int, pinned: bool) -> CheckpointInfo:
-        """Exempt the newest checkpoint of a step from the rules, or subject it to them again."""
+    async def pin(self, caller: Caller, which: int | str, pinned: bool) -> CheckpointInfo:
+        """Exempt a checkpoint from the rules, or subject it to them again, once those in flight that match ended."""
         self.check_alive()
-        return (await caller.run(self.peers.pin(whole_step(step), pinned))).info
+        for pending in self.in_flight.checkpoints():
+            if matches(which, pending.step, pending.name):
+                await caller.wait(pending.ended_future())
+        return (await caller.run(self.peers.pin(which, pinned))).info
 
-    async def remove(self, caller: Caller, which: Which, *, force: bool) -> list[CheckpointInfo]:
+    async def remove(self, caller: Caller, which: int | str, *, force: bool) -> list[CheckpointInfo]:
         """Remove checkpoints of a step or with a name, once those in flight that it needs have ended."""
-        if which is None:
-            raise TypeError("give the step or the name of what is to be removed")
         self.check_alive()
         in_flight = self.in_flight.checkpoints()
         others = any(not (info.rejected or matches(which, info.step, info.name)) for info in self.infos)
@@ -575,14 +575,13 @@ class EngineCore:
         self._unrestored = [info for info in self._unrestored if not matches(which, info.step, info.name)]
         return [entry.info for entry in removed]
 
-    async def reject(self, caller: Caller, step: int) -> list[CheckpointInfo]:
-        """Reject all from a step on that was saved before this call, in flight too."""
+    async def reject(self, caller: Caller, which: int | str) -> list[CheckpointInfo]:
+        """Reject all from a step, or from the one of a name, on that was saved before this call, in flight too."""
         self.check_alive()
-        step = whole_step(step)
         with self.in_flight.lock:
             until = self.in_flight.counter
-            in_flight = {pending.counter: pending.step for pending in self.in_flight.checkpoints()}
-        rejected = await caller.run(self.peers.reject(step, in_flight, until))
+            in_flight = {pending.counter: (pending.step, pending.name) for pending in self.in_flight.checkpoints()}
+        rejected = await caller.run(self.peers.reject(which, in_flight, until))
         self.training.rejected()
         counters = {entry.counter for entry in rejected}
         self._unrestored = [info for info in self._unrestored if info.counter not in counters]

@@ -222,15 +222,17 @@ class Peers(ABC):
         """The newest checkpoint that is durable and, if there is such a one, not rejected; None: all were removed."""
 
     @abstractmethod
-    async def pin(self, step: int, pinned: bool) -> Entry:
+    async def pin(self, which: int | str, pinned: bool) -> Entry:
         """See :meth:`Store.pin`."""
 
     @abstractmethod
-    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
+    async def reject(
+        self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
+    ) -> list[Entry]:
         """See :meth:`Store.reject`."""
 
     @abstractmethod
-    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
+    async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         """See :meth:`Store.remove`."""
 
     # -- training steps
@@ -296,13 +298,15 @@ class Alone(Peers):
     def newest(self) -> Entry | None:
         return self._store.committed.newest
 
-    async def pin(self, step: int, pinned: bool) -> Entry:
-        return await self._store.pin(step, pinned)
+    async def pin(self, which: int | str, pinned: bool) -> Entry:
+        return await self._store.pin(which, pinned)
 
-    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
-        return await self._store.reject(step, in_flight, until)
+    async def reject(
+        self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
+    ) -> list[Entry]:
+        return await self._store.reject(which, in_flight, until)
 
-    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
+    async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         return await self._store.remove(which, force=force)
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:

@@ -10,8 +10,10 @@ from pccheck_async.format.arguments import (
     check_name,
     check_step,
     describe_which,
+    formerly,
     matches,
     new_step,
+    the_one,
     which_one,
     whole_step,
 )
@@ -23,6 +25,6 @@ from pccheck_async.format.record import Entry, Identity, NewerFormatError, Recor
 __all__ = [
     "WINDOW_KEY", "Action", "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata",
     "NewerFormatError", "Parts", "Record", "Restored", "Run", "Which", "align", "check_count", "check_metadata",
-    "check_name", "check_step", "combine", "crc32", "describe_which", "matches", "name_in", "new_step", "piece_sums",
-    "which_one", "whole_step",
+    "check_name", "check_step", "combine", "crc32", "describe_which", "formerly", "matches", "name_in", "new_step",
+    "piece_sums", "the_one", "which_one", "whole_step",
 ]  # fmt: skip

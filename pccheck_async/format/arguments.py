@@ -4,8 +4,15 @@
 from __future__ import annotations
 
 import operator
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from pccheck_async.format.info import Which
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def check_step(step: object) -> int | None:
@@ -20,6 +27,48 @@ def which_one(step: object, name: object) -> Which:
     if step is not None:
         raise ValueError(f"give a step or a name, not both ({step!r} and {name!r})")
     return check_name(name)
+
+
+def the_one(step: object, name: object) -> int | str:
+    """Return the given step or name. Raises TypeError if there is neither, and the errors of :func:`which_one`."""
+    if (which := which_one(step, name)) is None:
+        raise TypeError("give step= or name=")
+    return which
+
+
+def formerly(
+    *positional: str,
+    after: int,
+    renamed: Mapping[str, str] | None = None,
+    pinned: Callable[..., Any] | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: a function also takes arguments as it did in version 0.1, with a DeprecationWarning.
+
+    Args:
+        positional: Arguments that are given by name alone now.
+        after: The number of those that still have places before them, ``self`` included.
+        renamed: Old names of arguments, each with the new one.
+        pinned: The function to call for the old argument ``pinned=False``.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        verb = function.__name__.partition("_")[0]
+
+        @wraps(function)
+        def called(*arguments: Any, **named: Any) -> Any:
+            now = dict(zip(positional, arguments[after:], strict=False))
+            now |= {new: named.pop(name) for name, new in (renamed or {}).items() if name in named}
+            call, new = function, [f"{verb}({', '.join(f'{name}=...' for name in now)})"] if now else []
+            if pinned is not None and "pinned" in named:
+                call, new = (function if named.pop("pinned") else pinned), ["pin() and unpin()"]
+            if not new or len(arguments) > after + len(positional):
+                return function(*arguments, **named)
+            warnings.warn(f"write {new[0]}; the old spelling goes with version 2", DeprecationWarning, stacklevel=2)
+            return call(*arguments[:after], **now, **named)
+
+        return called
+
+    return decorate
 
 
 def check_name(name: object) -> str:

@@ -79,7 +79,7 @@ NAME_KEY = "pccheck.name"
 """A checkpoint's name, in its metadata: so it is in version 1, too, and readers without support for names keep them."""
 REJECTED_KEY = "pccheck.rejected"
 """Whether a checkpoint is rejected, in its metadata for the same reason: older versions ignore it and restore it."""
-_OWN_KEYS = {NAME_KEY: "where checkpoint(name=...) is kept", REJECTED_KEY: "what engine.reject(step) sets"}
+_OWN_KEYS = {NAME_KEY: "where checkpoint(name=...) is kept", REJECTED_KEY: "what engine.reject() sets"}
 
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few
-from pccheck_async.format import Entry
+from pccheck_async.format import Entry, name_in
 from pccheck_async.group.messages import (
     Abort,
     Acknowledge,
@@ -424,11 +424,12 @@ class Coordinator:
         Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises the
         errors of :meth:`Retention.reject`; StoreError if no rank could mark one.
         """
-        assert isinstance(wanted.which, int)
         view = self._view
         assert view is not None
-        in_flight = {counter: ballot.step for counter, ballot in self._ballots.items()}
-        in_flight |= {one.key.counter: one.step for one in view.incomplete if one.key in self.unproven}
+        in_flight = {
+            counter: (ballot.step, name_in(ballot.metadata or {})) for counter, ballot in self._ballots.items()
+        }
+        in_flight |= {one.key.counter: (one.step, None) for one in view.incomplete if one.key in self.unproven}
         entries = [entry for _, entry in self._newest_first()]
         chosen = self.retention.reject(entries, wanted.which, in_flight, wanted.until)
         for one in view.complete:
@@ -446,7 +447,6 @@ class Coordinator:
         if wanted.change in ("reject", "was rejected"):
             return [entry.as_rejected() if entry.counter in rejected else entry for entry in entries]
         if wanted.change in ("pin", "unpin"):
-            assert isinstance(wanted.which, int)
             return self.retention.pin(entries, wanted.which, wanted.change == "pin")
         return self.retention.remove(entries, wanted.which, force=wanted.change == "remove even the last")
 

@@ -333,21 +333,21 @@ class Member:
                     actions += self.failed(counter, why)
         return [*actions, Post(Goodbye(self.rank, self.counter, why)), *self.drain()]
 
-    def pin(self, step: int, pinned: bool) -> list[Action]:
-        """Pin the newest checkpoint of a step, or unpin all of that step."""
-        return self._change(WantedStep("pin" if pinned else "unpin", step))
+    def pin(self, which: int | str, pinned: bool) -> list[Action]:
+        """Pin the newest checkpoint of a step, or that of a name; or unpin all of them."""
+        return self._change(WantedStep("pin" if pinned else "unpin", which))
 
     def remove(self, which: int | str, *, force: bool) -> list[Action]:
         """Drop all checkpoints of a step, or that of a name."""
         return self._change(WantedStep("remove even the last" if force else "remove", which))
 
-    def reject(self, step: int, until: int) -> list[Action]:
-        """Reject all from a step on, up to a counter, in flight too."""
-        return self._change(WantedStep("reject", step, until))
+    def reject(self, which: int | str, until: int) -> list[Action]:
+        """Reject all from a step, or from the checkpoint of a name, on, up to a counter, in flight too."""
+        return self._change(WantedStep("reject", which, until))
 
-    def was_rejected(self, step: int, until: int) -> list[Action]:
+    def was_rejected(self, which: int | str, until: int) -> list[Action]:
         """Request a change that ends once the records of all ranks have the marks: called once this rank's has."""
-        return self._change(WantedStep("was rejected", step, until))
+        return self._change(WantedStep("was rejected", which, until))
 
     def _change(self, wanted: WantedStep) -> list[Action]:
         """Request a change of the kept checkpoints. Calls are numbered from 0 on."""

@@ -61,7 +61,7 @@ from pccheck_async.group.elsewhere import remove_fetched
 from pccheck_async.group.folder import domain_of, remove_store, seen_store, seen_stores, write_parts
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import AnyDecision, Failed, Ok
+from pccheck_async.group.messages import AnyDecision, Change, Failed, Ok
 from pccheck_async.group.parts import SeenStore
 from pccheck_async.group.steps import Steps
 from pccheck_async.medium.files import Files
@@ -129,7 +129,9 @@ class Ranks(Peers):
         self._client: Client | None = None
         self._said_hello = False
         self._checkpoints: dict[int, _Checkpoint] = {}
-        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._changes: dict[int, asyncio.Future[Sequence[Entry]]] = {}
+        self._changed: dict[int, Sequence[Entry]] = {}
+        """By change, the checkpoints that it left: later commits may drop some before its caller gets them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._naming: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -262,6 +264,8 @@ class Ranks(Peers):
         try:
             with self._steps.changed:
                 actions = self.member.learn(decision)
+                if isinstance(decision, Change) and decision.why is None:
+                    self._changed[decision.index] = self.entries
                 self._steps.changed.notify_all()
             self._do(actions)
         except Exception as error:  # noqa: BLE001 - else its waiting callers wait for ever
@@ -354,18 +358,19 @@ class Ranks(Peers):
         there = self.entries
         return next((entry for entry in there if not entry.rejected), there[0] if there else None)
 
-    async def pin(self, step: int, pinned: bool) -> Entry:
-        await self._change(partial(self.member.pin, step, pinned))
-        return next(entry for entry in self.entries if entry.step == step)
+    async def pin(self, which: int | str, pinned: bool) -> Entry:
+        there = await self._change(partial(self.member.pin, which, pinned))
+        return structs.replace(next(entry for entry in there if entry.matches(which)), pinned=pinned)
 
-    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
-        assert which is not None
+    async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         before = self.entries
         await self._change(partial(self.member.remove, which, force=force))
         await self._store.slots.remove_surplus()
         return [entry for entry in before if entry.matches(which)]
 
-    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
+    async def reject(
+        self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
+    ) -> list[Entry]:
         """See :meth:`Store.reject`; rank 0 knows the checkpoints in flight.
 
         Cancellation: raised when it has ended: the others wait for this rank's second request.
@@ -373,23 +378,24 @@ class Ranks(Peers):
         before = [entry for entry in self.entries if not entry.rejected]
 
         async def reject() -> None:
-            await self._change(partial(self.member.reject, step, until))
+            await self._change(partial(self.member.reject, which, until))
             # A second request, once this rank's own record is durable. Without it: a rank without a part of those
             # checkpoints returns first, all ranks are killed, and no record has the rejection.
-            await self._change(partial(self.member.was_rejected, step, until))
+            await self._change(partial(self.member.was_rejected, which, until))
 
         await uninterrupted(reject())
         rejected = {key.counter for key in self.member.rejected}  # the next save may have dropped them by now
         return [entry.as_rejected() for entry in before if entry.counter in rejected]
 
-    async def _change(self, ask: Callable[[], list[Action]]) -> None:
-        """Request a change; returns when this rank's record has it.
+    async def _change(self, ask: Callable[[], list[Action]]) -> Sequence[Entry]:
+        """Request a change; returns the checkpoints that it left, newest first, when this rank's record has it.
 
         Raises NoCheckpointError, StoreError, GroupError.
         """
-        answer = self._changes[self.member.changes_asked] = self._loop.create_future()
+        answer: asyncio.Future[Sequence[Entry]] = self._loop.create_future()
+        self._changes[self.member.changes_asked] = answer
         self._do(ask())
-        await answer
+        return await answer
 
     # -- training steps: on the trainer's thread
 
@@ -443,7 +449,8 @@ class Ranks(Peers):
                 case Unopened():
                     _set(self._opened, GroupError(action.why))
                 case ResolveChange(index, why, refused):
-                    _set(self._changes.pop(index, None), None if why is None else _REFUSED[refused](why))
+                    left = self._changed.pop(index, ())
+                    _set(self._changes.pop(index, None), left if why is None else _REFUSED[refused](why))
                 case MatchManifest():
                     for sending in self._parts.sendings(action.key):
                         self._start(sending)

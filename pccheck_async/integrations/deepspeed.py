@@ -309,9 +309,9 @@ def _pin_alone(engine: SyncCheckpointEngine, complete: int | None) -> None:
     """Keep the complete checkpoint of a tag that is saved again, until all ranks have the new one."""
     for info in engine.checkpoints():
         if info.step == complete:
-            engine.pin(info.step)
+            engine.pin(step=info.step)
         elif info.pinned:
-            engine.unpin(info.step)
+            engine.unpin(step=info.step)
 
 
 def _replace(path: Path, text: str) -> None:

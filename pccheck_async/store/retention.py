@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError
-from pccheck_async.format import Entry, Record, Which, check_count, describe_which
+from pccheck_async.format import Entry, Record, Which, check_count, describe_which, matches
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
@@ -177,40 +177,46 @@ class Retention:
             raise StoreError(f"{what} would be left; nothing was removed (--force, force=True: remove them)")
 
     @staticmethod
-    def reject(entries: Sequence[Entry], step: int, in_flight: Mapping[int, int], until: int) -> set[int]:
-        """Return the counters of the checkpoints, of these and in flight, to reject from ``step`` on.
+    def reject(
+        entries: Sequence[Entry], which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
+    ) -> set[int]:
+        """Return the counters of the checkpoints, of these and in flight, to reject from ``which`` on.
 
-        Rejected are all steps from ``step`` on, and those admitted after the newest checkpoint of ``step``: after a
+        Rejected are all steps from its step on, and those admitted after the newest checkpoint that matches: after a
         rollback also smaller steps.
 
         Args:
             entries: Committed checkpoints.
-            step: The first bad step.
-            in_flight: Steps of the checkpoints in flight, by counter.
+            which: The first bad step, or the name of the first bad checkpoint.
+            in_flight: Steps and names of the checkpoints in flight, by counter.
             until: The counter of the last checkpoint that was admitted before the call: newer ones are not rejected.
 
         Raises NoCheckpointError if there are none, StoreError if no committed one would be left.
         """
-        steps = dict(in_flight) | {entry.counter: entry.step for entry in entries if not entry.rejected}
-        steps = {counter: each for counter, each in steps.items() if counter <= until}
-        first = max((counter for counter, each in steps.items() if each == step), default=until + 1)
-        chosen = {counter for counter, each in steps.items() if each >= step or counter >= first}
+        there = dict(in_flight) | {entry.counter: (entry.step, entry.name) for entry in entries if not entry.rejected}
+        there = {counter: each for counter, each in there.items() if counter <= until}
+        first = max((counter for counter, each in there.items() if matches(which, *each)), default=until + 1)
+        step = there[first][0] if first in there else which if isinstance(which, int) else None
+        chosen = {
+            counter for counter, (each, _) in there.items() if (step is not None and each >= step) or counter >= first
+        }
         if not chosen:
-            raise NoCheckpointError(f"there is no checkpoint of step {step} or newer that is not rejected")
+            newer = " or newer" if isinstance(which, int) else ""
+            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}{newer} that is not rejected")
         if all(entry.rejected or entry.counter in chosen for entry in entries):
             raise StoreError(
                 f"no committed checkpoint older than step {step} would be left to restore; nothing was rejected"
             )
         return chosen
 
-    def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
-        """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
+    def pin(self, entries: Sequence[Entry], which: int | str, pinned: bool) -> list[Entry]:
+        """Return ``entries``, newest first, with the newest one that matches pinned, or with none of them pinned.
 
         Raises NoCheckpointError, and StoreFullError as :meth:`check_room`.
         """
-        found = [at for at, entry in enumerate(entries) if entry.step == step]
+        found = [at for at, entry in enumerate(entries) if entry.matches(which)]
         if not found:
-            raise NoCheckpointError(f"there is no checkpoint of step {step}")
+            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}")
         changed = list(entries)
         for at in found[:1] if pinned else found:  # after a rollback the pinned one may be an older one of that step
             changed[at] = replace(entries[at], pinned=pinned)

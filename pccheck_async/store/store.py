@@ -17,7 +17,7 @@ from functools import partial
 from typing import final
 
 from pccheck_async.errors import DurabilityUnknownError, StoreFailedError
-from pccheck_async.format import Entry, Record, Which, align
+from pccheck_async.format import Entry, Record, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
@@ -318,16 +318,18 @@ class Store:
 
         await uninterrupted(replace())
 
-    async def pin(self, step: int, pinned: bool) -> Entry:
-        """Exempt the newest checkpoint of ``step`` from the rules, or subject all of that step to them.
+    async def pin(self, which: int | str, pinned: bool) -> Entry:
+        """Exempt the newest checkpoint of a step, or that of a name, from the rules, or subject all of them to these.
 
         Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.pin`.
         """
-        named = await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
-        return next(entry for entry in named if entry.step == step)
+        named = await self.amend(lambda entries: self.committed.retention.pin(entries, which, pinned))
+        return next(entry for entry in named if entry.matches(which))
 
-    async def reject(self, step: int, in_flight: Mapping[int, int], until: int) -> list[Entry]:
-        """Reject checkpoints from ``step`` on, in one record; return the committed ones among them, newest first.
+    async def reject(
+        self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
+    ) -> list[Entry]:
+        """Reject checkpoints from one on, in one record; return the committed ones among them, newest first.
 
         Those in flight are named by no record. The arguments are those of :meth:`Retention.reject`.
 
@@ -336,7 +338,7 @@ class Store:
         chosen: set[int] = set()
 
         def change(entries: tuple[Entry, ...]) -> list[Entry]:
-            chosen.update(self.committed.retention.reject(entries, step, in_flight, until))
+            chosen.update(self.committed.retention.reject(entries, which, in_flight, until))
             # Under the lock of commits: checkpoints in flight now are decided on after this. Those that this process
             # never commits need no record of it.
             self.committed.rejected |= chosen
@@ -344,7 +346,7 @@ class Store:
 
         return [entry for entry in await self.amend(change) if entry.counter in chosen]
 
-    async def remove(self, which: Which, *, force: bool) -> list[Entry]:
+    async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         """Drop all that match ``which``, pinned or not, in one record; return the dropped ones, newest first.
 
         Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.remove`.

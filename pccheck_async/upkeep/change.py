@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pccheck_async.engine import call_once
 from pccheck_async.errors import NoCheckpointError, StoreLockedError
-from pccheck_async.format import CheckpointInfo, Entry, check_name, describe_which, whole_step
+from pccheck_async.format import CheckpointInfo, Entry, check_name, describe_which, formerly, the_one, whole_step
 from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, slot_number
 from pccheck_async.group import Place, mark_rejected, open_place
 from pccheck_async.medium.files import Files
@@ -38,11 +38,12 @@ class Removal:
     freed_nbytes: int
 
 
+@formerly("step", after=1, renamed={"steps": "step", "names": "name"})
 def remove_checkpoints(
     path: str | os.PathLike[str],
-    steps: Collection[int] = (),
     *,
-    names: Collection[str] = (),
+    step: int | Collection[int] = (),
+    name: str | Collection[str] = (),
     force: bool = False,
     io: IO = "auto",
 ) -> Removal:
@@ -54,18 +55,22 @@ def remove_checkpoints(
 
     Args:
         path: Folder of a store.
-        steps: All of them are there, or nothing is dropped.
-        names: The same.
+        step: A step, or several: all of them are there, or nothing is dropped.
+        name: A name, or several: the same.
         force: Drop them also where no checkpoint is left then.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names.
-        StoreError: no checkpoint would be left.
+        StoreError: no checkpoint would be left, or it is the folder of a group.
         StoreLockedError: a trainer has the store open.
         StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
+        TypeError: neither ``step`` nor ``name`` is given.
     """
+    steps, names = step if isinstance(step, Collection) else (step,), (name,) if isinstance(name, str) else name
     wanted: set[int | str] = {*map(whole_step, steps), *map(check_name, names)}
+    if not wanted:
+        raise TypeError("give step= or name=")
     removed: list[Entry] = []
 
     def change(entries: tuple[Entry, ...]) -> list[Entry]:
@@ -89,61 +94,107 @@ def remove_checkpoints(
     return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
 
 
-def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = True, io: IO = "auto") -> CheckpointInfo:
-    """Keep the newest checkpoint of ``step`` even if a trainer's rules would drop it, or leave it to them again.
+@formerly("step", after=1)
+def unpin_checkpoint(
+    path: str | os.PathLike[str], *, step: int | None = None, name: str | None = None, io: IO = "auto"
+) -> CheckpointInfo:
+    """Leave all checkpoints of a step, or that with a name, to the rules of a trainer again; return the newest.
 
     Durability: when this returns the change survives power loss. Does nothing if it was so already.
 
-    Raises:
-        NoCheckpointError: there is none of that step.
-        StoreLockedError: a trainer has the store open: use its ``engine.pin`` and ``engine.unpin``.
-        StoreFailedError: the record could not be written.
-    """
-    number = whole_step(step)
+    Args:
+        path: Folder of a store.
+        step: A step, or give
+        name: a name.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
 
+    Raises:
+        NoCheckpointError: there is none of this step, or with this name.
+        StoreError: it is the folder of a group.
+        StoreLockedError: a trainer has the store open: use its ``engine.unpin``.
+        StoreFailedError: the record could not be written.
+        TypeError: neither ``step`` nor ``name`` is given.
+        ValueError: both are given.
+    """
+    return _set_pin(path, the_one(step, name), False, io)
+
+
+@formerly("step", after=1, pinned=unpin_checkpoint)
+def pin_checkpoint(
+    path: str | os.PathLike[str], *, step: int | None = None, name: str | None = None, io: IO = "auto"
+) -> CheckpointInfo:
+    """Keep a checkpoint even if a trainer's rules would drop it.
+
+    Durability: when this returns the change survives power loss. Does nothing if it was so already.
+
+    Args:
+        path: Folder of a store.
+        step: The newest checkpoint of this step, or give
+        name: a name.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Raises:
+        NoCheckpointError: there is none of this step, or with this name.
+        StoreError: it is the folder of a group.
+        StoreFullError: too many are pinned; a commit record names 64.
+        StoreLockedError: a trainer has the store open: use its ``engine.pin``.
+        StoreFailedError: the record could not be written.
+        TypeError: neither ``step`` nor ``name`` is given.
+        ValueError: both are given.
+    """
+    return _set_pin(path, the_one(step, name), True, io)
+
+
+def _set_pin(path: str | os.PathLike[str], which: int | str, pinned: bool, io: IO) -> CheckpointInfo:
     async def pin() -> CheckpointInfo:
         async with _writing(path, io) as (_, (store,)):
-            return (await store.pin(number, pinned)).info
+            return (await store.pin(which, pinned)).info
 
     return call_once(pin())
 
 
-def unpin_checkpoint(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> CheckpointInfo:
-    """Leave the newest checkpoint of ``step`` to the rules of a trainer again. Durability and errors: as for a pin."""
-    return pin_checkpoint(path, step, pinned=False, io=io)
-
-
-def reject_checkpoints(path: str | os.PathLike[str], step: int, *, io: IO = "auto") -> tuple[CheckpointInfo, ...]:
-    """Reject every checkpoint from ``step`` on (see :meth:`pccheck_async.CheckpointEngine.reject`).
+@formerly("step", after=1)
+def reject_checkpoints(
+    path: str | os.PathLike[str], *, step: int | None = None, name: str | None = None, io: IO = "auto"
+) -> list[CheckpointInfo]:
+    """Reject a checkpoint and every newer one: restores pass them over (:meth:`pccheck_async.CheckpointEngine.reject`).
 
     In the folder of a group that does not run, on all ranks that have their folders in it.
 
     Durability: when this returns restores pass them over also after a power failure.
 
+    Args:
+        path: Folder of a store, or of a group.
+        step: The first bad step, or give
+        name: the name of the first bad checkpoint.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
     Returns:
         The rejected checkpoints, newest first.
 
     Raises:
-        NoCheckpointError: there is none from ``step`` on that is not rejected.
+        NoCheckpointError: there is none from ``step`` on, or with this name, that is not rejected.
         IncompleteCheckpointError: of a group, parts of all are in folders of other nodes.
         StoreError: none would be left to restore; nothing was rejected.
         StoreLockedError: a trainer has the store open: use its ``engine.reject``.
         StoreFailedError: the record could not be written.
+        TypeError: neither ``step`` nor ``name`` is given.
+        ValueError: both are given.
     """
-    number = whole_step(step)
+    which = the_one(step, name)
 
-    async def reject() -> tuple[CheckpointInfo, ...]:
+    async def reject() -> list[CheckpointInfo]:
         async with _writing(path, io, by_ranks_alone=False) as (place, stores):
             await place.look()  # only now, when none of the records can change any more
             if not place.complete:
                 raise place.nothing(None)
-            others = {one.key.counter: one.step for one in place.incomplete}
+            others = {one.key.counter: (one.step, None) for one in place.incomplete}
             entries = [one.entry for one in place.complete]
-            chosen = Retention.reject(entries, number, others, max([*others, *(entry.counter for entry in entries)]))
+            chosen = Retention.reject(entries, which, others, max([*others, *(entry.counter for entry in entries)]))
             for store in stores:
                 await mark_rejected(store, chosen)
             await place.look()
-            return tuple(info for info in place.infos if info.counter in chosen)
+            return [info for info in place.infos if info.counter in chosen]
 
     return call_once(reject())
 
@@ -166,8 +217,8 @@ async def _writing(
             stores = [await open_for_writing(stack, place.opened, path, place.named(rank)) for rank in place.stores]
         except StoreLockedError as error:
             raise StoreLockedError(
-                f"{error}. A trainer that has it open pins, removes and rejects with engine.pin(step), "
-                "engine.unpin(step), engine.remove(step=step) and engine.reject(step); what none of its rules "
+                f"{error}. A trainer that has it open pins, removes and rejects with engine.pin(step=...), "
+                "engine.unpin, engine.remove and engine.reject; what none of its rules "
                 "keeps goes with its next commit"
             ) from None
         yield place, stores

@@ -16,7 +16,7 @@ import torch
 
 from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, first_few
-from pccheck_async.format import CheckpointInfo, Which, check_step, dtypes
+from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
@@ -111,7 +111,9 @@ def compare_checkpoints(
     other: str | os.PathLike[str] | None = None,
     *,
     step: int | None = None,
+    name: str | None = None,
     other_step: int | None = None,
+    other_name: str | None = None,
     rank: int | None = None,
     other_rank: int | None = None,
     progress: Progress = lambda done, total: None,
@@ -131,7 +133,9 @@ def compare_checkpoints(
         path: Folder of the first's store, or of a group.
         other: Folder of the second's store, or of a group; by default the first folder.
         step: Of the first; by default the newest one there.
+        name: Of the first, instead of its step.
         other_step: Of the second; by default the newest one there.
+        other_name: Of the second, instead of its step.
         rank: The rank of the first part, in the folder of a group; by default 0.
         other_rank: The rank of the second part; in the same folder by default ``rank``.
         progress: See :data:`Progress`.
@@ -141,15 +145,16 @@ def compare_checkpoints(
         NoCheckpointError: one of them is not there.
         CorruptStoreError: bytes that had to be compared are damaged, or parts of a group do not fit together.
         ReadError: the device failed.
+        ValueError: both a step and a name of one of them are given.
     """
-    step, other_step = check_step(step), check_step(other_step)
+    which, other_which = which_one(step, name), which_one(other_step, other_name)
     if other is None:
         other, other_rank = path, rank if other_rank is None else other_rank
 
     async def compare() -> Comparison:
         async with AsyncExitStack() as stack:
-            one = await _side(stack, path, step, io, rank)
-            two = await _side(stack, other, other_step, io, other_rank)
+            one = await _side(stack, path, which, io, rank)
+            two = await _side(stack, other, other_which, io, other_rank)
             comparing = _Comparing(one.opened, one, two, progress)
             differences = tuple(await comparing.run())
             return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences, one.rank, two.rank)

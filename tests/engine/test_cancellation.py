@@ -442,7 +442,7 @@ def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -
             case "restore":
                 engine.restore(state_of(0))
             case "pin":
-                engine.pin(1)
+                engine.pin(step=1)
             case _:
                 engine.checkpoint(state_of(3), step=3).result(60)
 

@@ -251,7 +251,7 @@ def test_a_hook_may_be_removed_and_may_use_the_engine(tmp_path: Path) -> None:
 
         def pin(event: Event) -> None:
             if isinstance(event, Durable):
-                engine.pin(event.step)
+                engine.pin(step=event.step)
                 remove()
                 done.set()
 

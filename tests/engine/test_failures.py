@@ -190,7 +190,7 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
         failing = Failing(fail_at=number, kinds=(kind,), error=error)
         with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=failing), keep_last=3) as engine:
             try:
-                engine.pin(0)
+                engine.pin(step=0)
             except StoreFailedError as failure:
                 told = failure.errno
             else:
@@ -199,7 +199,7 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
                 break
             assert told == error
             with pytest.raises(StoreFailedError):
-                engine.pin(0)
+                engine.pin(step=0)
             with pytest.raises(StoreFailedError):
                 engine.checkpoint(state_of(2), step=2).result(60)
         assert loaded_step(tmp_path) == 1
@@ -448,7 +448,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
             ):
                 pass
         with pytest.raises(StoreLockedError, match=held):
-            stores.pin(tmp_path, 1)
+            stores.pin(tmp_path, step=1)
         assert engine.checkpoint(state_of(1), step=1).result(60).step == 1
     save(tmp_path, 2)
 

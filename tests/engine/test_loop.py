@@ -165,8 +165,8 @@ async def _restore(path: Path) -> None:
 
 async def _pin_unpin_and_drain(path: Path) -> None:
     async with opened(path) as engine:
-        await engine.pin(1)
-        await engine.unpin(1)
+        await engine.pin(step=1)
+        await engine.unpin(step=1)
         await engine.checkpoint(state_of(2), step=2)
         await engine.drain()
 

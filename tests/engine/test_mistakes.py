@@ -123,7 +123,7 @@ def test_a_step_before_the_first_is_refused_and_one_of_an_old_store_is_read(
     assert load_sync(tmp_path / "old", step=-1) == {"x": 2}
     assert stores.copy(tmp_path / "old", tmp_path / "new", step=-1).step == -1
     with SyncCheckpointEngine(tmp_path / "new") as engine:
-        assert engine.pin(-1).pinned
+        assert engine.pin(step=-1).pinned
         assert engine.restore({"x": None}, step=-1) is not None
 
 
@@ -139,10 +139,10 @@ def test_opening_twice(tmp_path: Path) -> None:
 def test_a_pin_of_no_step(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(STATE, step=3).result()
-        for step in (None, "3"):
-            with pytest.raises(TypeError, match=f"step must be an integer, not {step!r}"):
-                engine.pin(step)  # type: ignore[arg-type]
-        assert engine.pin(3).pinned
+        for step, said in ((None, "give step= or name="), ("3", "step must be an integer, not '3'")):
+            with pytest.raises(TypeError, match=said):
+                engine.pin(step=step)  # type: ignore[arg-type]
+        assert engine.pin(step=3).pinned
 
 
 def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path) -> None:
     for read in (load_sync, stores.describe, stores.verify):
         with pytest.raises(NoCheckpointError, match="named 'epoch=9'"):
             read(run, name="epoch=9")
-    assert [info.name for info in stores.remove(run, names=["epoch=1"]).removed] == ["epoch=1"]
+    assert [info.name for info in stores.remove(run, name="epoch=1").removed] == ["epoch=1"]
     with pytest.raises(NoCheckpointError, match="named 'epoch=1'"):
-        stores.remove(run, [3], names=["epoch=1"])
+        stores.remove(run, step=[3], name="epoch=1")
     assert names(run) == [None, "epoch=2"]
 
 
@@ -90,7 +90,7 @@ def test_two_checkpoints_of_one_name_are_refused(tmp_path: Path) -> None:
             save(engine, 2, "last")
         save(engine, 3, "last", replace=True)
         assert [(info.step, info.name) for info in engine.checkpoints()] == [(3, "last")]
-        engine.pin(3)
+        engine.pin(step=3)
         save(engine, 4, "last", replace=True)
         assert [(info.step, info.pinned) for info in engine.checkpoints()] == [(4, False)]
         engine.remove(name="last", force=True)
@@ -209,7 +209,7 @@ def test_names_on_the_command_line(tmp_path: Path) -> None:
     pccheck("export", run, str(tmp_path / "out"), "--to", "torch", "--name", "last")
     pccheck("copy", run, str(tmp_path / "copy"), "--name", "last")
     assert names(tmp_path / "copy") == ["last"]
-    pccheck("rm", run, "1", "--name", "last", "--yes")
+    pccheck("remove", run, "--step=1", "--name", "last", "--yes")
     assert names(tmp_path / "run") == ["best\x1b[2J"]
-    assert CliRunner().invoke(app, ["rm", run, "--yes"]).exit_code == 2
+    assert CliRunner().invoke(app, ["remove", run, "--yes"]).exit_code == 2
     assert CliRunner().invoke(app, ["show", run, "--name", "nobody"]).exit_code == 3

@@ -55,7 +55,7 @@ def test_the_step_and_all_newer_ones_are_passed_over_and_no_rule_keeps_them(tmp_
     with SyncCheckpointEngine(tmp_path, keep_last=5, keep=Keep(every=3, best=("loss", 1, "min"))) as engine:
         for step in range(1, 6):
             save(engine, step, metadata={"loss": -step})
-        assert marks(engine.reject(4)) == [(5, True), (4, True)]
+        assert marks(engine.reject(step=4)) == [(5, True), (4, True)]
         found = [(5, True), (4, True), (3, False), (2, False), (1, False)]
         assert marks(engine.checkpoints()) == marks(list_checkpoints(tmp_path)) == found
         assert engine.latest is not None
@@ -63,7 +63,7 @@ def test_the_step_and_all_newer_ones_are_passed_over_and_no_rule_keeps_them(tmp_
         assert dict(engine.checkpoints()[0].metadata) == {"loss": -5}
         assert restored_step(engine) == load_sync(tmp_path)["step"] == 3
         with pytest.raises(NoCheckpointError, match="of step 4 or newer that is not rejected"):
-            engine.reject(4)
+            engine.reject(step=4)
         save(engine, 4)
         assert marks(engine.checkpoints()) == [(4, False), (3, False), (2, False), (1, False)]
         assert restored_step(engine) == 4
@@ -74,7 +74,7 @@ def test_the_step_and_all_newer_ones_are_passed_over_and_no_rule_keeps_them(tmp_
 def test_it_is_durable_for_later_engines_and_readers(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         save(engine, 1, 2, 3)
-        engine.reject(2)
+        engine.reject(step=2)
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         assert restored_step(engine) == 1
         with open_checkpoint(tmp_path) as opened:
@@ -87,7 +87,7 @@ def test_it_is_durable_for_later_engines_and_readers(tmp_path: Path) -> None:
 def test_a_version_that_knows_nothing_of_it_reads_the_record(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         save(engine, 1, 2, metadata={"loss": 1.0})
-        engine.reject(2)
+        engine.reject(step=2)
         with pytest.raises(UnsupportedStateError, match="is what engine"):
             engine.checkpoint(state_of(3), step=3, metadata={"pccheck.rejected": True})
     found = at_once(tmp_path, StoreReader.newest)
@@ -104,12 +104,12 @@ def test_newer_is_what_was_saved_later_and_larger_steps_of_before_a_rollback(tmp
         save(engine, 1, 2, 5)
         assert restored_step(engine, step=2) == 2
         save(engine, 3, 4)
-        engine.reject(3)
+        engine.reject(step=3)
         assert restored_step(engine) == 2  # and not step 5 of before it
         save(engine, 3)
         assert restored_step(engine) == 3
         save(engine, 1)  # went back by itself
-        engine.reject(3)
+        engine.reject(step=3)
         assert marks(engine.checkpoints())[0] == (1, True)
         assert restored_step(engine) == 2
 
@@ -117,16 +117,16 @@ def test_newer_is_what_was_saved_later_and_larger_steps_of_before_a_rollback(tmp
 def test_none_to_go_back_to_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         with pytest.raises(NoCheckpointError):
-            engine.reject(1)
+            engine.reject(step=1)
         save(engine, 1, 2)
         with pytest.raises(NoCheckpointError, match="of step 3 or newer"):
-            engine.reject(3)
+            engine.reject(step=3)
         for step in (1, 0):
             with pytest.raises(StoreError, match="would be left to restore"):
-                engine.reject(step)
+                engine.reject(step=step)
         assert marks(engine.checkpoints()) == [(2, False), (1, False)]
         assert restored_step(engine) == 2
-        engine.reject(2)
+        engine.reject(step=2)
         with pytest.raises(StoreError, match="none but rejected checkpoints would be left"):
             engine.remove(step=1)
         engine.remove(step=1, force=True)
@@ -145,7 +145,7 @@ def test_none_to_go_back_to_is_an_error_and_changes_nothing(tmp_path: Path) -> N
 def test_a_damaged_one_never_falls_back_to_a_rejected_one(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         save(engine, 1, 2, 3)
-        engine.reject(2)
+        engine.reject(step=2)
         flip(slot_of(tmp_path, 1), 100)
         with pytest.raises(StoreError, match=DAMAGE):
             engine.restore(state_of(-1))
@@ -156,10 +156,10 @@ def test_a_damaged_one_never_falls_back_to_a_rejected_one(tmp_path: Path) -> Non
 def test_a_pinned_one_stays_to_be_looked_at(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         save(engine, 1)
-        engine.pin(1)
+        engine.pin(step=1)
         save(engine, 2)
-        engine.pin(2)
-        engine.reject(2)
+        engine.pin(step=2)
+        engine.reject(step=2)
         save(engine, 3, 4)
         assert [(info.step, info.pinned, info.rejected) for info in engine.checkpoints()] == [
             (4, False, False),
@@ -172,7 +172,7 @@ def test_its_name_is_free_again(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         save(engine, 1, name="epoch=1")
         save(engine, 2, name="epoch=2")
-        engine.reject(2)
+        engine.reject(step=2)
         save(engine, 3, name="epoch=2")
         assert restored_step(engine, name="epoch=2") == 3
 
@@ -186,7 +186,7 @@ def test_what_is_in_flight_is_dropped_and_never_replaces_what_is_gone_back_to() 
         bad = [engine.checkpoint(large, step=step) for step in (2, 3)]
         stuck.wait_stuck(2)
         stuck.hold()
-        assert engine.reject(2) == []  # none of them was committed
+        assert engine.reject(step=2) == []  # none of them was committed
         stuck.release()
         assert [pending.result(30).step for pending in bad] == [1, 1]
         assert all(pending.superseded for pending in bad)
@@ -201,7 +201,7 @@ def test_a_removal_waits_for_what_would_be_left_beside_rejected_ones() -> None:
     engine, stuck, _ = stuck_engine(keep_last=3, max_in_flight=2)
     try:
         save(engine, 1, 2)
-        engine.reject(2)
+        engine.reject(step=2)
         stuck.hold("write", "flush")
         engine.checkpoint({"w": torch.ones(1 << 20)}, step=3)
         release = threading.Timer(0.1, stuck.release)
@@ -233,7 +233,7 @@ def test_one_in_flight_that_was_rejected_ends_though_none_is_left_beside_it() ->
             stuck.hold("write", "flush")
             second = await engine.checkpoint(large, step=3)
             await asyncio.to_thread(stuck.wait_stuck, 2)
-            assert await engine.reject(2) == []
+            assert await engine.reject(step=2) == []
             stuck.release(hold_on=True)  # once each: the first one ends, the second one comes to its flush
             assert (await first).step == 1
             await asyncio.to_thread(stuck.wait_stuck, 2)  # the other is the record without the last one
@@ -252,12 +252,12 @@ def test_it_is_the_same_in_async_code(tmp_path: Path) -> None:
         async with CheckpointEngine(tmp_path, keep_last=3) as engine:
             for step in (1, 2):
                 await (await engine.checkpoint(state_of(step), step=step))
-            assert marks(await engine.reject(2)) == [(2, True)]
+            assert marks(await engine.reject(step=2)) == [(2, True)]
             restored = await engine.restore(state_of(-1))
             assert restored is not None
             assert restored.step == 1
             with pytest.raises(TypeError, match="step must be an integer"):
-                await engine.reject("last")  # type: ignore[arg-type]
+                await engine.reject(step="last")  # type: ignore[arg-type]
 
     asyncio.run(train())
 
@@ -266,7 +266,7 @@ def test_a_run_begins_anew_only_over_what_is_not_rejected(tmp_path: Path) -> Non
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         save(engine, 1, 5)
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
-        engine.reject(5)
+        engine.reject(step=5)
         with pytest.raises(ValueError, match="holds step 1"):
             engine.checkpoint(state_of(1), step=1)
         save(engine, 2)

@@ -416,7 +416,7 @@ def test_what_this_version_does_not_understand_raises_and_stays(tmp_path: Path, 
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(60)
-        engine.pin(1)
+        engine.pin(step=1)
     replace_manifest(tmp_path, unknown)
     before = list_checkpoints(tmp_path)
     for read in (load_sync, open_checkpoint, stores.verify, stores.describe):
@@ -550,15 +550,15 @@ def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_
         for step in range(3):
             engine.checkpoint(state_of(step), step=step).result(60)
             if step == 0:
-                engine.pin(0)
+                engine.pin(step=0)
     damage(tmp_path, 2, "chunk")
     with pytest.warns(RuntimeWarning, match="falling back to step 1"):
         assert load_sync(tmp_path)["step"] == 1
     with SyncCheckpointEngine(tmp_path, max_in_flight=1, storage=StorageOptions(chunk_bytes=4096)) as engine:
         with pytest.warns(RuntimeWarning, match="falling back to step 1"):
             engine.restore(state_of(9))
-        engine.unpin(0)
-        engine.pin(1)
+        engine.unpin(step=0)
+        engine.pin(step=1)
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(1, True), (0, False)]
     slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes()[:8] == b"\1" + bytes(7))
     slot.write_bytes(bytes(4096) + slot.read_bytes()[4096:])
@@ -570,7 +570,7 @@ def test_a_removed_one_does_not_come_back(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(60)
-    stores.remove(tmp_path, [1])
+    stores.remove(tmp_path, step=[1])
     damage(tmp_path, 0, "chunk")
     with pytest.raises(DamagedError):
         load_sync(tmp_path)

@@ -136,8 +136,8 @@ def test_pins_are_those_of_all_ranks(tmp_path: Path) -> None:
             for step in range(4):
                 engine.checkpoint(state_of(group.rank, step), step=step).result()
                 if step == 1:
-                    assert engine.pin(1).step == 1
-            assert failure(lambda: engine.pin(17))[0] == NoCheckpointError.__name__
+                    assert engine.pin(step=1).step == 1
+            assert failure(lambda: engine.pin(step=17))[0] == NoCheckpointError.__name__
             return [info.step for info in engine.checkpoints()]
 
     assert run_ranks(2, pin) == [[3, 1]] * 2
@@ -145,7 +145,7 @@ def test_pins_are_those_of_all_ranks(tmp_path: Path) -> None:
 
     def unpin(group: Group) -> list[int]:
         with SyncCheckpointEngine(tmp_path, group=group) as engine:
-            engine.unpin(1)
+            engine.unpin(step=1)
             engine.checkpoint(state_of(group.rank, 6), step=6).result()
             return [info.step for info in engine.checkpoints()]
 

@@ -43,14 +43,14 @@ def test_all_ranks_pass_over_what_they_rejected(tmp_path: Path) -> None:
             for step in range(4):
                 engine.checkpoint(state_of(group.rank, step), step=step).result()
             flying = [engine.checkpoint(state_of(group.rank, step), step=step) for step in (4, 5)]
-            rejected = {info.step for info in engine.reject(2)}
+            rejected = {info.step for info in engine.reject(step=2)}
             engine.drain()
             assert rejected | {pending.step for pending in flying if pending.superseded} >= {2, 3}
             assert {info.step for info in engine.checkpoints() if not info.rejected} == {0, 1}
             assert all(pending.superseded or pending.step in rejected for pending in flying)
             assert engine.latest is not None
             assert engine.latest.step == 1
-            said = [failure(lambda step=step: engine.reject(step)) for step in (17, 0)]  # type: ignore[misc]
+            said = [failure(lambda step=step: engine.reject(step=step)) for step in (17, 0)]  # type: ignore[misc]
             assert [kind for kind, _ in said] == [NoCheckpointError.__name__, StoreError.__name__]
             assert failure(lambda: engine.restore(state_of(group.rank, -1), step=3))[0] == StoreError.__name__
             state = state_of(group.rank, -1)
@@ -67,7 +67,7 @@ def test_all_ranks_pass_over_what_they_rejected(tmp_path: Path) -> None:
 def test_it_holds_for_other_numbers_of_ranks(tmp_path: Path, world: int) -> None:
     def reject(group: Group) -> list[int]:
         with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
-            return [info.step for info in engine.reject(1)]  # before anything is saved: some ranks have no part
+            return [info.step for info in engine.reject(step=1)]  # before anything is saved: some ranks have no part
 
     assert run_ranks(2, lambda group: save(tmp_path, group, range(3), keep_last=3)) == [[2, 1, 0]] * 2
     assert run_ranks(world, reject) == [[2, 1]] * world
@@ -85,16 +85,16 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "group"
     run_ranks(2, lambda group: save(folder, group, range(3), keep_last=3))
     shutil.copytree(folder, tmp_path / "copy")
-    result = CliRunner().invoke(app, ["reject", str(folder), "1"])
+    result = CliRunner().invoke(app, ["reject", str(folder), "--step", "1"])
     assert (result.exit_code, result.stdout) == (0, "Rejected step 2, 1. A trainer resumes from step 0.\n")
     assert marks(folder) == [(2, True), (1, True), (0, False)]
     assert load_sync(folder)["step"] == load_sync(folder, rank=1)["step"] == stores.describe(folder).info.step == 0
     assert {each.info.step for each in stores.verify(folder).checkpoints} == {0}
     assert load_sync(folder, step=2)["step"] == 2
     with pytest.raises(NoCheckpointError):
-        stores.reject(folder, 1)
+        stores.reject(folder, step=1)
     with pytest.raises(StoreError, match="would be left"):
-        stores.reject(folder, 0)
+        stores.reject(folder, step=0)
     restored = run_ranks(2, lambda group: restore(folder, group, keep_last=3))
     assert [one["step"] for one in restored] == [0, 0]
     # A crash in between left the record of one rank as it was.
@@ -110,11 +110,11 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
 
     shutil.rmtree(tmp_path / "copy" / rank_name(1))  # it is on another node
     with pytest.raises(IncompleteCheckpointError, match="step 2 lacks the parts of rank 1"):
-        stores.reject(tmp_path / "copy", 1)
+        stores.reject(tmp_path / "copy", step=1)
 
     def refused(group: Group) -> str:
         with SyncCheckpointEngine(folder, group=group, keep_last=3):
-            return failure(lambda: stores.reject(folder, 0))[0]
+            return failure(lambda: stores.reject(folder, step=0))[0]
 
     assert run_ranks(2, refused) == [StoreLockedError.__name__] * 2
 
@@ -124,13 +124,13 @@ def test_a_call_that_is_cancelled_holds_up_no_other_rank(tmp_path: Path) -> None
         async with CheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
             for step in range(3):
                 await (await engine.checkpoint(state_of(group.rank, step), step=step)).durable()
-            rejecting = asyncio.create_task(engine.reject(2))
+            rejecting = asyncio.create_task(engine.reject(step=2))
             await asyncio.sleep(0)
             if group.rank == 1:
                 rejecting.cancel()
             with suppress(asyncio.CancelledError):
                 await rejecting
-            await engine.pin(0)  # ranks count what they ask for alike
+            await engine.pin(step=0)  # ranks count what they ask for alike
             return [info.step for info in engine.checkpoints() if info.rejected]
 
     assert run_ranks(2, lambda group: asyncio.run(reject(group))) == [[2], [2]]
@@ -156,7 +156,7 @@ def test_a_save_that_drops_them_at_once_hides_none_from_the_result(
                 await change(self, asked)
 
             monkeypatch.setattr(Ranks, "_change", change_late)
-            rejecting = asyncio.create_task(engine.reject(2))
+            rejecting = asyncio.create_task(engine.reject(step=2))
             await marked.wait()
             for step in (3, 4):
                 await (await engine.checkpoint(state_of(group.rank, step), step=step)).durable()
@@ -167,12 +167,78 @@ def test_a_save_that_drops_them_at_once_hides_none_from_the_result(
     assert marks(tmp_path) == [(4, False), (3, False)]
 
 
+def test_a_save_that_drops_it_at_once_hides_none_that_was_unpinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unpin(group: Group) -> tuple[int, bool, list[int]]:
+        async with CheckpointEngine(tmp_path, group=group) as engine:
+            for step in range(2):
+                await (await engine.checkpoint(state_of(group.rank, step), step=step, name=f"step {step}")).durable()
+                if step == 0:
+                    assert (await engine.pin(name="step 0")).pinned
+            changed, saved = asyncio.Event(), asyncio.Event()
+            loop, change = asyncio.get_running_loop(), Ranks._change
+
+            async def return_late(self: Ranks, asked: Any) -> Any:
+                left = await change(self, asked)
+                loop.call_soon_threadsafe(changed.set)
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(saved.wait(), loop))
+                return left
+
+            monkeypatch.setattr(Ranks, "_change", return_late)
+            unpinning = asyncio.create_task(engine.unpin(step=0))
+            await changed.wait()
+            await (await engine.checkpoint(state_of(group.rank, 2), step=2)).durable()
+            saved.set()
+            info = await unpinning
+            return info.step, info.pinned, [each.step for each in engine.checkpoints()]
+
+    assert run_ranks(2, lambda group: asyncio.run(unpin(group))) == [(0, False, [2])] * 2
+
+
+def test_pins_and_commits_of_all_ranks_at_once(tmp_path: Path) -> None:
+    """Every second checkpoint is pinned while it and the next one are in flight; later ones are unpinned."""
+
+    async def train(group: Group) -> list[tuple[int, bool]]:
+        async with CheckpointEngine(tmp_path, group=group, keep_last=3, max_in_flight=2) as engine:
+            for step in range(0, 24, 2):
+                flying = [await engine.checkpoint(state_of(group.rank, at), step=at) for at in (step, step + 1)]
+                pinned = await engine.pin(step=step + 1)
+                assert (pinned.step, pinned.pinned) == (step + 1, True)
+                if step % 4 == 2:
+                    unpinning = engine.unpin(step=step - 1)  # beside the next checkpoints
+                    assert (await unpinning).step == step - 1
+                for pending in flying:
+                    await pending.durable()
+            return [(info.step, info.pinned) for info in engine.checkpoints()]
+
+    one, other = run_ranks(2, lambda group: asyncio.run(train(group)))
+    assert one == other
+    assert [step for step, pinned in one if pinned] == [23, 19, 15, 11, 7, 3]
+    assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == one
+
+
+def test_all_ranks_reject_from_a_name_on(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=4, max_in_flight=3) as engine:
+            for step in range(3):
+                engine.checkpoint(state_of(group.rank, step), step=step, name=f"epoch={step}").result()
+            flying = engine.checkpoint(state_of(group.rank, 3), step=3, name="epoch=3")
+            rejected = {info.step for info in engine.reject(name="epoch=2")}
+            engine.drain()
+            assert flying.superseded or 3 in rejected
+            return [failure(lambda: engine.reject(name="epoch=2"))[0], rejected >= {2}]
+
+    assert run_ranks(2, rank_main) == [["NoCheckpointError", True]] * 2
+    assert {step for step, rejected in marks(tmp_path) if not rejected} == {0, 1}
+
+
 def test_none_but_rejected_ones_raise_on_all_ranks(tmp_path: Path) -> None:
     def rank_main(group: Group) -> list[str]:
         with SyncCheckpointEngine(tmp_path, group=group, keep_last=3) as engine:
             for step in range(2):
                 engine.checkpoint(state_of(group.rank, step), step=step).result()
-            engine.reject(1)
+            engine.reject(step=1)
             kept = failure(lambda: engine.remove(step=0))[0]
             engine.remove(step=0, force=True)
             return [kept, failure(lambda: engine.restore(state_of(group.rank, -1)))[0]]

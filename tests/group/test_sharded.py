@@ -395,7 +395,7 @@ def test_checkpoints_of_other_layouts_are_compared_in_full(grids: dict[str, Path
         assert [(each.path, each.change) for each in ranks.differences] == [("t.own", "elements")]
         same = stores.compare(grids[one], step=1, other_step=1, rank=0, other_rank=1)
         assert [each.path for each in same.differences] == ["t.own"]
-    result = CliRunner().invoke(app, ["diff", f"{grids[one]}@2", f"{grids[other]}@2"])
+    result = CliRunner().invoke(app, ["compare", str(grids[one]), str(grids[other]), "--step=2", "--other-step=2"])
     assert result.exit_code == 0, result.output
     assert "All 4 leaves are equal in every bit." in result.stdout
 

@@ -419,7 +419,7 @@ def test_a_copy_of_a_group_may_have_the_name_of_a_rejected_one(tmp_path: Path) -
     assert end_ranks(start_ranks(2, save)) == [0, 0]
     with pytest.raises(ValueError, match="named 'epoch=2' already"):
         stores.copy(tmp_path / "run", tmp_path / "copy")
-    stores.reject(tmp_path / "copy", 2)
+    stores.reject(tmp_path / "copy", step=2)
     assert stores.copy(tmp_path / "run", tmp_path / "copy").name == "epoch=2"
     for rank in (0, 1):
         assert_part(load_sync(tmp_path / "copy", name="epoch=2", rank=rank), rank, 2)
@@ -571,10 +571,10 @@ def test_a_copy_is_complete_once_all_records_name_its_parts(
 
 def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
     for change in (
-        lambda: stores.remove(folder, [1]),
-        lambda: stores.pin(folder, 2),
-        lambda: stores.remove(folder / "rank-00000", [1]),
-        lambda: stores.pin(folder / "rank-00000", 2),
+        lambda: stores.remove(folder, step=[1]),
+        lambda: stores.pin(folder, step=2),
+        lambda: stores.remove(folder / "rank-00000", step=[1]),
+        lambda: stores.pin(folder / "rank-00000", step=2),
     ):
         with pytest.raises(StoreError, match="a group's checkpoints"):
             change()
@@ -674,15 +674,15 @@ def test_show_and_verify_name_the_rank(folder: Path) -> None:
 @pytest.mark.slow
 def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
     assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
-    said = pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
+    said = pccheck("compare", made, tmp_path / "copy", "--step=2", "--rank=1")
     assert "All 3 leaves are equal" in said
     assert "Each rank has values of its own; those of rank 1 were compared: --rank and --other-rank choose." in said
-    said = pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
+    said = pccheck("compare", made, "--step=2", "--other-step=2", "--rank=0", "--other-rank=1", status=4)
     assert "int 0 -> int 1" in said
     assert "those of rank 0 were compared with those of rank 1" in said
-    both = parsed("diff", f"{made}@2", "@2")
+    both = parsed("compare", made, "--step=2", "--other-step=2")
     assert (both["equal"], both["rank"], both["other_rank"]) == (True, 0, 0)
-    alone = pccheck("diff", tmp_path / "copy", tmp_path / "copy")
+    alone = pccheck("compare", tmp_path / "copy", tmp_path / "copy")
     assert "each rank" not in alone
     said = pccheck("copy", made, tmp_path / "all")
     assert "Step 3" in said
@@ -693,7 +693,7 @@ def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
 
 
 def test_what_changes_a_store_is_refused(folder: Path) -> None:
-    for command in (("rm", folder, 1), ("pin", folder, 2), ("unpin", folder, 1)):
+    for command in (("remove", folder, "--step=1"), ("pin", folder, "--step=2"), ("unpin", folder, "--step=1")):
         assert "which only its ranks can change together" in pccheck(*command, status=1)
     assert "Nothing is missing" in pccheck("recover", folder)
     assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")

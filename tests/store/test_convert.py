@@ -1105,7 +1105,7 @@ def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
         for step in range(34):
             engine.checkpoint({"x": 0}, step=step).result(60)
             if step > 0:
-                engine.pin(step)
+                engine.pin(step=step)
     assert stores.import_(tmp_path / "t.pt", tmp_path / "s", source="torch", step=34).step == 34
     assert [info.step for info in list_checkpoints(tmp_path / "s")] == [*range(34, 0, -1)]
 

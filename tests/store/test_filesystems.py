@@ -45,7 +45,7 @@ def test_saves_and_loads(tmp_path: Path, kind: str, io: str) -> None:
         with SyncCheckpointEngine(device.place / "store", storage=StorageOptions(io=io), keep_last=2) as engine:  # type: ignore[arg-type]
             for step, size in enumerate((5000, 5000, 90_000, 300)):
                 engine.checkpoint(state_of(step, size), step=step).result()
-            engine.pin(3)
+            engine.pin(step=3)
         with SyncCheckpointEngine(device.place / "store", storage=StorageOptions(io=io)) as engine:  # type: ignore[arg-type]
             engine.checkpoint(state_of(4), step=4).result()
         assert [info.step for info in list_checkpoints(device.place / "store")] == [4, 3]

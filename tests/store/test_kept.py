@@ -194,13 +194,13 @@ class Trainer:
         change = self.engine.pin if pinned else self.engine.unpin
         if at is None:
             with pytest.raises(NoCheckpointError):
-                await change(step)
+                await change(step=step)
             return
         self.kept = [
             replace(one, pinned=pinned) if one.step == step and (number == at or not pinned) else one
             for number, one in enumerate(self.kept)
         ]
-        assert (await change(step)).pinned == pinned
+        assert (await change(step=step)).pinned == pinned
         self.durable = True
 
     async def reject(self, step: int) -> None:
@@ -209,12 +209,13 @@ class Trainer:
         bad = [one for one in whole if one.step >= step or (of_step and one.counter >= max(of_step))]
         if not bad or len(bad) == len(whole):
             with pytest.raises(StoreError) as raised:
-                await self.engine.reject(step)
+                await self.engine.reject(step=step)
             assert isinstance(raised.value, NoCheckpointError) == (not bad)
             return
         self.kept = [replace(one, rejected=True) if one in bad else one for one in self.kept]
         assert same(
-            as_ones(await self.engine.reject(step)), [one for one in self.kept if replace(one, rejected=False) in bad]
+            as_ones(await self.engine.reject(step=step)),
+            [one for one in self.kept if replace(one, rejected=False) in bad],
         )
         self.durable = True
 
@@ -403,14 +404,14 @@ async def _change_rules() -> None:
 def test_pins_from_a_blocking_trainer_outlive_it(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"x": torch.ones(3)}, step=1).result()
-        assert engine.pin(1).pinned
+        assert engine.pin(step=1).pinned
         engine.checkpoint({"x": torch.ones(3)}, step=2).result()
         with pytest.raises(NoCheckpointError, match="no checkpoint of step 7"):
-            engine.pin(7)
+            engine.pin(step=7)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"x": torch.ones(3)}, step=3).result()
         assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(3, False), (1, True)]
-        assert not engine.unpin(1).pinned
+        assert not engine.unpin(step=1).pinned
         assert [info.step for info in engine.checkpoints()] == [3, 1]  # it goes with the next commit
         engine.checkpoint({"x": torch.ones(3)}, step=4).result()
         assert [info.step for info in engine.checkpoints()] == [4]
@@ -419,10 +420,10 @@ def test_pins_from_a_blocking_trainer_outlive_it(tmp_path: Path) -> None:
 def test_a_pin_from_before_a_rollback_ends_with_its_step(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"x": torch.ones(3)}, step=1).result()
-        engine.pin(1)
+        engine.pin(step=1)
         engine.checkpoint({"x": torch.zeros(3)}, step=1).result()
         assert [(info.counter, info.pinned) for info in engine.checkpoints()] == [(1, False), (0, True)]
-        engine.unpin(1)
+        engine.unpin(step=1)
         assert [(info.counter, info.pinned) for info in engine.checkpoints()] == [(1, False), (0, False)]
         engine.checkpoint({"x": torch.ones(3)}, step=2).result()
         assert [info.step for info in engine.checkpoints()] == [2]
@@ -434,7 +435,7 @@ def test_a_pin_does_not_wait_for_a_checkpoint_that_waits_for_readers(tmp_path: P
             engine.checkpoint({"x": torch.ones(3)}, step=step).result()
             readers.enter_context(open_checkpoint(tmp_path))
         waiting = engine.checkpoint({"x": torch.ones(3)}, step=3)
-        pinning = threading.Thread(target=engine.pin, args=(2,))
+        pinning = threading.Thread(target=engine.pin, kwargs={"step": 2})
         pinning.start()
         pinning.join(30)
         assert not pinning.is_alive()
@@ -448,10 +449,10 @@ def test_more_pins_than_a_record_names_are_refused(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=62) as engine:
         for step in range(4):
             engine.checkpoint({"x": torch.ones(3)}, step=step).result()
-        engine.pin(0)
-        engine.pin(1)
+        engine.pin(step=0)
+        engine.pin(step=1)
         with pytest.raises(StoreFullError, match="3 checkpoints pinned and 62 kept by rules"):
-            engine.pin(2)
+            engine.pin(step=2)
     with pytest.raises(StoreFullError, match="unpin some, or keep fewer"):
         SyncCheckpointEngine(tmp_path, keep_last=63).open()
     with SyncCheckpointEngine(tmp_path) as engine:
@@ -537,7 +538,7 @@ def test_a_pin_makes_durable_first_what_a_dead_writer_left_in_the_cache() -> Non
         await trainer.open()
         history.clear()
         trainer.disk.observer = history.append
-        await trainer.engine.pin(after[0])
+        await trainer.engine.pin(step=after[0])
         await trainer.engine.close()
         for snapshot in history:
             files = {
@@ -670,7 +671,7 @@ def test_a_pin_waits_for_the_record_of_a_checkpoint() -> None:
     writer.hold("flush", after=1)
     pending = engine.checkpoint(small(), step=1)
     writer.wait_stuck()  # its record
-    pinning = threading.Thread(target=engine.pin, args=(0,))
+    pinning = threading.Thread(target=engine.pin, kwargs={"step": 0})
     pinning.start()
     lock = probe(engine).store.lock
     waits = threading.Event()
@@ -692,7 +693,7 @@ def test_a_pin_drops_what_is_known_to_be_damaged(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         with pytest.warns(RuntimeWarning, match="falling back to step 0"):
             engine.restore(state_of(9))
-        engine.pin(0)
+        engine.pin(step=0)
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(0, True)]
 
 
@@ -709,10 +710,10 @@ def test_a_pin_that_changes_nothing_makes_the_record_durable_that_has_it() -> No
 
     with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=CrashWriter(disk))) as engine:
         engine.checkpoint(state, step=1).result(30)
-        engine.pin(1)
+        engine.pin(step=1)
     with SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=Noting(CrashWriter(disk)))) as engine:
         assert not flushed
-        engine.pin(1)
+        engine.pin(step=1)
         assert COMMIT_NAME in flushed
 
 

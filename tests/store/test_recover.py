@@ -333,7 +333,7 @@ def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_valid_record_pins_stays_pinned(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    stores.pin(tmp_path, 2, pinned=True)
+    stores.pin(tmp_path, step=2)
     stores.recover(tmp_path, write=True, search=True)
     assert [info.step for info in list_checkpoints(tmp_path) if info.pinned] == [2]
 

@@ -152,9 +152,9 @@ def test_reading_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError):
         stores.copy(tmp_path / "missing", tmp_path / "target")
     with pytest.raises(NoCheckpointError):
-        stores.remove(tmp_path / "missing", [1])
+        stores.remove(tmp_path / "missing", step=[1])
     with pytest.raises(NoCheckpointError):
-        stores.pin(tmp_path / "missing", 1)
+        stores.pin(tmp_path / "missing", step=1)
     assert os.listdir(tmp_path) == []
 
 
@@ -558,7 +558,7 @@ def test_a_copy_that_loses_power_leaves_the_old_or_the_new_store() -> None:
 def test_removing_frees_space(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, keep_last=4)
     before = {file.name: file.stat().st_size for file in tmp_path.glob("slot-*")}
-    removal = stores.remove(tmp_path, [2, 4])
+    removal = stores.remove(tmp_path, step=[2, 4])
     after = {file.name: file.stat().st_size for file in tmp_path.glob("slot-*")}
     assert [info.step for info in removal.removed] == [4, 2]
     assert removal.freed_nbytes == sum(before.values()) - sum(after.values()) > 2 * removal.removed[0].nbytes
@@ -574,19 +574,19 @@ def test_all_or_nothing_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     before = image(tmp_path)
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 7; nothing was removed"):
-        stores.remove(tmp_path, [1, 7])
+        stores.remove(tmp_path, step=[1, 7])
     with pytest.raises(StoreError, match="no checkpoint would be left"):
-        stores.remove(tmp_path, [1, 2])
+        stores.remove(tmp_path, step=[1, 2])
     with pytest.raises(TypeError, match="step must be an integer, not None"):  # nor is it "all without a name"
-        stores.remove(tmp_path, [None], force=True)  # type: ignore[list-item]
+        stores.remove(tmp_path, step=[None], force=True)  # type: ignore[list-item]
     assert image(tmp_path) == before
-    assert len(stores.remove(tmp_path, [1, 2], force=True).removed) == 2
+    assert len(stores.remove(tmp_path, step=[1, 2], force=True).removed) == 2
     assert list_checkpoints(tmp_path) == []
 
 
 def test_every_checkpoint_of_a_step_goes(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 1)
-    assert [info.counter for info in stores.remove(tmp_path, [1]).removed] == [2, 0]
+    assert [info.counter for info in stores.remove(tmp_path, step=[1]).removed] == [2, 0]
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
 
 
@@ -596,18 +596,18 @@ def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
             engine.checkpoint(state_of(step), step=step).result(60)
         change: Any
         for change in (
-            lambda: stores.remove(tmp_path, [1]),
-            lambda: stores.pin(tmp_path, 1),
-            lambda: stores.reject(tmp_path, 2),
+            lambda: stores.remove(tmp_path, step=[1]),
+            lambda: stores.pin(tmp_path, step=1),
+            lambda: stores.reject(tmp_path, step=2),
         ):
-            with pytest.raises(StoreLockedError, match=r"engine\.unpin\(step\), engine\.remove.* and engine\.reject"):
+            with pytest.raises(StoreLockedError, match=r"engine\.unpin, engine\.remove and engine\.reject"):
                 change()
         assert [info.step for info in engine.checkpoints()] == [2, 1]
 
 
 def test_rejected_ones_are_copied_and_shown_as_such_and_the_newest_that_is_not_is_read(tmp_path: Path) -> None:
     save(tmp_path / "run", 1, 2, 3)
-    assert [info.step for info in stores.reject(tmp_path / "run", 2)] == [3, 2]
+    assert [info.step for info in stores.reject(tmp_path / "run", step=2)] == [3, 2]
     run = tmp_path / "run"
     assert stores.describe(run).info.step == load_sync(run)["step"] == 1
     assert [each.info.step for each in stores.verify(run).checkpoints] == [1]
@@ -619,10 +619,10 @@ def test_rejected_ones_are_copied_and_shown_as_such_and_the_newest_that_is_not_i
     commit = (run / "commit").read_bytes()
     for step, error in ((2, NoCheckpointError), (1, StoreError), (9, NoCheckpointError)):
         with pytest.raises(error):
-            stores.reject(run, step)
+            stores.reject(run, step=step)
     assert (run / "commit").read_bytes() == commit
     with pytest.raises(StoreError, match="none but rejected"):
-        stores.remove(run, [1])
+        stores.remove(run, step=[1])
     save(run, 4, keep_last=1)
     assert [info.step for info in list_checkpoints(run)] == [4]
 
@@ -636,7 +636,7 @@ def test_a_copy_may_have_the_name_of_a_rejected_one_as_a_new_checkpoint_may(tmp_
         engine.checkpoint({"step": 20}, step=20, name="epoch=2").result()
     with pytest.raises(ValueError, match="named 'epoch=2' already"):
         stores.copy(other, run)
-    stores.reject(run, 2)
+    stores.reject(run, step=2)
     assert stores.copy(run, tmp_path / "copy", name="epoch=2").rejected
     assert stores.copy(other, run).name == "epoch=2"
     assert [(info.step, info.rejected) for info in list_checkpoints(run)] == [(20, False), (1, False)]
@@ -648,24 +648,24 @@ def test_a_copy_may_have_the_name_of_a_rejected_one_as_a_new_checkpoint_may(tmp_
 @pytest.mark.slow
 def test_pins_hold_against_the_rules_of_a_trainer(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    assert stores.pin(tmp_path, 1).pinned
+    assert stores.pin(tmp_path, step=1).pinned
     commit = (tmp_path / "commit").read_bytes()
-    assert stores.pin(tmp_path, 1).pinned
+    assert stores.pin(tmp_path, step=1).pinned
     assert (tmp_path / "commit").read_bytes() == commit  # it was so already
     save(tmp_path, 3, keep_last=1)
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(3, False), (1, True)]
-    assert not stores.pin(tmp_path, 1, pinned=False).pinned
+    assert not stores.unpin(tmp_path, step=1).pinned
     save(tmp_path, 4, keep_last=1)
     assert [info.step for info in list_checkpoints(tmp_path)] == [4]
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 1"):
-        stores.pin(tmp_path, 1)
+        stores.pin(tmp_path, step=1)
 
 
 @pytest.mark.slow
 def test_what_is_unpinned_is_left_to_the_rules(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    assert stores.pin(tmp_path, 1).pinned
-    assert not stores.unpin(tmp_path, 1).pinned
+    assert stores.pin(tmp_path, step=1).pinned
+    assert not stores.unpin(tmp_path, step=1).pinned
     save(tmp_path, 3, keep_last=1)
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(3, False)]
 
@@ -680,7 +680,7 @@ def test_a_removal_that_loses_power_is_done_or_not() -> None:
             engine.checkpoint(state_of(step), step=step).result(60)
     history: list[Any] = []
     disk.observer = history.append
-    stores.remove("x", [1, 3], io=CrashWriter(disk))
+    stores.remove("x", step=[1, 3], io=CrashWriter(disk))
     seen = set()
     for snapshot in history:
         for found in power_loss_images(snapshot, sector=4096, limit=6):
@@ -731,6 +731,6 @@ def test_a_slot_that_is_gone_is_named_as_lost(tmp_path: Path) -> None:
 
 def test_a_search_keeps_what_was_rejected(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    stores.reject(tmp_path, 2)
+    stores.reject(tmp_path, step=2)
     stores.recover(tmp_path, search=True, write=True)
     assert [(info.step, info.rejected) for info in list_checkpoints(tmp_path)] == [(2, True), (1, False)]

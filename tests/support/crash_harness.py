@@ -476,11 +476,11 @@ class Exploration:
             if pinned and (len(pinned) > 3 or self._rng.random() < 0.4):
                 step = self._rng.choice(pinned)
                 self._promises = replace(self._promises, pinned=self._promises.pinned - {step})
-                await engine.unpin(step)
+                await engine.unpin(step=step)
                 self.findings.events["unpinned"] += 1
             elif infos:
                 step = self._rng.choice(infos).step
-                await engine.pin(step)
+                await engine.pin(step=step)
                 self._promises = replace(self._promises, pinned=self._promises.pinned | {step})
                 self.findings.events["pinned"] += 1
         except NoCheckpointError:
@@ -600,8 +600,8 @@ def explore_falling_back(seed: int, at: str = "", images: int = 6) -> Findings:
                 disk.acknowledge(alike[0])
                 if rng.random() < 0.5:
                     with suppress(NoCheckpointError):  # where it is not kept: that is what is to be found then
-                        training.pin(restored.step)
-                        training.unpin(restored.step)
+                        training.pin(step=restored.step)
+                        training.unpin(step=restored.step)
                 for step in alike[2:]:
                     training.checkpoint(state_of(step), step=step, metadata=metadata_of(step)).result(30)
                     disk.acknowledge(step)

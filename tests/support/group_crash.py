@@ -490,11 +490,11 @@ class Exploration:
                 saved = waiting.create_task(wait(step, pending))
                 if index == life.pin:
                     await saved
-                    await engine.pin(step)
+                    await engine.pin(step=step)
                     acknowledge(rank, Promises(pinned=frozenset((step,))))
                 if index == life.reject:
                     await saved
-                    assert [info.step for info in await engine.reject(step)] == [step]
+                    assert [info.step for info in await engine.reject(step=step)] == [step]
                     acknowledge(rank, Promises(rejected=frozenset((step,))))
                     self.events["rejected on a rank"] += 1
 

@@ -58,7 +58,7 @@ def save_in_group(folder: Path, world: int, *steps: int, keep_last: int = 3, pin
                 metadata = {"loss": 1.0 / step}
                 engine.checkpoint(state_of_rank(group.rank, step), step=step, metadata=metadata).result(60)
             for step in pinned:
-                engine.pin(step)
+                engine.pin(step=step)
 
     assert end_ranks(start_ranks(world, save)) == [0] * world
 

@@ -302,7 +302,7 @@ def examine_image(image: Image) -> str:
                 "x", storage=StorageOptions(io=CrashWriter(disk, turns=0), host_memory=1 << 20)
             ) as engine:
                 engine.checkpoint({"x": torch.ones(1)}, step=5).result()
-                engine.pin(5)
+                engine.pin(step=5)
             found += ", saved"
         except CheckpointError:
             pass

@@ -129,7 +129,7 @@ def write(recorded: Recorded, path: Path) -> None:
         for step, make in recorded.steps.items():
             engine.checkpoint(make(), step=step, metadata={"loss": step / 4}).result()
             if step == recorded.pinned:
-                engine.pin(step)
+                engine.pin(step=step)
     if recorded.damaged:  # a byte of the newest checkpoint's payload
         with (path / stores.describe(path).slot).open("r+b") as file:
             file.write(b"\xff")

@@ -76,8 +76,13 @@ def test_json_has_no_constants_of_its_own(tmp_path: Path) -> None:
             engine.checkpoint(state, step=1, metadata={"loss": value}).result(60)
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     for command in (
-        *(["ls", one], ["show", one], ["verify", one], ["diff", one, other], ["watch", one, "--once"]),
-        *(["copy", one, other], ["pin", one, "1"], ["rm", other, "1", "-y", "--force"], ["recover", one]),
+        *(["ls", one], ["show", one], ["verify", one], ["compare", one, other], ["watch", one, "--once"]),
+        *(
+            ["copy", one, other],
+            ["pin", one, "--step=1"],
+            ["remove", other, "--step=1", "-y", "--force"],
+            ["recover", one],
+        ),
         *(["export", one, f"{one}.pt", "--to=torch"], ["import", f"{one}.pt", other, "--from=torch"]),
     ):
         result = runner.invoke(app, [*command, "--json"])
@@ -113,8 +118,9 @@ def test_ls_of_nothing(tmp_path: Path, options: list[str]) -> None:
 
 
 ON_A_STORE = {
-    "ls": [], "show": [], "verify": [], "watch": ["--once"], "tune": [], "recover": [], "rm": ["1", "--yes"],
-    "pin": ["1"], "unpin": ["1"], "copy": ["other"], "diff": ["@1"], "export": ["other", "--to=torch"],
+    "ls": [], "show": [], "verify": [], "watch": ["--once"], "tune": [], "recover": [], "remove": ["--step=1", "--yes"],
+    "pin": ["--step=1"], "unpin": ["--step=1"], "copy": ["other"], "compare": ["--other-step=1"],
+    "export": ["other", "--to=torch"],
 }  # fmt: skip
 """What takes a store, and what else it takes."""
 
@@ -177,7 +183,7 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["copy", "x", "s3://bucket/x"],
         ["import", "x.pt", "", "--from=torch"],
         ["export", "x", "", "--to=torch"],
-        ["diff", "x", ""],
+        ["compare", "x", ""],
         ["tune", "x", "--seconds=0"],
         ["bench"],
         ["bench", "x", "--rounds=0"],
@@ -570,7 +576,7 @@ def test_narrow_terminals(tmp_path: Path, command: str, columns: int) -> None:
     with SyncCheckpointEngine(tmp_path / "store", keep_last=2) as engine:
         for step in (123_450, 123_460):
             engine.checkpoint({"model": {"weight": torch.ones(10)}}, step=step, metadata=metadata).result(60)
-        engine.pin(123_450)
+        engine.pin(step=123_450)
     options = {"watch": ["--once"], "verify": ["--all"], "recover": ["--search"]}.get(command, [])
     code, shown = on_a_terminal(columns, command, str(tmp_path / "store"), *options)
     assert code == (4 if command == "watch" else 0)
@@ -609,7 +615,21 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
 
 
-COMMANDS = ["demo", "ls", "tune", "watch", "show", "verify", "diff", "copy", "rm", "pin", "unpin", "recover"]
+COMMANDS = [
+    "demo",
+    "ls",
+    "tune",
+    "watch",
+    "show",
+    "verify",
+    "compare",
+    "copy",
+    "remove",
+    "pin",
+    "unpin",
+    "reject",
+    "recover",
+]
 COMMANDS += ["export", "import", "bench"]
 
 
@@ -622,3 +642,54 @@ def test_help_fills_the_width(command: str, width: int) -> None:
     for line, following in pairwise(lines):
         if line and following:
             assert len(f" {line} {following.split()[0]}") > width - 1, f"{line!r} ends too early"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_commands_fit_one_screen_in_groups(width: int) -> None:
+    output = runner.invoke(app, ["--help"], env={"COLUMNS": str(width), "TERM": "dumb"}).output
+    assert len(output.rstrip().splitlines()) <= 36
+    listed = re.findall(r"^│ ([a-z]+) ", output, re.MULTILINE)
+    assert sorted(listed) == sorted([*COMMANDS, "shelf"])
+    assert output.count("╭") == 5  # options, and four groups
+    assert not {"rm", "diff"} & {*listed}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "", "shelf", "shelf ls", "shelf show", "shelf verify"])
+def test_help_shows_no_types_and_explains_every_option(command: str) -> None:
+    """One line of help where the terminal is wide, a metavar for a value, and nothing beside a flag."""
+    output = runner.invoke(app, [*command.split(), "--help"], env={"COLUMNS": "120", "TERM": "dumb"}).output
+    assert not re.search(r"<\w|BOOLEAN|INTEGER|TEXT|--no-\w+ +--|x>=", output), output
+    options = output.partition("─ Options ")[2].partition("╰")[0].splitlines()[1:]
+    assert len(options) >= 1
+    for line in options:
+        assert re.match(r"│[ *]+--[a-z-]+(?: +-y)?(?: +[A-Z,.]+)? {2,}[A-Za-z].*[.] +(\[required\] +)?│$", line), line
+
+
+@pytest.mark.slow
+def test_the_spellings_of_before_work_once_more(tmp_path: Path) -> None:
+    save(tmp_path / "run", range(1, 4))
+    run = str(tmp_path / "run")
+    for arguments, status, note in (
+        (["pin", run, "1"], 0, "write --step 1; "),
+        (["unpin", run, "1"], 0, "write --step 1; "),
+        (["diff", f"{run}@1", "@2"], 4, "write --other-step 2; "),
+        (["diff", run, run], 0, ""),
+        (["rm", run, "1", "2", "-y"], 0, "write --step 1 --step 2; "),
+        (["reject", run, "4"], 3, "write --step 4; "),
+    ):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == status, result.output
+        assert note in result.stderr
+        assert bool(note) == bool(result.stderr)
+    assert [info.step for info in pccheck_async.list_checkpoints(run)] == [3]
+
+
+@pytest.mark.slow
+def test_compare_by_name(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint({"w": torch.full((3,), float(step))}, step=step, name=f"epoch={step}").result(60)
+    result = runner.invoke(app, ["compare", str(tmp_path), "--name=epoch=1", "--other-name=epoch=2", "--json"])
+    assert result.exit_code == 4
+    found = json.loads(result.stdout)
+    assert (found["one"]["step"], found["other"]["step"]) == (1, 2)

@@ -159,7 +159,7 @@ def test_what_a_restart_restores_is_said(store: Path) -> None:
     slots = {step: stores.describe(store, step=step).slot for step in (1, 2, 3)}
     assert "A restart restores step 3, if it is whole" in pccheck("ls", store).stdout
     assert f"A restart restores step 3, from {slots[3]}." in pccheck("verify", store).stdout
-    assert pccheck("reject", store, "3").exit_code == 0
+    assert pccheck("reject", store, "--step=3").exit_code == 0
     assert "A restart restores step 2, if it is whole" in pccheck("ls", store).stdout
     flip(store / slots[2], 5000)
     assert "A restart tries step 1, which was not checked" in pccheck("verify", store, "--step=2").stdout
@@ -178,8 +178,8 @@ def test_a_slot_that_is_gone_is_listed_as_lost(store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_diff(made: Path) -> None:
-    result = pccheck("diff", f"{made}@1", "@3")
+def test_compare(made: Path) -> None:
+    result = pccheck("compare", made, "--step", 1, "--other-step", 3)
     assert result.exit_code == 4
     rows = [line.split() for line in result.stdout.splitlines() if "elements" in line]
     assert [row[:3] + row[-1:] for row in rows] == [
@@ -187,27 +187,29 @@ def test_diff(made: Path) -> None:
     ]
     assert "value: int 1 -> int 3" in result.stdout
     assert "2 of 5 leaves are equal in every bit." in result.stdout
-    found = parsed("diff", f"{made}@1", made, status=4)
+    found = parsed("compare", made, made, "--step", 1, status=4)
     assert (found["one"]["step"], found["other"]["step"], found["leaves"]) == (1, 3, 5)
     by_path = {each["path"]: each for each in found["differences"]}
     assert by_path["model.weights"]["max_absolute"] == 2.0
     assert by_path["step"] == {"path": "step", "change": "value", "one": "int 1", "other": "int 3"}
-    result = pccheck("diff", made, "@3")
+    result = pccheck("compare", made, "--other-step", 3)
     assert result.exit_code == 0
     assert "All 5 leaves are equal in every bit." in result.stdout
-    assert parsed("diff", made, made)["equal"]
+    assert parsed("compare", made, made)["equal"]
 
 
 @pytest.mark.slow
-def test_diff_of_hostile_names_and_forms(tmp_path: Path) -> None:
+def test_compare_of_hostile_names_and_forms(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         engine.checkpoint({EVIL: EVIL, "x": torch.ones(2), "y" + EVIL: torch.ones(2)}, step=1).result(60)
         engine.checkpoint({EVIL: EVIL * 2, "x": torch.ones(3), "[/]": torch.tensor(math.inf)}, step=2).result(60)
-    result = pccheck("diff", f"{tmp_path}@1", "@2")
+    result = pccheck("compare", tmp_path, "--step", 1, "--other-step", 2)
     assert result.exit_code == 4
     assert "shape: tensor float32 [2] -> tensor float32 [3]" in result.stdout
     assert "[/]  tensor float32 []" in result.stdout
-    assert {each["change"] for each in parsed("diff", f"{tmp_path}@1", "@2", status=4)["differences"]} == {
+    assert {
+        each["change"] for each in parsed("compare", tmp_path, "--step", 1, "--other-step", 2, status=4)["differences"]
+    } == {
         "value",
         "shape",
         "removed",
@@ -238,54 +240,54 @@ def test_copy(made: Path, tmp_path: Path) -> None:
         (1, True),
         (3, False),
     ]
-    assert pccheck("diff", f"{made}@2", tmp_path / "new").exit_code == 0
+    assert pccheck("compare", made, tmp_path / "new", "--step", 2).exit_code == 0
     assert pccheck("verify", tmp_path / "new", "--all").exit_code == 0
     assert pccheck("copy", made, made).exit_code == 2
 
 
 @pytest.mark.slow
-def test_rm_asks(store: Path) -> None:
-    result = pccheck("rm", store, 1, 2, input="n\n")
+def test_remove_asks(store: Path) -> None:
+    result = pccheck("remove", store, "--step", 1, "--step", 2, input="n\n")
     assert result.exit_code == 1
     assert "Remove step 2, 1 (24.6 kB) from" in result.stderr
-    assert pccheck("rm", store, 1, input="").exit_code == 1
+    assert pccheck("remove", store, "--step", 1, input="").exit_code == 1
     assert len(list_checkpoints(store)) == 3
-    assert pccheck("rm", store, 1, input="y\n").exit_code == 0
+    assert pccheck("remove", store, "--step", 1, input="y\n").exit_code == 0
     assert [info.step for info in list_checkpoints(store)] == [3, 2]
 
 
 @pytest.mark.slow
-def test_rm_pin_unpin(store: Path) -> None:
-    assert pccheck("pin", store, 1).exit_code == 0
-    result = pccheck("rm", store, 9, "--yes")
+def test_remove_pin_unpin(store: Path) -> None:
+    assert pccheck("pin", store, "--step", 1).exit_code == 0
+    result = pccheck("remove", store, "--step", 9, "--yes")
     assert result.exit_code == 3
     assert "no checkpoint of step 9" in result.stderr
-    result = pccheck("rm", store, 1, 2, 3, "-y")
+    result = pccheck("remove", store, "--step", 1, "--step", 2, "--step", 3, "-y")
     assert result.exit_code == 1
     assert "no checkpoint would be left" in result.stderr
     assert [info.pinned for info in list_checkpoints(store)] == [False, False, True]
-    assert pccheck("unpin", store, 1).exit_code == 0
+    assert pccheck("unpin", store, "--step", 1).exit_code == 0
     assert not any(info.pinned for info in list_checkpoints(store))
     slots = len(list(store.glob("slot-*")))
-    result = pccheck("rm", store, 1, 2, 3, "-y", "--force")
+    result = pccheck("remove", store, "--step", 1, "--step", 2, "--step", 3, "-y", "--force")
     assert result.exit_code == 0
     assert "Removed step 3, 2, 1;" in result.stdout
     assert list_checkpoints(store) == []
     assert len(list(store.glob("slot-*"))) == slots - 3
-    assert pccheck("pin", store, 1).exit_code == 3
+    assert pccheck("pin", store, "--step", 1).exit_code == 3
 
 
 def test_reject(store: Path) -> None:
-    assert pccheck("pin", store, 3).exit_code == 0
-    result = pccheck("reject", store, 2)
+    assert pccheck("pin", store, "--step", 3).exit_code == 0
+    result = pccheck("reject", store, "--step", 2)
     assert result.exit_code == 0
     assert "Rejected step 3, 2. A trainer resumes from step 1." in result.stdout
     listed = pccheck("ls", store).stdout
     assert (listed.count("pinned, rejected"), listed.count("rejected")) == (1, 2)
     assert [each["rejected"] for each in parsed("ls", store)] == [True, True, False]
     assert ", pinned, rejected." in pccheck("show", store, "--step", 3).stdout
-    assert pccheck("reject", store, 2).exit_code == 3
-    result = pccheck("reject", store, 1)
+    assert pccheck("reject", store, "--step", 2).exit_code == 3
+    result = pccheck("reject", store, "--step", 1)
     assert result.exit_code == 1
     assert "would be left to restore" in result.stderr
     assert load_sync(store)["step"] == 1
@@ -304,21 +306,25 @@ def test_commands_beside_a_trainer(tmp_path: Path) -> None:
             ["recover", path],
         ):
             assert pccheck(*arguments).exit_code == 0
-        assert pccheck("diff", f"{path}@1", path).exit_code == 4
-        for arguments in (["pin", path, 1], ["unpin", path, 1], ["rm", path, 1, "-y"]):
+        assert pccheck("compare", path, "--step", 1, "--other-step", 2).exit_code == 4
+        for arguments in (
+            ["pin", path, "--step", 1],
+            ["unpin", path, "--step", 1],
+            ["remove", path, "--step", 1, "-y"],
+        ):
             result = pccheck(*arguments)
             assert result.exit_code == 1
             assert result.stderr.startswith("pccheck: StoreLockedError: ")
-            assert "engine.pin(step)" in result.stderr
+            assert "engine.pin(step=...)" in result.stderr
         engine.checkpoint(state_of(3), step=3).result(60)
     assert [info.step for info in list_checkpoints(path)] == [3, 2]
 
 
 @pytest.mark.slow
 def test_changes_as_json(store: Path) -> None:
-    assert parsed("pin", store, 1) == as_json(list_checkpoints(store)[-1])
-    assert parsed("unpin", store, 1)["pinned"] is False
-    found = parsed("rm", store, 1, 2, "--yes")
+    assert parsed("pin", store, "--step", 1) == as_json(list_checkpoints(store)[-1])
+    assert parsed("unpin", store, "--step", 1)["pinned"] is False
+    found = parsed("remove", store, "--step", 1, "--step", 2, "--yes")
     assert [info["step"] for info in found["removed"]] == [2, 1]
     assert found["freed_nbytes"] > 24_000
 
@@ -369,16 +375,16 @@ def test_nothing_whole_is_3(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["show"], ["verify"], ["verify", "--all"], ["diff"], ["copy"], ["rm"], ["pin"], ["unpin"], ["recover"]],
+    [["show"], ["verify"], ["verify", "--all"], ["compare"], ["copy"], ["remove"], ["pin"], ["unpin"], ["recover"]],
 )
 def test_nothing_there_is_3(tmp_path: Path, arguments: list[str]) -> None:
     command, *options = arguments
     more: dict[str, list[object]] = {
-        "diff": [tmp_path],
+        "compare": [tmp_path],
         "copy": [tmp_path / "new"],
-        "rm": [1, "-y"],
-        "pin": [1],
-        "unpin": [1],
+        "remove": ["--step=1", "-y"],
+        "pin": ["--step=1"],
+        "unpin": ["--step=1"],
     }
     for path in (tmp_path, tmp_path / "missing"):
         result = pccheck(command, path, *more.get(command, []), *options)
@@ -390,7 +396,15 @@ def test_nothing_there_is_3(tmp_path: Path, arguments: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [["show"], ["verify"], ["diff", "@1"], ["copy", "new"], ["rm", "1", "-y"], ["pin", "1"]]
+    "arguments",
+    [
+        ["show"],
+        ["verify"],
+        ["compare", "--other-step=1"],
+        ["copy", "new"],
+        ["remove", "--step=1", "-y"],
+        ["pin", "--step=1"],
+    ],
 )
 def test_a_store_that_cannot_be_read_is_4(store: Path, tmp_path: Path, arguments: list[str]) -> None:
     (store / "commit").write_bytes(os.urandom(1 << 18))
@@ -406,13 +420,20 @@ def test_a_store_that_cannot_be_read_is_4(store: Path, tmp_path: Path, arguments
         ["show"],
         ["verify", "x", "--all", "--step=1"],
         ["verify", "x", "--step=one"],
-        ["diff", "x"],
-        ["diff", "@1", "x"],
+        ["compare", "x"],
+        ["compare", "@1", "x"],
+        ["compare", "x", "y", "--other-step=1", "--other-name=one"],
+        ["compare", "x@1", "y", "--step=2"],
         ["copy", "x"],
-        ["rm", "x"],
+        ["copy", "x", "y", "--pin", "--no-pin"],
+        ["copy", "x", "y", "--rank=-1"],
+        ["remove", "x"],
         ["rm", "x", "one"],
         ["pin", "x"],
+        ["pin", "x", "--step=1", "--name=one"],
+        ["pin", "x", "1", "--step=1"],
         ["unpin", "x"],
+        ["reject", "x"],
         ["recover"],
         ["recover", "x", "--slot=one"],
     ],
@@ -423,7 +444,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_every_command_says_how_it_ends() -> None:
-    for command in ("show", "verify", "diff", "copy", "rm", "pin", "unpin", "recover"):
+    for command in ("show", "verify", "compare", "copy", "remove", "pin", "unpin", "recover"):
         assert "Exit status: 0 " in " ".join(runner.invoke(app, [command, "--help"]).output.replace("│", "").split())
 
 
@@ -444,12 +465,19 @@ def test_a_store_that_lost_its_identity_is_damaged_for_every_command(store: Path
     (lost / "store.json").unlink()
     slots = [*lost.glob("slot-*")]
     for command in (
-        *(["ls"], ["ls", "--json"], ["show"], ["verify"], ["verify", "--all"], ["diff", f"{lost}@1", f"{lost}@2"]),
-        *(["rm", "--yes", "1"], ["pin", "1"], ["unpin", "1"], ["reject", "2"], ["watch", "--once"], ["tune"]),
+        *(["ls"], ["ls", "--json"], ["show"], ["verify"], ["verify", "--all"], ["compare", "--other-step=2"]),
+        *(
+            ["remove", "--yes", "--step=1"],
+            ["pin", "--step=1"],
+            ["unpin", "--step=1"],
+            ["reject", "--step=2"],
+            ["watch", "--once"],
+            ["tune"],
+        ),
         *(["recover"], ["copy", tmp_path / "copy"], ["export", tmp_path / "out.pt", "--to", "torch"]),
     ):
         name, *arguments = command
-        place = [] if name == "diff" else [lost]
+        place = [lost]
         result = pccheck(name, *place, *arguments)
         assert result.exit_code == 4, (command, result.output)
         assert name == "recover" or "parts of one without store.json: `pccheck recover" in result.stderr, command

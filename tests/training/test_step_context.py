@@ -656,7 +656,7 @@ def test_a_step_that_rejects_is_not_saved_and_nor_is_the_last_one_before(tmp_pat
                 model.optimizer.step()
                 if step == 3:
                     engine.drain()
-                    engine.reject(1)
+                    engine.reject(step=1)
                     this.save()
                     if restores:
                         engine.restore(model.state)
@@ -670,7 +670,7 @@ def test_a_step_that_rejects_is_not_saved_and_nor_is_the_last_one_before(tmp_pat
         engine.restore(model.state)
         with engine.step(model.state, 2):
             model.optimizer.step()
-        engine.reject(1)  # what step 2 made of it is not saved on leaving
+        engine.reject(step=1)  # what step 2 made of it is not saved on leaving
     assert [info.step for info in list_checkpoints(tmp_path) if not info.rejected] == [0]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import pytest
+from typer.main import get_command
 
 import pccheck_async
+from pccheck_async.cli import app
 
 NAMES = {
     "pccheck_async": """
@@ -53,6 +56,33 @@ def test_the_public_names(module: str, names: str) -> None:
     for name in found:
         assert getattr(importlib.import_module(module), name) is not None
     assert {*found} <= {*dir(importlib.import_module(module))}
+
+
+ENGINE_VERBS = ["pin", "unpin", "remove", "reject"]
+READING = ["verify", "copy", "compare"]
+
+
+@pytest.mark.parametrize("verb", [*ENGINE_VERBS, *READING])
+def test_a_verb_takes_a_step_and_a_name_everywhere(verb: str) -> None:
+    functions = [getattr(pccheck_async.stores, verb)]
+    if verb in ENGINE_VERBS:
+        functions += [getattr(pccheck_async.CheckpointEngine, verb), getattr(pccheck_async.SyncCheckpointEngine, verb)]
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        for name in ("step", "name"):
+            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, function
+            assert parameters[name].default in (None, ()), function
+    options = {option for each in get_command(app).commands[verb].params for option in each.opts}  # type: ignore[attr-defined]
+    assert {"--step", "--name"} <= options
+
+
+def test_both_engines_take_the_same_arguments() -> None:
+    for verb in ("open", "close", "step", "checkpoint", "restore", "drain", "tune", *ENGINE_VERBS):
+        one, other = (
+            inspect.signature(getattr(engine, verb)).parameters
+            for engine in (pccheck_async.CheckpointEngine, pccheck_async.SyncCheckpointEngine)
+        )
+        assert one == other, verb
 
 
 def test_the_root_has_at_most_35_names() -> None:

@@ -149,9 +149,9 @@ def test_what_is_rejected(
     made = [msgspec.structs.replace(entry(n), step=step) for n, step in enumerate(steps)]
     if len(rejected) >= len(made) and set(range(len(made))) <= rejected:
         with pytest.raises(StoreError, match="would be left to restore"):
-            Retention.reject(made, step, in_flight, until)
+            Retention.reject(made, step, {at: (each, None) for at, each in in_flight.items()}, until)
         made.append(msgspec.structs.replace(entry(99), step=0))
-    assert Retention.reject(made, step, in_flight, until) == rejected
+    assert Retention.reject(made, step, {at: (each, None) for at, each in in_flight.items()}, until) == rejected
     marked = [each.as_rejected() if each.counter in rejected else each for each in made]
     with pytest.raises(NoCheckpointError):
         Retention.reject(marked, step, {}, until)
