@@ -188,7 +188,7 @@ async def _open_a_store_whose_engine_was_lost(path: Path) -> None:
     lost = await CheckpointEngine(path).open()
     pending = await lost.checkpoint(state_of(1), step=1)
     del lost
-    async with CheckpointEngine(path, lock_timeout=60) as engine:
+    async with CheckpointEngine(path, storage=StorageOptions(lock_timeout=60)) as engine:
         assert pending.done()
         assert engine.latest is not None
 
