@@ -1,0 +1,172 @@
+"""The programs of several ranks on the page with recipes: some under torchrun, some as processes with what it sets."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pccheck_async import list_checkpoints, load_sync, stores
+from pccheck_async.errors import CheckpointError
+from tests.support.readme_blocks import ROOT
+from tests.support.recipes import program, write_program
+from tests.support.state_strategies import difference
+from tests.support.warm import start_warm
+
+PAGE = "recipes.md"
+WORLD = 2
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
+FREE = {"rng.python", "rng.numpy"}
+"""Generators that no program seeds, because none draws from them."""
+pytestmark = pytest.mark.slow
+
+
+def ranks(script: Path, **more: str) -> list[subprocess.Popen[str]]:
+    """Start the ranks of a program, with the environment that torchrun gives them."""
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+    return [
+        start_warm(
+            script,
+            cwd=script.parent,
+            env=ENVIRONMENT | common | {"MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)} | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+
+
+def finish(script: Path, **more: str) -> list[str]:
+    """Run the ranks of a program to their end; return what each printed."""
+    started = ranks(script, **more)
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * WORLD, printed
+    return printed
+
+
+def torchrun(script: Path, **more: str) -> subprocess.Popen[str]:
+    """Start torchrun."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD}", script],
+        cwd=script.parent,
+        env=ENVIRONMENT | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def steps(folder: Path) -> list[int]:
+    try:
+        return [info.step for info in list_checkpoints(folder)]
+    except CheckpointError:
+        return []
+
+
+def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+    """Wait until a checkpoint of this step, or a later one, is there."""
+    deadline = time.monotonic() + 120
+    while max(steps(folder), default=-1) < step:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.001)
+
+
+def different(one: Path, other: Path, rank: int) -> set[str]:
+    """Return the leaves that differ in the newest checkpoints of two groups, those of one rank's own among them."""
+    compared = stores.compare(one, other, rank=rank, other_rank=rank)
+    assert compared.one.step == compared.other.step
+    assert compared.leaves >= 3
+    paths = {each.path for each in compared.differences}
+    return {path for path in paths if ".".join(path.split(".")[:2]) not in FREE}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_once(dynamo: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, in a module of torch
+        for module in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.optim"):
+            importlib.import_module(module)
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Any:
+    def make(name: str) -> tuple[Path, Path]:
+        folders = tmp_path / "once", tmp_path / "killed"
+        for folder in folders:
+            folder.mkdir()
+        one, other = (write_program(PAGE, name, folder) for folder in folders)
+        return one, other
+
+    return make
+
+
+def test_fsdp_under_torchrun_whose_ranks_are_killed(scripts: Any) -> None:
+    once, killed = scripts("fsdp.py")
+    finish(once)
+    choice = random.Random(0)
+    with torchrun(killed) as process:
+        wait_for_step(killed.parent / "run", choice.randint(5, 30), [process])
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(choice.choice(children)), signal.SIGKILL)
+        process.communicate(timeout=120)
+    assert process.returncode == 1
+    reached = steps(killed.parent / "run")[0]
+    started = ranks(killed)
+    wait_for_step(killed.parent / "run", reached + choice.randint(1, 20), started)
+    for each in started:
+        each.kill()
+        each.communicate(timeout=120)
+    finish(killed)
+    assert steps(killed.parent / "run") == [99]
+    for rank in range(WORLD):
+        assert different(once.parent / "run", killed.parent / "run", rank) == set()
+
+
+def sides(diff: str) -> dict[str, str]:
+    """Return the programs before and after a change."""
+    lines = diff.splitlines(keepends=True)
+    return {
+        name: "".join(line[1:] for line in lines if not line.startswith(other))
+        for name, other in (("before.py", "+"), ("after.py", "-"))
+    }
+
+
+def test_a_run_of_dcp_goes_on(tmp_path: Path) -> None:
+    for folder in ("once", "changed"):
+        (tmp_path / folder).mkdir()
+        for name, text in sides(program(PAGE, "dcp.py")).items():
+            (tmp_path / folder / name).write_text(text)
+    finish(tmp_path / "once" / "before.py", STEPS="40")
+    changed = tmp_path / "changed"
+    finish(changed / "before.py", STEPS="20")
+    (changed / "dcp" / "25").mkdir()  # as a kill leaves one: no metadata
+    finish(changed / "after.py", STEPS="27")
+    assert steps(changed / "run") == [26]
+    finish(changed / "after.py", STEPS="40")
+    assert steps(changed / "run") == [39]
+    stores.import_(tmp_path / "once" / "dcp" / "39", tmp_path / "imported")
+    stores_of = tmp_path / "imported", changed / "run"
+    one, other = (dict(load_sync(store, keys=["model.*"])["model"]) for store in stores_of)
+    assert len(one) == 4
+    assert not difference(one, other)
+
+
+def test_both_sides_are_short() -> None:
+    for text in sides(program(PAGE, "dcp.py")).values():
+        assert len(text.splitlines()) < 60
