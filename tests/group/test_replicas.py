@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,12 +44,13 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [each.detach().clone() for each in (*model.parameters(), *moments)]
 
 
-def locally(folder: Path, group: Group, **settings: Any) -> tuple[list[list[int]], bool]:
+def locally(folder: Path, group: Group, trusted: Sequence[str] = ()) -> tuple[list[list[int]], bool]:
     """Train by local steps, each of which is saved; return what is there after each, and whether it is restored."""
     mesh_of(folder, group)
     model, optimizer = model_of(group.rank)
     state, there = {"model": model, "optimizer": optimizer}, []
-    with SyncCheckpointEngine(folder / "run", group=group, interval=1, **settings) as engine:
+    group = Group.of(group, trusted_replicas=trusted)
+    with SyncCheckpointEngine(folder / "run", group=group, interval=1) as engine:
         engine.attach(optimizer)
         for step in range(3):
             with engine.step(state, step):
@@ -102,7 +103,7 @@ def test_what_was_saved_apart_and_is_alike_is_saved_once_again(tmp_path: Path) -
 
 
 def test_what_is_trusted_is_not_compared(tmp_path: Path) -> None:
-    found = run_ranks(2, partial(locally, tmp_path, trusted_replicas=["model.*", "optimizer.*"]))
+    found = run_ranks(2, partial(locally, tmp_path, trusted=["model.*", "optimizer.*"]))
     assert [there for there, _ in found] == [[[0], [1], [2]]] * 2
     assert not all(same for _, same in found)  # it is believed, and is not so
 

@@ -80,10 +80,9 @@ def is_state_of(found: dict[str, Any], step: int) -> bool:
     )
 
 
-def save(folder: Path, step: int, block_bytes: int, **settings: Any) -> None:
-    with SyncCheckpointEngine(
-        folder, storage=StorageOptions(io=in_blocks(block_bytes)), keep_last=2, **settings
-    ) as engine:
+def save(folder: Path, step: int, block_bytes: int, **sizes: Any) -> None:
+    storage = StorageOptions(io=in_blocks(block_bytes), **sizes)
+    with SyncCheckpointEngine(folder, keep_last=2, storage=storage) as engine:
         if step:
             found = state_of(step - 1) | {"step": -1}
             for tensor in found["tensors"]:

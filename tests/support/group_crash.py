@@ -446,10 +446,9 @@ class Exploration:
         return self._root / str(next(self._folders))
 
     def _engine(self, path: Path, group: Group, **options: Any) -> CheckpointEngine:
-        options |= {"max_in_flight": 2, "keep_last": self.scenario.keep_last}
-        return CheckpointEngine(
-            path, group=group, storage=StorageOptions(chunk_bytes=2 * BLOCK, host_memory=8 * BLOCK), **options
-        )
+        storage = StorageOptions(chunk_bytes=2 * BLOCK, host_memory=8 * BLOCK, **options)
+        keep_last = self.scenario.keep_last
+        return CheckpointEngine(path, group=group, max_in_flight=2, keep_last=keep_last, storage=storage)
 
     def _run_ranks(self, root: Path, nodes: Cut, be: Callable[[Group, Path], Any]) -> list[Any]:
         """Run every rank on a thread of its own; return what each returned, or raise what one raised."""
