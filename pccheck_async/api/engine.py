@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 import torch
 
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import Caller, EngineLoop, PendingCheckpoint, Private, note_closing_failure_on, run
+from pccheck_async.engine import Caller, EngineLoop, PendingCheckpoint, Private, flight_of, note_closing_failure_on, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, formerly, the_one, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -217,16 +217,20 @@ class CheckpointEngine(EngineBase):
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)
+        if pending.skipped:
+            await asyncio.sleep(0)  # others may run, and cancel
+            return pending
+        flight = flight_of(pending)
         try:
-            await pending.eager_captured()
+            await flight.eager_captured()
         except asyncio.CancelledError:
-            await run(self._core, self._core.abort, pending)
+            await run(self._core, self._core.abort, flight)
             raise
         except Exception as error:
-            if not self._core.in_flight.warn_of(pending, error):
+            if not self._core.in_flight.warn_of(flight, error):
                 raise
         finally:
-            self._core.in_flight.note_waited(pending, start, "checkpoint")
+            self._core.in_flight.note_waited(flight, start, "checkpoint")
         return pending
 
     @_counted_until_awaited

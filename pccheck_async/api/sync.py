@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import EngineLoop, PendingCheckpoint, Private, block_on, note_closing_failure_on
+from pccheck_async.engine import EngineLoop, PendingCheckpoint, Private, block_on, flight_of, note_closing_failure_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, formerly, the_one, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
@@ -66,16 +66,19 @@ class SyncCheckpointEngine(EngineBase):
         A KeyboardInterrupt while it waits aborts the checkpoint.
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)
+        if pending.skipped:
+            return pending
+        flight = flight_of(pending)
         try:
-            pending.wait_eager_captured()
+            flight.wait_eager_captured()
         except Exception as error:
-            if not self._core.in_flight.warn_of(pending, error):
+            if not self._core.in_flight.warn_of(flight, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            block_on(self._core, self._core.abort, pending)
+            block_on(self._core, self._core.abort, flight)
             raise
         finally:
-            self._core.in_flight.note_waited(pending, start, "checkpoint")
+            self._core.in_flight.note_waited(flight, start, "checkpoint")
         return pending
 
     def restore(

@@ -10,11 +10,12 @@ from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, StorageOptions, check_flag, decide
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
+from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.engine.loop import EngineLoop, call_once
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.peers import Alone, Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
-from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
+from pccheck_async.engine.pending import PendingCheckpoint, flight_of
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
@@ -33,6 +34,7 @@ __all__ = [
     "EngineLoop",
     "EngineParts",
     "EngineStatistics",
+    "Flight",
     "Guard",
     "InlineCaptures",
     "Peers",
@@ -52,6 +54,7 @@ __all__ = [
     "call_once",
     "check_flag",
     "decide",
+    "flight_of",
     "hooks_of",
     "hooks_of_all",
     "note_closing_failure_on",

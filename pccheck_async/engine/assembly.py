@@ -10,10 +10,10 @@ from typing import Any
 
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import EngineConfig, decide
+from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.peers import Peers
-from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.record import MIN_BLOCK
@@ -112,7 +112,7 @@ class EngineParts:
         if (publisher := getattr(self, "publisher", None)) is not None:
             publisher.abandon()
 
-    async def close(self, deadline: float | None = None) -> tuple[bool, list[PendingCheckpoint]]:
+    async def close(self, deadline: float | None = None) -> tuple[bool, list[Flight]]:
         """Drain, and close all of it.
 
         Returns:

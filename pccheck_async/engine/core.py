@@ -21,11 +21,12 @@ from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on
 from pccheck_async.engine.capture import StateReader
 from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.flight import Flight, Promise, Waiting
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.peers import Alone, Peers, Private
-from pccheck_async.engine.pending import PendingCheckpoint, Promise, Waiting
+from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
@@ -259,9 +260,9 @@ class EngineCore:
                     self._closed.set_result(failure)
             await caller.wait(self.stream.hooks.close(), HOOKS_SECONDS if closed else 0.0)
 
-    def _gave_up(self, deadline: float | None, left: list[PendingCheckpoint]) -> CheckpointError:
+    def _gave_up(self, deadline: float | None, left: list[Flight]) -> CheckpointError:
         """Return the error that names the checkpoints left behind, and fail them with it."""
-        steps = ", ".join(str(pending.step) for pending in left)
+        steps = ", ".join(str(flight.step) for flight in left)
         when = f"after {deadline} s" if self.training.patience is None else "at the deadline of a preemption"
         what = (
             f"the checkpoints of steps {steps} were still being written"
@@ -269,8 +270,8 @@ class EngineCore:
             else "a restore, a pin or the removal of a slot had not ended"
         )
         error = CheckpointError(f"gave up {when}: {what}; left behind")
-        for pending in left:
-            pending.set_failed(error)
+        for flight in left:
+            flight.set_failed(error)
         return error
 
     def close_at_exit(self) -> str:
@@ -358,13 +359,13 @@ class EngineCore:
                     counted = number if step is None else new_step(step)
                 self.loop.post(self.peers.request_failed, number, counted, why)
 
-    def wait_prepared(self, pending: PendingCheckpoint) -> None:
+    def wait_prepared(self, flight: Flight) -> None:
         """Block until this rank's part of a checkpoint is durable; the group then decides about it.
 
         Raises its error if it fails before that. A process that saves alone waits until it is committed.
         """
-        if not self.loop.call(self.peers.prepared(pending.counter)):
-            pending.result()
+        if not self.loop.call(self.peers.prepared(flight.counter)):
+            flight.result()
 
     @property
     def stopped(self) -> str | None:
@@ -408,7 +409,7 @@ class EngineCore:
             number=self.in_flight.counter + 1,
         )
         state_seconds = time.perf_counter() - start
-        pending: PendingCheckpoint | None = None
+        flight: Flight | None = None
         taken = False
         try:
             with self.in_flight.lock:
@@ -421,12 +422,12 @@ class EngineCore:
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
                 # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
                 # two checkpoints would have it.
-                pending = self.in_flight.add(step, name, state_seconds)
+                flight = self.in_flight.add(step, name, state_seconds)
                 self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
-                overlapped = None if capture.lazy is None else self.guard.watch(pending, capture.lazy)
-                job = Job(pending, capture, plain, overlapped, self.stream.trace)
+                overlapped = None if capture.lazy is None else self.guard.watch(flight, capture.lazy)
+                job = Job(flight, capture, plain, overlapped, self.stream.trace)
                 # Set before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
                 # harm, one that is given back twice does.
                 taken = True
@@ -434,18 +435,18 @@ class EngineCore:
                 if not taken:
                     raise ClosedError(f"the engine of {self.path} is closed")
                 if returns_at_once:
-                    pending.set_captured()
+                    flight.set_captured()
         except BaseException:  # KeyboardInterrupt: the caller may change the state without waiting
-            if pending is not None:
-                block_on(self, self.abort, pending)
-                self.in_flight.withdraw(pending)
+            if flight is not None:
+                block_on(self, self.abort, flight)
+                self.in_flight.withdraw(flight)
             raise
         finally:
             if not taken:  # skipped after all, or the engine was closed meanwhile
                 capture.release()
             if skipped is not None:
                 self.in_flight.tell_skipped(skipped, step)
-        return pending, start
+        return PendingCheckpoint(flight), start
 
     def check_restored(self, step: int | None) -> None:
         """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.
@@ -474,7 +475,7 @@ class EngineCore:
         """
         if name is None and not isinstance(self.keeps, KeepAll):
             return
-        there = {pending.counter: pending.name for pending in self.in_flight.checkpoints()}
+        there = {flight.counter: flight.name for flight in self.in_flight.checkpoints()}
         there.update((info.counter, None if info.rejected else info.name) for info in self.infos)
         if name is not None and name in there.values():
             if not replace:
@@ -495,14 +496,14 @@ class EngineCore:
         """The newest durable checkpoint that is not rejected."""
         return next((info for info in self.infos if not info.rejected), None)
 
-    async def abort(self, caller: Caller, pending: PendingCheckpoint) -> None:
+    async def abort(self, caller: Caller, flight: Flight) -> None:
         """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
 
         If the process exits on a signal, this waits only until then: the device may be stuck.
         """
-        with Waiting(pending):
+        with Waiting(flight):
             try:
-                aborting, _ = self.loop.submit(self.assembly.scheduler.abort(pending))
+                aborting, _ = self.loop.submit(self.assembly.scheduler.abort(flight))
             except ClosedError:
                 return  # closing ended it
             patience = self.training.patience
@@ -513,11 +514,11 @@ class EngineCore:
                     await caller.wait(aborting, patience)
             finally:
                 if aborting.done() and aborting.exception() is None and aborting.result():
-                    pending.failure_told = True  # else it was captured already and goes on
+                    flight.failure_told = True  # else it was captured already and goes on
 
-    def _stop_capture(self, pending: PendingCheckpoint) -> None:
+    def _stop_capture(self, flight: Flight) -> None:
         with suppress(ClosedError):  # closing ended it
-            self.loop.call(self.assembly.scheduler.stop_capture(pending, self.config.max_stall))
+            self.loop.call(self.assembly.scheduler.stop_capture(flight, self.config.max_stall))
 
     def end_last_drains_at(self, until: float | None) -> None:
         """Make drains that are the last end at a time of the monotonic clock; None: when every checkpoint ended."""
@@ -527,8 +528,8 @@ class EngineCore:
         """Block until no capture of a checkpoint admitted so far reads the live state any more."""
         self.check_alive()
         self.guard.wait()
-        for pending in self.in_flight.checkpoints():
-            pending.wait_out_of_reach()  # failures are raised where the checkpoint itself is awaited
+        for flight in self.in_flight.checkpoints():
+            flight.wait_out_of_reach()  # failures are raised where the checkpoint itself is awaited
 
     async def drain(self, caller: Caller) -> None:
         """Wait until every checkpoint admitted so far ended; raise a failure that was not awaited."""
@@ -558,9 +559,9 @@ class EngineCore:
     async def pin(self, caller: Caller, which: int | str, pinned: bool) -> CheckpointInfo:
         """Exempt a checkpoint from the rules, or subject it to them again, once those in flight that match ended."""
         self.check_alive()
-        for pending in self.in_flight.checkpoints():
-            if matches(which, pending.step, pending.name):
-                await caller.wait(pending.ended_future())
+        for flight in self.in_flight.checkpoints():
+            if matches(which, flight.step, flight.name):
+                await caller.wait(flight.ended_future())
         return (await caller.run(self.peers.pin(which, pinned))).info
 
     async def remove(self, caller: Caller, which: int | str, *, force: bool) -> list[CheckpointInfo]:
@@ -568,9 +569,9 @@ class EngineCore:
         self.check_alive()
         in_flight = self.in_flight.checkpoints()
         others = any(not (info.rejected or matches(which, info.step, info.name)) for info in self.infos)
-        for pending in in_flight:
-            if matches(which, pending.step, pending.name) or not others:
-                await caller.wait(pending.ended_future())
+        for flight in in_flight:
+            if matches(which, flight.step, flight.name) or not others:
+                await caller.wait(flight.ended_future())
         removed = await caller.run(self.peers.remove(which, force=force))
         self._unrestored = [info for info in self._unrestored if not matches(which, info.step, info.name)]
         return [entry.info for entry in removed]
@@ -580,7 +581,7 @@ class EngineCore:
         self.check_alive()
         with self.in_flight.lock:
             until = self.in_flight.counter
-            in_flight = {pending.counter: (pending.step, pending.name) for pending in self.in_flight.checkpoints()}
+            in_flight = {flight.counter: (flight.step, flight.name) for flight in self.in_flight.checkpoints()}
         rejected = await caller.run(self.peers.reject(which, in_flight, until))
         self.training.rejected()
         counters = {entry.counter for entry in rejected}
@@ -608,9 +609,9 @@ class EngineCore:
             raise ValueError(f"private is 'modulo' or a list of globs over paths, not {private!r}")
         if not dry_run:
             self.training.before_restore()
-        while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
-            for pending in reading:
-                await caller.wait(pending.captured_future())  # the restore would tear its capture
+        while reading := [flight for flight in self.in_flight.checkpoints() if not flight.is_captured]:
+            for flight in reading:
+                await caller.wait(flight.captured_future())  # the restore would tear its capture
         self.guard.wait()
         restored = await restore(
             caller, assembly, self.captures.owners, self.peers.candidates(which, dry_run=dry_run), state, progress,

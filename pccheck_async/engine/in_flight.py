@@ -10,6 +10,7 @@ from collections import deque
 from typing import Literal
 
 from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, TornCaptureError
@@ -36,34 +37,34 @@ class InFlight:
         self._stream = stream
         self.lock = threading.RLock()
         self.counter = -1
-        self.newest: PendingCheckpoint | None = None
-        self._in_flight: dict[PendingCheckpoint, None] = {}
-        self._failed: list[tuple[PendingCheckpoint, Exception]] = []
+        self.newest: Flight | None = None
+        self._in_flight: dict[Flight, None] = {}
+        self._failed: list[tuple[Flight, Exception]] = []
         self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
 
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def checkpoints(self) -> list[PendingCheckpoint]:
+    def checkpoints(self) -> list[Flight]:
         """Return the checkpoints admitted and not ended, oldest first."""
         with self.lock:
             return list(self._in_flight)
 
-    def add(self, step: int | None, name: str | None = None, state_seconds: float = 0.0) -> PendingCheckpoint:
+    def add(self, step: int | None, name: str | None = None, state_seconds: float = 0.0) -> Flight:
         """Admit a checkpoint under the next counter. Called before the engine's loop gets it.
 
         ``state_seconds`` is the time that ``state_dict()`` and laying out its state took.
         """
         self.counter += 1
-        pending = PendingCheckpoint(self.counter if step is None else step, self.counter, name)
-        self._stream.emit(Admitted(step=pending.step, counter=pending.counter, state_seconds=state_seconds))
+        flight = Flight(self.counter if step is None else step, self.counter, name)
+        self._stream.emit(Admitted(step=flight.step, counter=flight.counter, state_seconds=state_seconds))
         # No call from here on: an interrupt would leave one in flight without a holder.
-        self.newest = pending
-        self._in_flight[pending] = None
-        return pending
+        self.newest = flight
+        self._in_flight[flight] = None
+        return flight
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
-        """Return a stand-in for a skipped checkpoint; None if there is a place for it or it may wait.
+        """Return what the caller of a skipped checkpoint gets; None if there is a place for it or it may wait.
 
         The caller reports it (:meth:`tell_skipped`) once it holds no lock.
         """
@@ -73,39 +74,39 @@ class InFlight:
             if len(self._in_flight) < self._config.max_in_flight:
                 return None
             newest = next(reversed(self._in_flight))
-        return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+        return PendingCheckpoint(newest, skipped=newest.step if step is None else step)
 
     def tell_skipped(self, skipped: PendingCheckpoint, step: int | None) -> None:
         """Report a checkpoint that :meth:`skip` skipped; without the lock, as handlers of the log are user code."""
         self._stream.emit(Skipped(step=step, counter=skipped.counter, in_flight=self._config.max_in_flight))
 
-    def withdraw(self, pending: PendingCheckpoint) -> None:
+    def withdraw(self, flight: Flight) -> None:
         """End a checkpoint that its caller does not receive, if it never reached the engine's loop."""
         with self.lock:
-            if pending.is_captured or pending not in self._in_flight:
+            if flight.is_captured or flight not in self._in_flight:
                 return  # the loop got it, and ended it or has captured it
-            del self._in_flight[pending]
-        error = CheckpointError(f"the checkpoint of step {pending.step} was interrupted")
-        self._stream.emit(Failed(step=pending.step, counter=pending.counter, error=error))
-        pending.set_failed(error)
+            del self._in_flight[flight]
+        error = CheckpointError(f"the checkpoint of step {flight.step} was interrupted")
+        self._stream.emit(Failed(step=flight.step, counter=flight.counter, error=error))
+        flight.set_failed(error)
 
     def note_waited(
-        self, pending: PendingCheckpoint, start: float, where: Literal["checkpoint", "optimizer"] = "optimizer"
+        self, flight: Flight, start: float, where: Literal["checkpoint", "optimizer"] = "optimizer"
     ) -> None:
-        """Count the time from ``start`` (of ``time.perf_counter()``) until now: training waited for ``pending``.
+        """Count the time from ``start`` (of ``time.perf_counter()``) until now: training waited for ``flight``.
 
         ``where``: as in :class:`Waited`.
         """
         seconds = time.perf_counter() - start
-        pending.stall += seconds
-        self._stream.emit(Waited(step=pending.step, counter=pending.counter, seconds=seconds, where=where))
+        flight.stall += seconds
+        self._stream.emit(Waited(step=flight.step, counter=flight.counter, seconds=seconds, where=where))
 
     # -- their ends
 
-    def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+    def note_end(self, flight: Flight, error: Exception | None, superseded: bool, nbytes: int) -> None:
         """Count the end of a checkpoint. Called before its waiting callers get it."""
-        now, step, counter = time.monotonic(), pending.step, pending.counter
-        seconds, captured, stall = now - pending.admitted_at, pending.captured_at - pending.admitted_at, pending.stall
+        now, step, counter = time.monotonic(), flight.step, flight.counter
+        seconds, captured, stall = now - flight.admitted_at, flight.captured_at - flight.admitted_at, flight.stall
         event: Event
         if error is not None:
             event = Failed(step=step, counter=counter, error=error)
@@ -115,12 +116,12 @@ class InFlight:
             times = {"seconds": seconds, "capture_seconds": max(0.0, captured), "stall": stall}
             event = Durable(step=step, counter=counter, nbytes=nbytes, **times)
         with self.lock:  # both at once: statistics count each checkpoint once
-            if pending not in self._in_flight:
+            if flight not in self._in_flight:
                 return  # it was withdrawn, and its end is delivered
-            del self._in_flight[pending]
+            del self._in_flight[flight]
             self._stream.totals.add(event)
             if error is not None:
-                self._failed.append((pending, error))
+                self._failed.append((flight, error))
             elif not superseded:
                 self._reports.append(SaveReport(now=now, step=step, nbytes=nbytes, **times))
         self._stream.publish(event)
@@ -135,29 +136,29 @@ class InFlight:
             return
         with self.lock:
             failed = [
-                (pending, error)
-                for pending, error in self._failed
-                if not pending.failure_told
-                and not (pending.overlap_was_chosen and isinstance(error, TornCaptureError))
+                (flight, error)
+                for flight, error in self._failed
+                if not flight.failure_told
+                and not (flight.overlap_was_chosen and isinstance(error, TornCaptureError))
                 and not isinstance(error, ReplicasDifferError)  # the next one saves each rank's own
             ]
             # A waiting caller will get its failure, or be cancelled before that: then it is for the next call.
             self._failed = [each for each in failed if each[0].awaited]
             untold = [each for each in failed if each not in self._failed]
-        untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
+        untold = [(flight, error) for flight, error in untold if not self.warn_of(flight, error)]
         if not untold:
             return
         (told, first), *others = untold
         told.failure_told = True
-        for pending, error in others:
-            pending.failure_told = True
-            first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
+        for flight, error in others:
+            flight.failure_told = True
+            first.add_note(f"the checkpoint of step {flight.step} failed too: {error}")
         raise first
 
-    def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
+    def warn_of(self, flight: Flight, error: Exception) -> bool:
         """Warn of a failure if ``on_error`` is "warn", in the name of the caller's caller; else return False."""
         if self._config.on_error != "warn":
             return False
-        pending.failure_told = True
-        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=3)
+        flight.failure_told = True
+        warnings.warn(f"the checkpoint of step {flight.step} failed: {error}", RuntimeWarning, stacklevel=3)
         return True

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pccheck_async.engine.pending import PendingCheckpoint, Promise
+from pccheck_async.engine.flight import Flight, Promise
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions
 from pccheck_async.state.ambient import no_functions
@@ -201,8 +201,8 @@ class Overlapped:
         note_end: Called with the error that made the checkpoint fail, None if it did not.
     """
 
-    def __init__(self, pending: PendingCheckpoint, lazy: LazyPart) -> None:
-        self.pending = pending
+    def __init__(self, flight: Flight, lazy: LazyPart) -> None:
+        self.flight = flight
         self.fence: Promise[Fence] = Promise()
         self.note_end = lazy.note_end
         self._versions: Versions | None = lazy.versions
@@ -213,7 +213,7 @@ class Overlapped:
     @property
     def running(self) -> bool:
         """Whether live bytes may still be read."""
-        return not self.pending.is_captured
+        return not self.flight.is_captured
 
     @property
     def compared(self) -> bool:
@@ -260,7 +260,7 @@ class Overlapped:
             raise self._torn
 
     def _note_torn(self, paths: Sequence[str], what: str, advice: str) -> None:
-        step = self.pending.step
+        step = self.flight.step
         text = f"the checkpoint of step {step} is torn, and not committed: {paths[0]} {what}; {advice}"
         self._torn = TornCaptureError(text, paths=paths)
 
@@ -281,8 +281,8 @@ class Guard:
     def __init__(
         self,
         max_stall: float | None,
-        stop_capture: Callable[[PendingCheckpoint], None],
-        waited: Callable[[PendingCheckpoint, float], None],
+        stop_capture: Callable[[Flight], None],
+        waited: Callable[[Flight, float], None],
     ) -> None:
         self._pid = os.getpid()
         self._max_stall = max_stall
@@ -312,18 +312,18 @@ class Guard:
         self.attached = True
         self._hooks[optimizer] = hooks  # last: without it the next call takes this one for interrupted
 
-    def watch(self, pending: PendingCheckpoint, lazy: LazyPart) -> Overlapped:
+    def watch(self, flight: Flight, lazy: LazyPart) -> Overlapped:
         """Make steps wait from now on until the capture of a checkpoint with a lazy part ended."""
-        capture = Overlapped(pending, lazy)
-        pending.compare = capture.compare
+        capture = Overlapped(flight, lazy)
+        flight.compare = capture.compare
         if self._others is None:
             self._others = hooks_of_all()
             self._others.add(before=self.before_any_step)
         with self._lock:
-            self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
+            self._captures = [each for each in self._captures if not each.flight.over] + [capture]
             call_before_accesses(self.before_access)
         if lazy.eager is None:
-            pending.set_eager_captured()
+            flight.set_eager_captured()
         return capture
 
     def wait(self) -> None:
@@ -357,10 +357,10 @@ class Guard:
             return
         start = time.perf_counter()
         try:
-            if not capture.pending.wait_out_of_reach(deadline - start, capture.fence if for_fence else None):
-                self._stop_capture(capture.pending)
+            if not capture.flight.wait_out_of_reach(deadline - start, capture.fence if for_fence else None):
+                self._stop_capture(capture.flight)
         finally:
-            self._waited(capture.pending, start)
+            self._waited(capture.flight, start)
 
     def _compare(self, capture: Overlapped) -> None:
         capture.compare()

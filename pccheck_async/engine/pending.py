@@ -1,219 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint on its way: captured, then durable; each is a :class:`Promise` that any thread may set or wait for."""
+"""The checkpoint that a user gets before it is durable: a view of the engine's :class:`.flight.Flight`."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
 
-from pccheck_async.errors import ClosedError
+from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.format import CheckpointInfo
 
-__all__ = ["CheckpointProgress", "PendingCheckpoint", "Promise", "Waiting", "wait_for_any"]
-
-T = TypeVar("T")
-_is_over = attrgetter("over")
-
-
-class Promise(Generic[T]):
-    """Something that happens once, with a result or an error; any thread may set, read or await it.
-
-    Most promises are over when they are read, or are never read. So a future, which takes longer to make than all
-    else here, is made only for coroutines that have to wait; a thread waits at a lock of its own. The promise itself
-    has no lock, so a signal handler that uses it cannot deadlock: the first caller of ``dict.setdefault`` wins.
-    """
-
-    __slots__ = ("_facts",)
-
-    def __init__(self) -> None:
-        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future", "threads": of waiting callers
-
-    @property
-    def over(self) -> bool:
-        """Whether it has happened."""
-        return "outcome" in self._facts
-
-    @property
-    def outcome(self) -> tuple[T, BaseException | None] | None:
-        """Its result and its error, None without one; None if it has not happened yet."""
-        return self._facts.get("outcome")
-
-    @property
-    def error(self) -> BaseException | None:
-        """Its error; None if there is none, or it has not happened yet."""
-        outcome = self.outcome
-        return None if outcome is None else outcome[1]
-
-    def set_error(self, error: BaseException) -> None:
-        """Set the error; only the first call of this or of :meth:`set_result` has an effect."""
-        self.set_result(None, error)
-
-    def set_result(self, result: T | None, error: BaseException | None = None) -> None:
-        """Set the result, or else the error; only the first call of this or of :meth:`set_error` has an effect."""
-        outcome = result, error
-        if self._facts.setdefault("outcome", outcome) is not outcome:
-            return
-        for thread in [*self._facts.get("threads", ())]:
-            with suppress(RuntimeError):  # another promise that it waits for was first
-                thread.release()
-        future = self._facts.get("future")
-        if future is not None:
-            _tell(future, outcome)
-
-    def result(self, timeout: float | None = None) -> T:
-        """Block until it has happened. Raises its error, or TimeoutError."""
-        if "outcome" not in self._facts and not wait_for_any((self,), timeout):
-            raise TimeoutError
-        outcome: tuple[T, BaseException | None] = self._facts["outcome"]
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
-
-    def future(self) -> Future[T]:
-        """Return a future of it, which cannot be cancelled."""
-        if not self.over:
-            future: Future[T] = self._facts.setdefault("future", _running())
-            if not self.over:
-                return future  # it was there before the outcome, so that set_result finds it
-        over: Future[T] = _running()
-        _tell(over, self._facts["outcome"])
-        return over
-
-    def _threads(self) -> list[threading.Lock]:
-        threads: list[threading.Lock] = self._facts.setdefault("threads", [])
-        return threads
-
-
-def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None) -> bool:
-    """Block until one of them has happened; False if that takes longer than ``timeout`` seconds.
-
-    If it is interrupted, it leaves no lock held. An interrupted wait for a future can leave one, and the thread that
-    sets the result would then block.
-    """
-    mine = threading.Lock()
-    mine.acquire()
-    try:
-        for promise in promises:
-            promise._threads().append(mine)
-        if not any(map(_is_over, promises)):  # else it may have been decided before this lock was added
-            mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
-    finally:
-        for promise in promises:
-            if not promise.over and mine in (threads := promise._threads()):  # not if it was interrupted before
-                threads.remove(mine)
-    return any(map(_is_over, promises))
-
-
-def _running() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def _tell(future: Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
-    result, error = outcome
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointProgress:
-    """How far a checkpoint is.
-
-    Attributes:
-        phase: "waiting" for its turn, "capturing", "writing" (all is captured), "committing" (its last request is on
-            its way: manifest, flush and commit record, and of a small checkpoint its bytes); or how it ended.
-        nbytes: Bytes of the checkpoint's tensors, 0 while it waits.
-        captured: Bytes captured so far.
-        written: Bytes written so far, those of the last request included.
-    """
-
-    phase: Literal["waiting", "capturing", "writing", "committing", "durable", "superseded", "skipped", "failed"]
-    nbytes: int
-    captured: int
-    written: int
-
-
-class Waiting:
-    """Counts a caller as waiting for a checkpoint: no other call gets its failure meanwhile.
-
-    A caller that waits for ``promise`` while it fails gets the error; one that gave up before does not.
-    """
-
-    __slots__ = ("_pending", "_promise")
-
-    def __init__(self, pending: PendingCheckpoint, promise: Promise[Any] | None = None) -> None:
-        self._pending, self._promise = pending, promise
-        if promise is not None and not promise.over and os.getpid() != pending._pid:
-            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
-
-    def __enter__(self) -> None:
-        self._pending._waiters.add(self)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._promise is not None and error is self._promise.error:
-            self._pending.failure_told = True
-        self._pending._waiters.discard(self)
+__all__ = ["PendingCheckpoint", "flight_of"]
 
 
 class PendingCheckpoint:
     """The result of ``checkpoint()``. Usable from any thread and any event loop; ``await pending`` waits for durable.
 
-    Attributes:
-        step: The user's number.
-        counter: The engine's number; checkpoints are admitted in the order of their counters.
-        name: The user's name for it, None for none.
-        superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
-        skipped: ``max_in_flight`` checkpoints were in flight and ``on_busy="skip"``: nothing was captured, and this
-            object stands for the newest one in flight.
-        nbytes: Bytes of its tensors, None until it is its turn.
-        captured_nbytes: Bytes captured so far.
-        written_nbytes: Bytes written so far.
-        failure_told: Whether the user has got its failure, as an error or a warning.
-        overlap_was_chosen: Whether ``engine.step`` made it, which captures repeatedly torn tensors eagerly: that it is
-            torn is warned of, and not raised by the next call.
-        compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
+    With ``on_busy="skip"`` and ``max_in_flight`` checkpoints in flight nothing is captured, and it stands for the
+    newest one in flight (:attr:`skipped`): captured already, and durable when that is.
     """
 
-    def __init__(self, step: int, counter: int, name: str | None = None) -> None:
-        self.step = step
-        self.counter = counter
-        self.name = name
-        self.superseded = False
-        self.skipped = False
-        self._pid = os.getpid()
-        self.admitted_at = self.captured_at = time.monotonic()
-        self.stall = 0.0
-        self.nbytes: int | None = None
-        self.captured_nbytes = self.written_nbytes = 0
-        self.compare: Callable[[], None] | None = None
-        self._eager_captured: Promise[None] = Promise()
-        self._captured: Promise[None] = Promise()
-        self._durable: Promise[CheckpointInfo] = Promise()
-        self._target = self  # the checkpoint that is waited for
-        self.failure_told = False
-        self.overlap_was_chosen = False
-        self._waiters: set[Waiting] = set()
+    __slots__ = ("_flight", "_skipped")
 
-    @classmethod
-    def standing_for(cls, newest: PendingCheckpoint, step: int) -> PendingCheckpoint:
-        """Return a stand-in for a skipped checkpoint: already safe to mutate, durable when ``newest`` is."""
-        skipped = cls(step, newest.counter)
-        skipped.skipped = True
-        skipped.set_captured()
-        skipped._target = newest._target
-        return skipped
+    def __init__(self, flight: Flight, *, skipped: int | None = None) -> None:
+        self._flight = flight
+        self._skipped = skipped  # the step that is not saved
+
+    @property
+    def step(self) -> int:
+        """The user's number."""
+        return self._flight.step if self._skipped is None else self._skipped
+
+    @property
+    def counter(self) -> int:
+        """The engine's number; checkpoints are admitted in the order of their counters."""
+        return self._flight.counter
+
+    @property
+    def name(self) -> str | None:
+        """The user's name for it, None for none."""
+        return None if self.skipped else self._flight.name
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of its tensors, None until it is its turn."""
+        return None if self.skipped else self._flight.nbytes
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was captured, as others were in flight."""
+        return self._skipped is not None
+
+    @property
+    def superseded(self) -> bool:
+        """Whether newer checkpoints became durable first and made this one pointless; it was dropped on purpose."""
+        return not self.skipped and self._flight.superseded
+
+    @property
+    def progress(self) -> CheckpointProgress:
+        """How far it is, or, for a skipped one, how far the one is that it stands for. Never blocks."""
+        progress = self._flight.progress
+        return replace(progress, phase="skipped") if self.skipped else progress
 
     async def captured(self) -> None:
         """Wait until the capture is complete: the state may be changed from then on.
@@ -223,9 +71,12 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: the checkpoint failed before its capture was complete.
         """
-        await self._wait(self._captured)
-        if self.compare is not None:
-            self.compare()
+        await (asyncio.sleep(0) if self.skipped else self._flight.captured())
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
+        if not self.skipped:
+            self._flight.wait_captured(timeout)
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
@@ -242,136 +93,23 @@ class PendingCheckpoint:
             StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either, and
                 the next opening may find this one.
         """
-        target = self._target
-        return await target._wait(target._durable)
+        return await self._flight.durable()
 
     def __await__(self) -> Generator[Any, None, CheckpointInfo]:
         return self.durable().__await__()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
-        target = self._target
-        return target._block(target._durable, timeout)
-
-    def wait_captured(self, timeout: float | None = None) -> None:
-        """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
-        self._block(self._captured, timeout)
-        if self.compare is not None:
-            self.compare()
+        return self._flight.result(timeout)
 
     def done(self) -> bool:
         """Return whether it is durable, superseded or failed."""
-        return self._target._durable.over
-
-    @property
-    def progress(self) -> CheckpointProgress:
-        """How far it is, or, for a skipped one, how far the one is that it stands for. Never blocks."""
-        target = self._target
-        nbytes, captured, written = target.nbytes, target.captured_nbytes, target.written_nbytes
-        if self.done():
-            phase: Any = "failed" if target.failed else "superseded" if target.superseded else "durable"
-        elif nbytes is None:
-            phase = "waiting"
-        else:
-            phase = "committing" if written >= nbytes else "writing" if target.is_captured else "capturing"
-        return CheckpointProgress("skipped" if self.skipped else phase, nbytes or 0, captured, written)
-
-    async def _wait(self, promise: Promise[T]) -> T:
-        outcome = promise.outcome
-        if outcome is not None and outcome[1] is None:
-            await asyncio.sleep(0)  # others may run, and cancel
-            return outcome[0]
-        with Waiting(self, promise):
-            return await asyncio.wrap_future(promise.future())
-
-    def _block(self, promise: Promise[T], timeout: float | None = None) -> T:
-        outcome = promise.outcome
-        if outcome is not None and outcome[1] is None:
-            return outcome[0]
-        with Waiting(self, promise):
-            try:
-                return promise.result(timeout)
-            except TimeoutError:
-                if promise.over:
-                    raise
-                where = f"the checkpoint of step {self.step} is {self.progress.phase}"
-                raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
+        return self._flight.over
 
     def __repr__(self) -> str:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"
 
-    # -- the engine's side
 
-    async def eager_captured(self) -> None:
-        """Wait until the eager leaves are captured: all of the state but its lazy part."""
-        await self._wait(self._eager_captured)
-
-    def wait_eager_captured(self) -> None:
-        """Block until the eager leaves are captured."""
-        self._block(self._eager_captured)
-
-    def captured_future(self) -> Future[None]:
-        """Return a future that is done when nothing reads the live state any more, or the capture failed."""
-        return self._captured.future()
-
-    def ended_future(self) -> Future[CheckpointInfo]:
-        """Return a future that is done when the checkpoint is durable, superseded or failed."""
-        return self._durable.future()
-
-    def wait_out_of_reach(self, timeout: float | None = None, enough: Promise[Any] | None = None) -> bool:
-        """Block until nothing reads the live state any more, or until ``enough`` happened. Raises no failure.
-
-        Returns:
-            False if it took longer than ``timeout`` seconds.
-        """
-        if self._captured.over:
-            return True
-        return wait_for_any([each for each in (self._captured, enough) if each is not None], timeout)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether the capture ended (or failed)."""
-        return self._captured.over
-
-    @property
-    def is_eager_captured(self) -> bool:
-        """Whether the eager leaves are captured (or the checkpoint failed)."""
-        return self._eager_captured.over
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it did not, or has not ended. Reading it does not count as delivering it."""
-        return self._durable.error
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended without becoming durable or superseded."""
-        return self._durable.error is not None
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a caller is waiting for it, and will get a failure unless the waiting is cancelled."""
-        return bool(self._waiters)
-
-    def set_eager_captured(self) -> None:
-        """Called when the eager leaves are captured."""
-        self._eager_captured.set_result(None)
-
-    def set_captured(self) -> None:
-        """Called when the capture ended."""
-        if self._captured.over:
-            return
-        self.captured_at = time.monotonic()
-        self._captured.set_result(None)
-        self._eager_captured.set_result(None)  # last: callers of checkpoint() wait for it
-
-    def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
-        """Called with the committed checkpoint, or the newest one if this one is superseded."""
-        self.superseded = superseded
-        self.set_captured()
-        self._durable.set_result(info)
-
-    def set_failed(self, error: BaseException) -> None:
-        """Called with the error of a failed checkpoint: promises that are over keep their outcome, the others fail."""
-        for promise in (self._captured, self._eager_captured, self._durable):
-            promise.set_error(error)
+def flight_of(pending: PendingCheckpoint) -> Flight:
+    """Return the engine's side of a checkpoint; for a skipped one that of the checkpoint that it stands for."""
+    return pending._flight

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 
 from pccheck_async.engine.capture import Capture
+from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.peers import Peers
-from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.manifest import Manifest, encode_again, version_of
@@ -39,7 +39,7 @@ _YIELD_EVERY = 8
 class Job:
     """An admitted checkpoint."""
 
-    pending: PendingCheckpoint
+    flight: Flight
     capture: Capture
     metadata: dict[str, str | int | float | bool | None]
     overlapped: Overlapped | None
@@ -69,31 +69,31 @@ class Scheduler:
 
     def __post_init__(self, max_in_flight: int) -> None:
         self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
-        self._jobs: dict[PendingCheckpoint, Job] = {}
+        self._jobs: dict[Flight, Job] = {}
         self._until: float | None = None
         self._last_drains: set[asyncio.Timeout] = set()
 
     @property
-    def tasks(self) -> dict[PendingCheckpoint, asyncio.Task[None]]:
+    def tasks(self) -> dict[Flight, asyncio.Task[None]]:
         """Those of the checkpoints that have not ended."""
-        return {pending: job.task for pending, job in self._jobs.items()}
+        return {flight: job.task for flight, job in self._jobs.items()}
 
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
-        pending, capture, refused = job.pending, job.capture, None
+        flight, capture, refused = job.flight, job.capture, None
         try:
-            self.peers.request(pending.counter, pending.step, job.metadata, capture.tally_sums, capture.differing)
+            self.peers.request(flight.counter, flight.step, job.metadata, capture.tally_sums, capture.differing)
         except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             refused = error
-        task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {pending.counter}")
+        task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {flight.counter}")
         job.task = task
-        self._jobs[pending] = job
-        job.task.add_done_callback(lambda _: self._jobs.pop(pending))
+        self._jobs[flight] = job
+        job.task.add_done_callback(lambda _: self._jobs.pop(flight))
 
-    async def abort(self, pending: PendingCheckpoint) -> bool:
+    async def abort(self, flight: Flight) -> bool:
         """Cancel a checkpoint, and wait until nothing of it runs (I9); False if it was captured, and goes on."""
-        job = self._jobs.get(pending)
-        if job is None or pending.is_captured:
+        job = self._jobs.get(flight)
+        if job is None or flight.is_captured:
             return False
         job.task.cancel()
         await asyncio.wait((job.task,))
@@ -101,34 +101,34 @@ class Scheduler:
 
     def end_with(self, counter: int, error: CheckpointError) -> None:
         """Write a checkpoint no further: its group decided otherwise."""
-        for pending, job in self._jobs.items():
-            if pending.counter == counter:
+        for flight, job in self._jobs.items():
+            if flight.counter == counter:
                 job.abandoned = error
                 # One round later: a task that is cancelled before its first step never reports its end.
                 asyncio.get_running_loop().call_soon(job.task.cancel)
 
-    async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
+    async def stop_capture(self, flight: Flight, max_stall: float | None) -> bool:
         """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
 
         The checkpoint fails; its writes may take longer: buffers, slot and turn go back when they ended (I9). False
         if it was captured already, and goes on.
         """
-        job = self._jobs.get(pending)
-        if job is None or pending.is_captured:
+        job = self._jobs.get(flight)
+        if job is None or flight.is_captured:
             return False
-        self.stream.emit(Abandoned(step=pending.step, counter=pending.counter, seconds=max_stall))
+        self.stream.emit(Abandoned(step=flight.step, counter=flight.counter, seconds=max_stall))
         error = CheckpointError(
-            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
+            f"abandoned the checkpoint of step {flight.step}: its capture held an optimizer's step up for longer than "
             f"max_stall = {max_stall} s"
         )
         job.abandoned = error  # the task may end before this does
-        pending.failure_told = True
+        flight.failure_told = True
         job.task.cancel()
         await job.capture.stop()
-        pending.set_failed(error)
+        flight.set_failed(error)
         return True
 
-    async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[PendingCheckpoint]:
+    async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[Flight]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
 
         ``last``: nothing comes after it, and it also ends at the time of :meth:`end_last_drains_at`.
@@ -146,12 +146,12 @@ class Scheduler:
                         await asyncio.wait(waiting.values())
                     finally:
                         self._last_drains.discard(limit)
-        return [pending for pending, task in waiting.items() if not task.done() and not pending.done()]
+        return [flight for flight, task in waiting.items() if not task.done() and not flight.over]
 
-    def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
+    def give_up(self, flights: Iterable[Flight]) -> None:
         """Begin no commit of these any more, whenever their operations end; one that is under way may end well."""
-        for pending in pendings:
-            if (job := self._jobs.get(pending)) is not None:
+        for flight in flights:
+            if (job := self._jobs.get(flight)) is not None:
                 job.task.cancel()
 
     def end_last_drains_at(self, until: float | None) -> None:
@@ -176,15 +176,15 @@ class Scheduler:
 
     async def _run(self, job: Job, refused: BaseException | None) -> None:
         """Save a checkpoint, or end one that the store ``refused`` with that error."""
-        pending = job.pending
-        work.set(Work(self.path, pending.step, pending.counter, recorder=job.trace))
+        flight = job.flight
+        work.set(Work(self.path, flight.step, flight.counter, recorder=job.trace))
         try:
             try:
                 if refused is not None:
                     raise refused
                 await self._turns.acquire()
                 try:
-                    await self.peers.admitted(pending.counter)
+                    await self.peers.admitted(flight.counter)
                     info, superseded = await self._save(job)
                 finally:
                     self._turns.release()  # only after the slot that the commit freed is free
@@ -195,12 +195,12 @@ class Scheduler:
                     job.overlapped.compare()
         except asyncio.CancelledError:
             error = job.abandoned or CheckpointError(
-                f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
+                f"the checkpoint of step {flight.step} was cancelled; nothing was committed"
             )
             self._end(job, error)
         except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             if not isinstance(error, Exception):  # a handler of the log that exits: it would end the engine's loop
-                error = CheckpointError(f"the checkpoint of step {pending.step} was ended by {error!r}")
+                error = CheckpointError(f"the checkpoint of step {flight.step} was ended by {error!r}")
             self._end(job, error)
         else:
             self._end(job, None, info, superseded=superseded)
@@ -210,32 +210,32 @@ class Scheduler:
         self, job: Job, error: Exception | None, info: CheckpointInfo | None = None, *, superseded: bool = False
     ) -> None:
         """Count the end of a checkpoint, and then end the waiting for it, even if counting fails."""
-        pending, nbytes = job.pending, 0 if info is None else info.nbytes
+        flight, nbytes = job.flight, 0 if info is None else info.nbytes
         try:
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self.in_flight.note_end(pending, error, superseded, nbytes)
-            self.peers.ended(pending.counter, error)
+            self.in_flight.note_end(flight, error, superseded, nbytes)
+            self.peers.ended(flight.counter, error)
         except BaseException as failure:  # noqa: BLE001 - also of a handler of the log that exits
             with suppress(BaseException):
                 write("miscounted", "the end of a checkpoint is not counted right: %r", failure)
         finally:
             if info is None:
                 assert error is not None
-                pending.set_failed(error)
+                flight.set_failed(error)
             else:
-                pending.set_durable(info, superseded=superseded)
+                flight.set_durable(info, superseded=superseded)
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""
-        pending, capture, overlapped = job.pending, job.capture, job.overlapped
+        flight, capture, overlapped = job.flight, job.capture, job.overlapped
         plan = await capture.begin(self.planner, None if overlapped is None else overlapped.fence.set_result)
-        pending.nbytes = plan.payload_nbytes
+        flight.nbytes = plan.payload_nbytes
         if (inline := capture.inline) is not None:
             enter_chunk(0)
             self.stream.clock.note("capture", *inline.seconds, plan.payload_nbytes)
             enter_chunk(None)
-            pending.captured_nbytes = plan.payload_nbytes
+            flight.captured_nbytes = plan.payload_nbytes
         self._note_progress(job)
         async with SlotWriter(self.store, self.pool, plan, None if inline is None else inline.buffer) as writer:
             if order := capture.order():
@@ -251,16 +251,16 @@ class Scheduler:
             entry, start = self._entry(job, slot, manifest), time.perf_counter()
             try:
                 check = None if overlapped is None else overlapped.check
-                pending.written_nbytes = plan.payload_nbytes
+                flight.written_nbytes = plan.payload_nbytes
                 committed = await self.peers.commit(Written(slot, entry, rest, check), capture.sample)
             finally:
                 self.stream.clock.note("commit", start, time.perf_counter())
         if committed:
             return entry.info, False
         if (newest := self.peers.newest) is None:
-            pending.failure_told = True  # the next call need not raise it: all were removed on purpose
+            flight.failure_told = True  # the next call need not raise it: all were removed on purpose
             raise NoCheckpointError(
-                f"the checkpoint of step {pending.step} was rejected, and no other is left: they were removed"
+                f"the checkpoint of step {flight.step} was rejected, and no other is left: they were removed"
             )
         return newest.info, True
 
@@ -274,31 +274,31 @@ class Scheduler:
             raise place.explained(error) from error
         finally:
             self.stream.clock.note("capture", start, time.perf_counter(), nbytes)
-        job.pending.captured_nbytes += nbytes
+        job.flight.captured_nbytes += nbytes
         if last:
             self._note_progress(job)
         await writer.put(place)
-        job.pending.written_nbytes = writer.written
+        job.flight.written_nbytes = writer.written
 
     def _note_progress(self, job: Job) -> None:
         """Resolve the promises of the capture that are kept by now. Called when it got further."""
-        pending, capture = job.pending, job.capture
+        flight, capture = job.flight, job.capture
         if not capture.eager:
-            pending.set_eager_captured()
+            flight.set_eager_captured()
         if capture.live or job.captured:
             return
         job.captured = True
-        at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
-        seconds, nbytes = max(0.0, at - pending.admitted_at), pending.nbytes or 0
-        self.stream.emit(Captured(step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds))
-        pending.set_captured()
+        at = flight.captured_at if flight.is_captured else time.monotonic()  # a small one before it came here
+        seconds, nbytes = max(0.0, at - flight.admitted_at), flight.nbytes or 0
+        self.stream.emit(Captured(step=flight.step, counter=flight.counter, nbytes=nbytes, seconds=seconds))
+        flight.set_captured()
 
     def _entry(self, job: Job, slot: SlotLease, manifest: bytes) -> Entry:
         """Return the entry of a checkpoint for the commit record."""
         nbytes = job.capture.plan.payload_nbytes
         return Entry(
-            counter=job.pending.counter,
-            step=job.pending.step,
+            counter=job.flight.counter,
+            step=job.flight.step,
             time=job.capture.time,
             nbytes=nbytes,
             slot=slot.slot,
@@ -314,8 +314,8 @@ class Scheduler:
         capture = job.capture
         manifest = Manifest(
             version=version_of(capture.skeleton, with_pieces=capture.has_sharded, composed=capture.has_composed),
-            counter=job.pending.counter,
-            step=job.pending.step,
+            counter=job.flight.counter,
+            step=job.flight.step,
             time=capture.time,
             metadata=job.metadata,
             skeleton=capture.skeleton,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.policy import StepReport
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
@@ -144,8 +144,8 @@ class Publisher:
 def make_status(
     statistics: EngineStatistics,
     started: float,
-    in_flight: Sequence[PendingCheckpoint],
-    newest: PendingCheckpoint | None,
+    in_flight: Sequence[Flight],
+    newest: Flight | None,
     committed: Sequence[CheckpointInfo],
     report: StepReport | None,
     failure: BaseException | None,

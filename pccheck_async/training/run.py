@@ -24,6 +24,7 @@ from pccheck_async.engine import (
     StepReport,
     TrainingHooks,
     block_on,
+    flight_of,
     note_closing_failure_on,
     run,
     unwrapped,
@@ -238,8 +239,9 @@ class TrainingRun(TrainingHooks):
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
         """Record the checkpoint that was taken after a step."""
         this.pending = pending
-        pending.overlap_was_chosen = True
-        if pending.skipped and self.last_report is not None:
+        if not pending.skipped:
+            flight_of(pending).overlap_was_chosen = True
+        elif self.last_report is not None:
             self._policy.skipped(self.last_report)
 
     async def save_and_go(self, caller: Caller, this: TrainingStep) -> None:
@@ -251,12 +253,11 @@ class TrainingRun(TrainingHooks):
             if this.pending is None or this.pending.skipped:
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
             await caller.run(core.wait_ended(last=True))
-            if isinstance(this.pending.error, ReplicasDifferError):  # only a checkpoint finds out
+            if isinstance(flight_of(this.pending).error, ReplicasDifferError):  # only a checkpoint finds out
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
                 await caller.run(core.wait_ended(last=True))
-            pending = this.pending
-            core.in_flight.note_waited(pending, start, "checkpoint")
-            info = pending.result(0)
+            core.in_flight.note_waited(flight_of(this.pending), start, "checkpoint")
+            info = this.pending.result(0)
         except TimeoutError:
             text = "gave up: step %d was still being written; nothing newer than %s"
             preemption.say(text, this.step, preemption.newest)
@@ -396,7 +397,7 @@ class TrainingRun(TrainingHooks):
                 write("last_unseen", text, last.step, step=last.step, store=core.path)
             pending, _ = core.start_checkpoint(last.state, last.step, last.metadata, last=True)
             await caller.run(core.wait_ended(last=True))
-            if isinstance(pending.error, ReplicasDifferError):
+            if isinstance(flight_of(pending).error, ReplicasDifferError):
                 core.start_checkpoint(last.state, last.step, last.metadata, last=True)
             return  # closing waits for it, and raises its failure
         await caller.run(core.wait_ended(last=True))  # closing would wait, too: the newest one is known then

@@ -23,11 +23,11 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.engine import EngineConfig, run
+from pccheck_async.engine import EngineConfig, flight_of, run
 from pccheck_async.engine.assembly import EngineParts
+from pccheck_async.engine.flight import Waiting
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import until_done
-from pccheck_async.engine.pending import Waiting
 from pccheck_async.errors import ClosedError, StoreFailedError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
@@ -231,7 +231,7 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
             core = probe(engine).core
             pending, _ = core.start_checkpoint(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await run(core, core.abort, pending)  # what a cancelled checkpoint() does, too late
+            await run(core, core.abort, flight_of(pending))  # what a cancelled checkpoint() does, too late
             stuck.medium.release()
             with pytest.raises(WriteError):
                 await engine.drain()

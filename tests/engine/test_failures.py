@@ -35,9 +35,9 @@ from pccheck_async import (
     load_sync,
     stores,
 )
-from pccheck_async.engine import Alone, Peers
+from pccheck_async.engine import Alone, Peers, flight_of
+from pccheck_async.engine.flight import Waiting
 from pccheck_async.engine.in_flight import InFlight
-from pccheck_async.engine.pending import Waiting
 from pccheck_async.errors import (
     ClosedError,
     CorruptStoreError,
@@ -275,7 +275,7 @@ def test_a_failure_that_somebody_waits_for_is_theirs_until_they_give_up(tmp_path
     device = Device()
     with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device, chunk_bytes=4096)) as engine:
         pending = _failing_unseen(engine, device)
-        with Waiting(pending):
+        with Waiting(flight_of(pending)):
             engine.drain()
         with pytest.raises(WriteError):
             engine.drain()

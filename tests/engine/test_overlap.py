@@ -28,7 +28,7 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.engine import EngineLoop, Guard, PendingCheckpoint
+from pccheck_async.engine import EngineLoop, Flight, Guard, flight_of
 from pccheck_async.engine.capture import StateReader
 from pccheck_async.errors import UnsupportedStateError, WriteError
 from pccheck_async.medium import Medium
@@ -116,7 +116,12 @@ class Held:
         self.want = snapshot(self.state)
         self.pending = self.engine.checkpoint(self.state, step=1, overlap=True)
         self.io.medium.wait_stuck()
-        assert not self.pending.is_captured
+        assert not self.flight.is_captured
+
+    @property
+    def flight(self) -> Flight:
+        """The engine's side of the pending checkpoint."""
+        return flight_of(self.pending)
 
     def compute(self) -> None:
         self.optimizer.zero_grad()
@@ -128,18 +133,18 @@ class Held:
         self.want = snapshot(self.state)
         self.pending = self.engine.checkpoint(self.state, step=step, overlap=True)
         self.io.medium.wait_stuck()
-        assert not self.pending.is_captured
+        assert not self.flight.is_captured
 
-    def release_when_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> list[PendingCheckpoint]:
+    def release_when_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
         """Let the device move again when somebody waits for the capture, and not before; return who was waited for."""
-        wait, waited = PendingCheckpoint.wait_out_of_reach, list[PendingCheckpoint]()
+        wait, waited = Flight.wait_out_of_reach, list[Flight]()
 
-        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
-            waited.append(pending)
+        def release_and_wait(flight: Flight, *arguments: Any) -> bool:
+            waited.append(flight)
             self.io.medium.release()
-            return wait(pending, *arguments)
+            return wait(flight, *arguments)
 
-        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        monkeypatch.setattr(Flight, "wait_out_of_reach", release_and_wait)
         return waited
 
     def step(self) -> None:
@@ -170,7 +175,7 @@ def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path, m
     with held(tmp_path) as it:
         it.release_when_waited_for(monkeypatch)
         captured: list[bool] = []
-        it.optimizer.register_step_pre_hook(lambda *_: captured.append(it.pending.is_captured))  # after the engine's
+        it.optimizer.register_step_pre_hook(lambda *_: captured.append(it.flight.is_captured))  # after the engine's
         it.compute()  # batch normalisation changes its statistics meanwhile
         it.optimizer.step()
         assert captured == [True]
@@ -186,7 +191,7 @@ def closure_of(it: Held, log: list[Any], change: bool = False) -> Callable[[], t
     """Forward and backward, noting whether the capture is over by then; ``change`` moves the weights a little."""
 
     def closure() -> torch.Tensor:
-        log.append(it.pending.is_captured)
+        log.append(it.flight.is_captured)
         if change:
             with torch.no_grad():
                 it.model.first.weight.add_(1e-3)
@@ -218,7 +223,7 @@ def test_an_optimizer_that_swaps_its_parameters_waits_for_the_capture(
     with held(tmp_path, optimizer=Averaging) as it:
         waited = it.release_when_waited_for(monkeypatch)
         getattr(it.optimizer, switch)()
-        assert waited == [it.pending]
+        assert waited == [it.flight]
         assert not equal(it.want, snapshot(it.state))
         it.pending.result()
         other, now = copy.deepcopy(it.optimizer), snapshot(it.state)
@@ -245,8 +250,8 @@ def test_the_closure_of_a_step_runs_beside_the_capture(
             waited = it.release_when_waited_for(monkeypatch)
             closure = closure_of(it, log)
             assert (step(closure) if how == "position" else step(closure=closure)) == 1
-            assert it.pending in waited
-            assert it.pending.is_captured
+            assert it.flight in waited
+            assert it.flight.is_captured
             it.pending.result()
             assert equal(saved(tmp_path / "store"), it.want)
         assert log == [True, False]  # what the first closure does is not known before
@@ -283,7 +288,7 @@ def test_a_closure_that_raises_leaves_the_capture_to_the_next_step(
         it.capture_again(2)
         with pytest.raises(ZeroDivisionError):
             it.optimizer.step(fail)
-        assert not it.pending.is_captured
+        assert not it.flight.is_captured
         it.release_when_waited_for(monkeypatch)
         it.optimizer.step()
         it.pending.result()
@@ -406,7 +411,7 @@ def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> 
     with held_beside(tmp_path, critic) as (it, pending, want):
         critic(torch.randn(2, 900)).sum().backward()
         torch.optim.Adam(critic.parameters(), lr=1.0).step()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.io.medium.release()
         pending.result()
     assert equal(saved(tmp_path), want)
@@ -425,7 +430,7 @@ def test_an_optimizer_may_know_frozen_parameters(tmp_path: Path) -> None:
         it.io.medium.wait_stuck()
         critic(torch.randn(2, 300)).sum().backward()
         torch.optim.Adam(critic.parameters(), lr=1.0).step()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.io.medium.release()
         pending.result()
     assert equal(saved(tmp_path), want)
@@ -479,7 +484,7 @@ def release_until_returned(it: Held, done: threading.Event) -> None:
     in_flight = probe(it.engine).core.in_flight
     while not done.wait(0.001):
         newest = in_flight.newest
-        if newest is None or newest is it.pending or not newest.is_eager_captured:  # it may be a while until it returns
+        if newest is None or newest is it.flight or not newest.is_eager_captured:  # it may be a while until it returns
             it.io.medium.release(hold_on=True)
 
 
@@ -491,7 +496,7 @@ def test_what_nobody_guards_is_captured_before_the_call_returns(tmp_path: Path) 
             for parameter in critic.parameters():
                 parameter.fill_(7.0)
         it.model.norm.state_dict()["running_mean"].fill_(7.0)
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.io.medium.release()
         pending.result()
     assert equal(saved(tmp_path), want)
@@ -516,7 +521,7 @@ def test_buffers_learning_rates_and_plain_values_may_change_at_once(tmp_path: Pa
         lazy.fill_(9.0)
         torch.rand(10)
         it.compute()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.io.medium.release()
         pending.result()
     loaded = saved(tmp_path)
@@ -657,11 +662,11 @@ def test_a_capture_that_holds_training_up_for_too_long_is_abandoned(tmp_path: Pa
 
 def test_an_interrupted_guard_keeps_waiting_at_the_next_step(tmp_path: Path) -> None:
     with held(tmp_path) as it:
-        waited = it.pending.wait_out_of_reach
-        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign]
+        waited = it.flight.wait_out_of_reach
+        it.flight.wait_out_of_reach = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             it.optimizer.step()
-        it.pending.wait_out_of_reach = waited  # type: ignore[method-assign]
+        it.flight.wait_out_of_reach = waited  # type: ignore[method-assign]
         it.step()
         it.pending.result()
     assert equal(saved(tmp_path), it.want)
@@ -819,13 +824,13 @@ def test_a_capture_that_is_stopped_while_it_begins_reads_nothing_more() -> None:
 def test_an_interrupted_guard_forgets_no_capture(tmp_path: Path) -> None:
     with held(tmp_path, keep_last=2) as it:
         second = it.engine.checkpoint(it.state, step=2, overlap=True)
-        waited = it.pending.wait_out_of_reach
-        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign]
+        waited = it.flight.wait_out_of_reach
+        it.flight.wait_out_of_reach = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             it.optimizer.step()
-        it.pending.wait_out_of_reach = waited  # type: ignore[method-assign]
+        it.flight.wait_out_of_reach = waited  # type: ignore[method-assign]
         it.step()
-        assert second.is_captured
+        assert flight_of(second).is_captured
         it.pending.result()
         second.result()
     assert equal(saved(tmp_path), it.want)
@@ -836,19 +841,19 @@ def test_steps_of_two_threads_wait_both(tmp_path: Path) -> None:
         second = torch.optim.SGD([torch.zeros(3)], lr=0.1)
         it.engine.attach(second)
         waiting = threading.Event()
-        waited = it.pending.wait_out_of_reach
+        waited = it.flight.wait_out_of_reach
 
         def wait(*arguments: Any) -> bool:
             waiting.set()
             return waited(*arguments)
 
-        it.pending.wait_out_of_reach = wait  # type: ignore[method-assign,assignment]
+        it.flight.wait_out_of_reach = wait  # type: ignore[method-assign,assignment]
         stepping = threading.Thread(target=it.optimizer.step)
         stepping.start()
         waiting.wait()
         threading.Timer(0.05, it.io.medium.release).start()
         second.step()
-        assert it.pending.is_captured
+        assert it.flight.is_captured
         stepping.join()
         it.pending.result()
     assert equal(saved(tmp_path), it.want)
@@ -1290,7 +1295,7 @@ def test_a_restore_that_waits_for_a_capture_is_cancelled_at_once(tmp_path: Path)
             device.medium.hold("write")
             pending = await engine.checkpoint(state, step=1, overlap=True)
             await asyncio.to_thread(device.medium.wait_stuck)
-            assert not pending.is_captured
+            assert not flight_of(pending).is_captured
             restoring = asyncio.create_task(engine.restore(state))
             await asyncio.sleep(0.01)
             restoring.cancel()

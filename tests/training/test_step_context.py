@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pccheck_async import CheckpointEngine, Keep, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.engine import Decision, Guard, SaveReport, StepReport
+from pccheck_async.engine import Decision, Guard, SaveReport, StepReport, flight_of
 from pccheck_async.errors import UnsupportedStateError, WriteError
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from pccheck_async.testing.probe import probe
@@ -508,7 +508,7 @@ def test_a_last_step_whose_checkpoint_failed_is_saved_again(tmp_path: Path, told
                 pending.result()
         if not told:
             while not pending.done():
-                pending.wait_out_of_reach()
+                flight_of(pending).wait_out_of_reach()
         device.breaking.broken = ()
     assert last_saved(tmp_path, model) == 0
     assert (engine.statistics().failed, engine.statistics().durable) == (1, 1)

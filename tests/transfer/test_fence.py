@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
+from pccheck_async.engine import flight_of
 from pccheck_async.state import HOST, Sources
 from pccheck_async.state.leaves import RawSource
 from pccheck_async.state.save import split
@@ -155,7 +156,7 @@ def test_a_step_does_not_wait_for_copies_that_are_queued(
             it.pause()
             pending, want = it.checkpoint(step)
             it.optimizer.step()
-            assert not pending.is_captured
+            assert not flight_of(pending).is_captured
             it.resume()
             pending.result(60)
             it.check(step, want)
@@ -172,7 +173,7 @@ def test_every_device_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         it.pause()
         pending, want = it.checkpoint(0)
         it.optimizer.step()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.resume()
         pending.result(60)
         it.check(0, want)
@@ -194,7 +195,7 @@ def test_steps_on_other_streams_wait_too(tmp_path: Path, monkeypatch: pytest.Mon
             second.step()
         else:
             other.step()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.resume()
         pending.result(60)
         it.check(0, want)
@@ -225,7 +226,7 @@ def test_the_host_waits_where_devices_cannot(tmp_path: Path, monkeypatch: pytest
         pending, want = it.checkpoint(0)
         it.resume_soon()
         it.optimizer.step()
-        assert pending.is_captured
+        assert flight_of(pending).is_captured
         pending.result(60)
         it.check(0, want)
         assert it.engine.statistics().guard_fences == 0
@@ -252,10 +253,10 @@ def test_whoever_waits_for_captures_waits_for_their_end(tmp_path: Path, monkeypa
         it.pause()
         pending, want = it.checkpoint(0)
         it.optimizer.step()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         it.resume_soon()
         it.engine.wait_captured()
-        assert pending.is_captured
+        assert flight_of(pending).is_captured
         for weight in it.weights:
             weight.detach().zero_()
         pending.result(60)
@@ -286,7 +287,7 @@ def test_a_capture_that_fails_before_all_is_queued_has_no_fence(
             broken.setattr(it.devices[0].streams[1], "to_host", fail)  # one lane of two
             pending, _ = it.checkpoint(1)
             it.optimizer.step()
-            assert pending.is_captured
+            assert flight_of(pending).is_captured
             with pytest.raises(CheckpointError, match="illegal memory access"):
                 pending.result(60)
         assert it.engine.statistics().guard_fences == 0

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pccheck_async import StorageOptions, SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
-from pccheck_async.engine import PendingCheckpoint
+from pccheck_async.engine import PendingCheckpoint, flight_of
 from pccheck_async.state import arrange, flatten_unchecked
 from pccheck_async.state.cache.constants import Choice, Constants
 from pccheck_async.transfer import PAGE_BYTES
@@ -82,7 +82,7 @@ class Run:
         self.io.medium.hold("write")
         pending = self.save()
         self.io.medium.wait_stuck()
-        assert not pending.is_captured
+        assert not flight_of(pending).is_captured
         yield pending
         self.io.medium.release()
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pccheck_async.engine.pending import Promise, wait_for_any
+from pccheck_async.engine.flight import Promise, wait_for_any
 
 
 def test_it_is_not_over_before_it_happened() -> None:

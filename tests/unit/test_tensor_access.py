@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
-from pccheck_async.engine import PendingCheckpoint
+from pccheck_async.engine import Flight
 from pccheck_async.state import tensor_access as access
 from pccheck_async.testing.probe import probe
 from tests.engine.test_overlap import Held, equal, held, saved
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 @pytest.fixture
-def let_go(monkeypatch: pytest.MonkeyPatch) -> Callable[[Held], list[PendingCheckpoint]]:
+def let_go(monkeypatch: pytest.MonkeyPatch) -> Callable[[Held], list[Flight]]:
     """The device of a held capture begins to move again when somebody waits for it, and not before."""
     return partial(Held.release_when_waited_for, monkeypatch=monkeypatch)
 
@@ -50,19 +50,19 @@ WRITES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_who_reaches_for_what_is_being_captured_waits(
-    tmp_path: Path, write: str, let_go: Callable[[Held], list[PendingCheckpoint]]
+    tmp_path: Path, write: str, let_go: Callable[[Held], list[Flight]]
 ) -> None:
     with held(tmp_path) as it:
         let_go(it)
         WRITES[write](it.model.second.weight)
-        assert it.pending.is_captured
+        assert it.flight.is_captured
         it.pending.result()
         assert it.engine.statistics().guard_seconds > 0
     assert equal(saved(tmp_path), it.want)
 
 
 def test_a_storage_taken_before_is_shrunk_only_after_the_capture(
-    tmp_path: Path, let_go: Callable[[Held], list[PendingCheckpoint]]
+    tmp_path: Path, let_go: Callable[[Held], list[Flight]]
 ) -> None:
     model = torch.nn.Linear(512, 512)
     storage = model.weight.untyped_storage()
@@ -77,13 +77,13 @@ def test_a_storage_taken_before_is_shrunk_only_after_the_capture(
         it.io.medium.wait_stuck()
         let_go(it)
         storage.resize_(0)
-        assert it.pending.is_captured
+        assert it.flight.is_captured
         it.pending.result()
     assert equal(saved(tmp_path)["model"], want)
 
 
 def test_weights_swapped_for_an_evaluation_are_not_what_is_saved(
-    tmp_path: Path, let_go: Callable[[Held], list[PendingCheckpoint]]
+    tmp_path: Path, let_go: Callable[[Held], list[Flight]]
 ) -> None:
     with held(tmp_path) as it:
         waited = let_go(it)
@@ -93,7 +93,7 @@ def test_weights_swapped_for_an_evaluation_are_not_what_is_saved(
         it.model(torch.randn(4, 96))
         for parameter, before in zip(it.model.parameters(), kept, strict=True):
             parameter.data.copy_(before)
-        assert waited == [it.pending]  # once
+        assert waited == [it.flight]  # once
         it.pending.result()
     assert equal(saved(tmp_path), it.want)
 
@@ -107,7 +107,7 @@ def test_what_is_not_being_captured_is_reached_at_once(tmp_path: Path) -> None:
         torch.eye(3).to_sparse().data.mul_(2.0)
         torch.ones(2, device="meta").untyped_storage()
         torch.nn.LazyLinear(4)(torch.ones(2, 3))
-        assert not it.pending.is_captured
+        assert not it.flight.is_captured
         it.io.medium.release()
         it.pending.result()
     assert equal(saved(tmp_path), it.want)
@@ -133,7 +133,7 @@ def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
         future.result(10)
         parts.loop.loop.call_soon_threadsafe(reach)
         parts.loop.call(asyncio.sleep(0))
-        assert not it.pending.is_captured
+        assert not it.flight.is_captured
         it.io.medium.release()
 
 

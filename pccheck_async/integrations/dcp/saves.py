@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from pccheck_async.engine import EngineConfig, EngineCore, PendingCheckpoint, block_on
+from pccheck_async.engine import EngineConfig, EngineCore, PendingCheckpoint, block_on, flight_of
 from pccheck_async.errors import CheckpointError, GroupError
 from pccheck_async.format import Metadata
 from pccheck_async.group import Address, Group, Meeting, Ranks, reach
@@ -133,14 +133,15 @@ class Saves:
             self.fail(error)
             raise
         pending, start = core.start_checkpoint(state, self._step, metadata)
+        flight = flight_of(pending)
         try:
-            pending.wait_eager_captured()
-            core.in_flight.note_waited(pending, start, "checkpoint")
-            core.wait_prepared(pending)
+            flight.wait_eager_captured()
+            core.in_flight.note_waited(flight, start, "checkpoint")
+            core.wait_prepared(flight)
         except Exception:
             raise
         except BaseException:  # KeyboardInterrupt
-            block_on(core, core.abort, pending)
+            block_on(core, core.abort, flight)
             raise
         self._pending = pending
 
