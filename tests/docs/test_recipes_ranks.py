@@ -87,6 +87,14 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]
         time.sleep(0.001)
 
 
+def kill(started: list[subprocess.Popen[str]], folder: Path, step: int) -> None:
+    """Kill all ranks once a checkpoint of this step, or a later one, is there."""
+    wait_for_step(folder, step, started)
+    for process in started:
+        process.kill()
+        process.communicate(timeout=120)
+
+
 def different(one: Path, other: Path, rank: int) -> set[str]:
     """Return the leaves that differ in the newest checkpoints of two groups, those of one rank's own among them."""
     compared = stores.compare(one, other, rank=rank, other_rank=rank)
@@ -127,12 +135,19 @@ def test_fsdp_under_torchrun_whose_ranks_are_killed(scripts: Any) -> None:
         process.communicate(timeout=120)
     assert process.returncode == 1
     reached = steps(killed.parent / "run")[0]
-    started = ranks(killed)
-    wait_for_step(killed.parent / "run", reached + choice.randint(1, 20), started)
-    for each in started:
-        each.kill()
-        each.communicate(timeout=120)
+    kill(ranks(killed), killed.parent / "run", reached + choice.randint(1, 20))
     finish(killed)
+    assert steps(killed.parent / "run") == [99]
+    for rank in range(WORLD):
+        assert different(once.parent / "run", killed.parent / "run", rank) == set()
+
+
+def test_the_shares_of_a_zero_redundancy_optimizer(scripts: Any) -> None:
+    once, killed = scripts("zero.py")
+    quiet = {"PYTHONWARNINGS": "ignore::DeprecationWarning"}  # of torch.jit.script, in a module of torch
+    finish(once, **quiet)
+    kill(ranks(killed, **quiet), killed.parent / "run", 29)
+    finish(killed, **quiet)
     assert steps(killed.parent / "run") == [99]
     for rank in range(WORLD):
         assert different(once.parent / "run", killed.parent / "run", rank) == set()
