@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from pccheck_async import stores
+from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.errors import DamagedError
 from tests.support.readme_blocks import ROOT
 from tests.support.recipes import MOST_LINES, programs, write_program
+from tests.support.saving import saving
 from tests.support.state_strategies import difference
 from tests.support.warm import run_warm, start_warm
 
@@ -82,3 +86,68 @@ def test_the_training_script_killed_at_random(seed: int, tmp_path: Path) -> None
     assert same_bits(once / "run", killed / "run")
     best = [torch.load(folder / "best.pt") for folder in (once, killed)]
     assert not difference(*best)
+
+
+def state_of(step: int) -> dict[str, object]:
+    return {"tensor": torch.arange(30_000) + step, "step": step}
+
+
+def is_whole(store: Path, step: int) -> bool:
+    return not difference(load_sync(store, step=step), state_of(step))
+
+
+@pytest.mark.slow
+def test_a_backup_beside_a_trainer(tmp_path: Path) -> None:
+    script = write_program(PAGE, "backup.py", tmp_path)
+    run, backup = tmp_path / "run", tmp_path / "backup"
+    with SyncCheckpointEngine(run) as engine, saving(engine, state_of):
+        for _ in range(10):
+            finish(script, "run", "backup")
+    finish(script, "run", "backup")
+    kept = [info.step for info in list_checkpoints(backup)]
+    assert len(kept) == 7
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == list_checkpoints(run)[0].step
+    assert all(is_whole(backup, step) for step in kept)
+    assert "has steps" in finish(script, "run", "backup")  # nothing new
+    assert [info.step for info in list_checkpoints(backup)] == kept
+    shutil.rmtree(run)
+    stores.copy(backup, tmp_path / "run-2")
+    with SyncCheckpointEngine(tmp_path / "run-2") as engine:
+        restored = engine.restore(state := state_of(0))
+        assert restored is not None
+        assert not difference(state, state_of(kept[0]))
+
+
+@pytest.mark.slow
+def test_what_is_in_a_plain_copy_of_a_live_store(tmp_path: Path) -> None:
+    """Between two files that it copies, checkpoints become durable."""
+    run, steps = tmp_path / "run", count()
+
+    def copy_slowly(target: Path) -> None:
+        target.mkdir()
+        for file in sorted(run.iterdir()):  # commit, slot-000, ...
+            subprocess.run(["cp", "-a", file, target], check=True)
+            for _ in range(2):
+                save()
+
+    with SyncCheckpointEngine(run) as engine:
+
+        def save() -> int:
+            return engine.checkpoint(state_of(step := next(steps)), step=step).result(60).step
+
+        for _ in range(3):
+            save()
+        copy_slowly(tmp_path / "plain")
+        engine.pin(pinned := save())
+        copy_slowly(tmp_path / "of-pinned")
+        subprocess.run(["cp", "-al", run, tmp_path / "links"], check=True)
+        seen = list_checkpoints(tmp_path / "links")
+        last = save()
+    with pytest.raises(DamagedError):
+        load_sync(tmp_path / "plain")
+    assert is_whole(tmp_path / "of-pinned", pinned)
+    assert last not in [info.step for info in seen]
+    assert [info.step for info in list_checkpoints(tmp_path / "links")] == [last, pinned]  # it went on with the store
+    subprocess.run(["cp", "-a", run, tmp_path / "closed"], check=True)
+    assert is_whole(tmp_path / "closed", last)
