@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -57,18 +58,6 @@ def finish(script: Path, **more: str) -> list[str]:
     printed = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0] * WORLD, printed
     return printed
-
-
-def torchrun(script: Path, **more: str) -> subprocess.Popen[str]:
-    """Start torchrun."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD}", script],
-        cwd=script.parent,
-        env=ENVIRONMENT | more,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -124,22 +113,16 @@ def scripts(tmp_path: Path) -> Any:
     return make
 
 
-def test_fsdp_under_torchrun_whose_ranks_are_killed(scripts: Any) -> None:
+def test_fsdp_whose_ranks_are_killed(scripts: Any) -> None:
     once, killed = scripts("fsdp.py")
     finish(once)
-    choice = random.Random(0)
-    with torchrun(killed) as process:
-        wait_for_step(killed.parent / "run", choice.randint(5, 30), [process])
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(choice.choice(children)), signal.SIGKILL)
-        process.communicate(timeout=120)
-    assert process.returncode == 1
-    reached = steps(killed.parent / "run")[0]
-    kill(ranks(killed), killed.parent / "run", reached + choice.randint(1, 20))
+    run, choice = killed.parent / "run", random.Random(0)
+    for _ in range(2):
+        kill(ranks(killed), run, max(steps(run), default=0) + choice.randint(1, 30))
     finish(killed)
-    assert steps(killed.parent / "run") == [99]
+    assert steps(run) == [99]
     for rank in range(WORLD):
-        assert different(once.parent / "run", killed.parent / "run", rank) == set()
+        assert different(once.parent / "run", run, rank) == set()
 
 
 def test_the_shares_of_a_zero_redundancy_optimizer(scripts: Any) -> None:
@@ -151,6 +134,74 @@ def test_the_shares_of_a_zero_redundancy_optimizer(scripts: Any) -> None:
     assert steps(killed.parent / "run") == [99]
     for rank in range(WORLD):
         assert different(once.parent / "run", killed.parent / "run", rank) == set()
+
+
+class Cluster:
+    """A stand-in for SLURM: its commands are scripts on a PATH, and jobs are run by bash."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        self._command("srun", 'exec "$@"')
+        self._command("scontrol", 'echo "$@" >> requeued')
+        self._command("torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+        script = program(PAGE, "train.sbatch").replace("--nproc-per-node 8", f"--nproc-per-node {WORLD}")
+        (folder / "train.sbatch").write_text(script)
+
+    def _command(self, name: str, line: str) -> None:
+        path = self._bin / name
+        path.write_text(f"#!/bin/bash\n{line}\n")
+        path.chmod(0o755)
+
+    @property
+    def requeued(self) -> str:
+        path = self._folder / "requeued"
+        return path.read_text() if path.exists() else ""
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start the job."""
+        path = os.pathsep.join([str(self._bin), os.environ["PATH"]])
+        return subprocess.Popen(
+            ["bash", "train.sbatch"],
+            cwd=self._folder,
+            env=ENVIRONMENT | {"PATH": path, "SLURM_JOB_ID": "42"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_batch_script_requeues_when_the_time_is_up_and_not_after_a_failure(scripts: Any) -> None:
+    once, batch = scripts("fsdp.py")
+    finish(once)
+    cluster = Cluster(batch.parent)
+    with cluster.start() as job:  # a rank is killed
+        wait_for_step(batch.parent / "run", 10, [job])
+        [agent] = children(job.pid)
+        os.kill(children(agent)[1], signal.SIGKILL)
+        job.communicate(timeout=120)
+    assert (job.returncode, cluster.requeued) == (1, "")
+    reached = steps(batch.parent / "run")[0]
+    with cluster.start() as job:  # the time is up
+        wait_for_step(batch.parent / "run", reached + 10, [job])
+        job.send_signal(signal.SIGUSR1)
+        said, _ = job.communicate(timeout=120)
+    assert (job.returncode, cluster.requeued) == (1, "requeue 42\n")
+    assert "got SIGTERM: saving once more" in said
+    saved = re.findall(r"SIGTERM: saved step (\d+) in", said)
+    assert len(saved) == WORLD
+    assert [*map(int, set(saved))] == steps(batch.parent / "run")
+    with cluster.start() as job:  # it goes on to its end
+        said, _ = job.communicate(timeout=120)
+    assert (job.returncode, cluster.requeued) == (0, "requeue 42\n"), said
+    assert steps(batch.parent / "run") == [99]
+    for rank in range(WORLD):
+        assert different(once.parent / "run", batch.parent / "run", rank) == set()
 
 
 def sides(diff: str) -> dict[str, str]:
