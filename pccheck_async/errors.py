@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Self
 
 __all__ = [
@@ -20,17 +23,40 @@ __all__ = [
 ]  # fmt: skip
 
 
-_ESCAPES = r" (in a path, \. is a dot inside a key)"
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_EXPLANATION = r" (in a path, \. is a dot inside a key)"
+
+
+def plain(path: str) -> str:
+    r"""Return the path of a leaf without its escapes: ``model.layers.0`` for ``model.layers\.0``."""
+    return _ESCAPED.sub(r"\1", path) if "\\" in path else path
+
+
+def readable(paths: Iterable[str]) -> list[str]:
+    """Return paths as users know them, without their escapes, but for those that another one would be mistaken for."""
+    escaped = [*paths]
+    if not any("\\" in path for path in escaped):
+        return escaped
+    there, counts = {*escaped}, Counter(map(plain, {*escaped}))
+    names = [plain(path) for path in escaped]
+    return [
+        path if counts[name] > 1 or (name != path and name in there) else name
+        for path, name in zip(escaped, names, strict=True)
+    ]
 
 
 def explained(message: str) -> str:
     r"""Return a message, with an explanation of ``\.`` if a path in it has that."""
-    return message if r"\." not in message or _ESCAPES in message else message + _ESCAPES
+    return message if r"\." not in message or _EXPLANATION in message else message + _EXPLANATION
 
 
 def first_few(names: Sequence[object], most: int = 20) -> str:
-    """Return the first names, up to ``most``, for a message."""
-    return f"{', '.join(map(str, names[:most]))}{', ...' if len(names) > most else ''}"
+    """Return the first names, up to ``most``, for a message; paths among them without their escapes."""
+    return _first_few(readable(map(str, names[: most + 1])), most)
+
+
+def _first_few(names: Sequence[str], most: int = 20) -> str:
+    return f"{', '.join(names[:most])}{', ...' if len(names) > most else ''}"
 
 
 class CheckpointError(Exception):
@@ -38,10 +64,10 @@ class CheckpointError(Exception):
 
 
 class _PathError(CheckpointError):
-    """Names leaves by their paths."""
+    """Names leaves by their paths, without escapes unless these are explained: two names are alike without them."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(explained(message))
+        super().__init__(message if _EXPLANATION in message else message.replace(r"\.", "."))
 
 
 class WriteError(CheckpointError, OSError):
@@ -122,11 +148,13 @@ class StateMismatchError(_PathError, ValueError):
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
     ) -> None:
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.mismatched = tuple(mismatched)
+        parted = [text.partition(" (") for text in mismatched]  # the path, and what was found
+        names = iter(readable([*missing, *unexpected, *(path for path, _, _ in parted)]))
+        self.missing = tuple(islice(names, len(missing)))
+        self.unexpected = tuple(islice(names, len(unexpected)))
+        self.mismatched = tuple(name + bracket + what for name, (_, bracket, what) in zip(names, parted, strict=True))
         parts = [
-            f"{label} ({len(paths)}): {first_few(paths)}"
+            f"{label} ({len(paths)}): {_first_few(paths)}"
             for label, paths in (
                 ("missing from the checkpoint", self.missing),
                 ("unexpected in the checkpoint", self.unexpected),
@@ -134,7 +162,8 @@ class StateMismatchError(_PathError, ValueError):
             )
             if paths
         ]
-        super().__init__(message or "the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts))
+        text = "the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts)
+        super().__init__(message or explained(text))
 
 
 class TornCaptureError(_PathError):
@@ -146,7 +175,7 @@ class TornCaptureError(_PathError):
 
     def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.paths = tuple(paths)
+        self.paths = tuple(readable(paths))
 
 
 class InfeasibleError(CheckpointError, ValueError):

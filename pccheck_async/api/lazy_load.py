@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 
 from pccheck_async.engine import Auto, EngineLoop
-from pccheck_async.errors import ClosedError, explained
+from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
@@ -304,12 +304,13 @@ def rows(entry: TensorEntry, start: int, count: int, step: int = 1) -> TensorEnt
 
 
 class StoredState(Mapping[str, Any]):
-    """A state in a checkpoint, or a part of one: a read-only mapping from the paths of its leaves to the leaves.
+    r"""A state in a checkpoint, or a part of one: a read-only mapping from the paths of its leaves to the leaves.
 
-    Iterating gives the paths in the order of the state, and reads nothing; ``state[path]`` reads a tensor and returns a
-    plain value at once. The path of a container or an object (``state["model"]``) gives that part of the state as a
-    mapping of its own, and reads nothing either. Paths may be written without their escapes, as for
-    ``load(keys=...)``, if that is unambiguous.
+    Iterating gives the paths in the order of the state, as PyTorch names parameters (``model.layers.0.weight``), and
+    reads nothing; ``state[path]`` reads a tensor and returns a plain value at once. The path of a container or an
+    object (``state["model"]``) gives that part of the state as a mapping of its own, and reads nothing either. If two
+    leaves would have one name, as in ``{"a": {"b": 1}, "a.b": 2}``, a dot inside a key is escaped in theirs (``a\.b``),
+    here and in a look-up; one of a name that is ambiguous raises KeyError (:mod:`pccheck_async.state.paths`).
     """
 
     def __init__(self, connection: Connection, node: Node, path: str = "") -> None:
@@ -335,28 +336,43 @@ class StoredState(Mapping[str, Any]):
 
     @cached_property
     def _unescaped(self) -> dict[str, str | None]:
-        """Paths by their forms without escapes; None for a form of several."""
+        """Paths by their names without escapes; None for a name of several."""
         found: dict[str, str | None] = {}
         for path in self._nodes:
-            plain = paths.plain(path)
-            found[plain] = None if plain in found else path
+            name = paths.plain(path)
+            found[name] = None if name in found else path
         return found
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Names, without escapes where that is unambiguous, by path."""
+        return dict(zip(self._nodes, paths.readable(self._nodes), strict=True))
+
+    @cached_property
+    def _leaf_names(self) -> dict[str, Node]:
+        return {self._names.get(path, path): node for path, node in self._leaves.items()}
 
     def node(self, path: str) -> Node:
         """Return the manifest's node of a leaf or a part. Raises KeyError."""
+        return self._nodes[self._exact(path)]
+
+    def _exact(self, path: str) -> str:
         exact = path if path in self._nodes else self._unescaped.get(path)
         if exact is None:
-            raise KeyError(explained(self._unknown(path)))
-        return self._nodes[exact]
+            raise KeyError(self._unknown(path))
+        return exact
 
     def _unknown(self, path: object) -> str:
         if path in self._unescaped:
-            return f"{path!r} is the name of several leaves; write it with its escapes, as iterating gives it"
+            return (
+                f"{path!r} is ambiguous, the name of several leaves; write it with its escapes, as iterating gives it"
+            )
         near = (
-            get_close_matches(str(path), list(self._nodes)[:10_000], 3) or [name for name, _ in below(self._node)][:20]
+            get_close_matches(str(path), list(self._names.values())[:10_000], 3)
+            or [self._names[name] for name, _ in below(self._node)][:20]
         )
         there = f"there are: {', '.join(near)}" if near else "it is empty"
-        where = f"{self._path} of " if self._path else ""
+        where = f"{paths.plain(self._path)} of " if self._path else ""
         return f"{path!r} is not in {where}the checkpoint of step {self._connection.entry.step}; {there}"
 
     def __getitem__(self, path: str) -> Any:
@@ -366,7 +382,7 @@ class StoredState(Mapping[str, Any]):
         if isinstance(opened(node), ArrayNode):
             return self.tensor(path).read()
         if below(node):
-            return StoredState(self._connection, node, paths.child(self._path, path))
+            return StoredState(self._connection, node, paths.child(self._path, self._exact(path)))
         return self._connection.rebuild(node)
 
     def tensor(self, path: str) -> StoredTensor:
@@ -381,11 +397,13 @@ class StoredState(Mapping[str, Any]):
         node = opened(self.node(path))
         if not isinstance(node, ArrayNode):
             raise TypeError(f"{path!r} is no tensor")
-        return StoredTensor(self._connection, self._connection.manifest.tensors[node.index], path)
+        return StoredTensor(
+            self._connection, self._connection.manifest.tensors[node.index], self._names[self._exact(path)]
+        )
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return all tensors and arrays by their paths, none of them read. Raises ClosedError."""
-        return {path: self.tensor(path) for path, node in self._leaves.items() if isinstance(node, ArrayNode)}
+        return {name: self.tensor(name) for name, node in self._leaf_names.items() if isinstance(node, ArrayNode)}
 
     def load(self) -> Any:
         """Read all of this part and return it, like :func:`pccheck_async.load`: tied tensors stay tied.
@@ -402,7 +420,7 @@ class StoredState(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         self._connection.check_open()
-        return iter(self._leaves)
+        return iter(self._leaf_names)
 
     def __len__(self) -> int:
         return len(self._leaves)

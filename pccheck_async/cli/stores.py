@@ -45,7 +45,7 @@ from pccheck_async.cli.output import (
     table,
 )
 from pccheck_async.cli.ranks import describe_incomplete, heat_map, place_as_json, placement, rank_of_store, read_place
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError, first_few
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError, first_few, plain
 from pccheck_async.format.record import slot_name
 
 if TYPE_CHECKING:
@@ -202,8 +202,9 @@ def _described(description: pccheck.stores.Description) -> Iterator[str | Tree]:
 
     def branch(names: tuple[str, ...]) -> Tree:
         if names not in branches:
-            kind = description.branches.get(".".join(names), "dict")
-            label = printable(names[-1]) + ("" if kind == "dict" else f"  ({kind})")
+            path = ".".join(names)
+            kind = description.branches.get(path) or description.branches.get(plain(path), "dict")
+            label = printable(plain(names[-1])) + ("" if kind == "dict" else f"  ({kind})")
             branches[names] = branch(names[:-1]).add(label)
         return branches[names]
 
@@ -241,7 +242,7 @@ def _described(description: pccheck.stores.Description) -> Iterator[str | Tree]:
 
 
 def _leaf(leaf: StoredLeaf) -> str:
-    name = printable(leaf.names[-1])
+    name = printable(plain(leaf.names[-1]))
     if leaf.entry is None:
         return f"{name} = {printable(leaf.text())}"
     kind = "" if leaf.entry.kind == "tensor" else f" {leaf.entry.kind}"
@@ -254,7 +255,7 @@ def _sharded(leaf: ShardedLeaf, boxes: tuple[StoredLeaf, ...]) -> str:
     where = boxes[0].alias_of if boxes else None
     alias = "" if where is None else f"  = {printable(where.rpartition('[')[0])}, stored once"
     facts = f"{leaf.dtype} {list(leaf.shape)}  {size(leaf.nbytes)} in full"
-    return f"{printable(leaf.names[-1])}  {facts}: {placement(leaf)}{alias}"
+    return f"{printable(plain(leaf.names[-1]))}  {facts}: {placement(leaf)}{alias}"
 
 
 # -- verify

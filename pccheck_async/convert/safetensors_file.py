@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -22,9 +21,10 @@ import torch
 from pccheck_async.api import Connection, rows
 from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, divided, torch_name
 from pccheck_async.convert.target import new_file, new_folder
+from pccheck_async.errors import readable
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, replace_arrays
-from pccheck_async.state import Array, as_bits, paths
+from pccheck_async.state import Array, as_bits
 
 __all__ = [
     "INDEX", "STATE", "TAKEN", "WHOLE", "StoredArray", "StoredStructure", "check_metadata", "parts", "write",
@@ -127,7 +127,7 @@ def _checked_names(selection: Selection) -> dict[str, str]:
     if "__metadata__" in arrays:
         selection.refused.append("__metadata__ (a name that the format uses itself)")
     selection.check("safetensors")
-    return _names(list(arrays))
+    return dict(zip(arrays, readable(arrays), strict=True))
 
 
 def _in_payload_order(selection: Selection) -> _Arrays:
@@ -147,13 +147,6 @@ async def _write(connection: Connection, header: bytes, order: _Arrays, path: Pa
         async with aclosing(_pieces(connection, [entry for _, entry in order])) as pieces:
             async for piece in pieces:
                 await file.write(piece)
-
-
-def _names(leaf_paths: list[str]) -> dict[str, str]:
-    """Paths without their escapes, except where two would be one."""
-    counts = Counter(map(paths.plain, leaf_paths))
-    names = {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in leaf_paths}
-    return names if len(set(names.values())) == len(names) else {path: path for path in leaf_paths}
 
 
 def _header(selection: Selection, metadata: dict[str, str], names: dict[str, str], order: _Arrays) -> bytes:

@@ -69,7 +69,7 @@ class Selection:
     def refuse_arrays(self, to: Format) -> None:
         """Add the arrays that the format cannot hold to ``refused``."""
         troubles = {path: refusal(entry, to) for path, entry in self.arrays.items()}
-        self.refused += [f"{path} {trouble}" for path, trouble in troubles.items() if trouble]
+        self.refused += [f"{paths.plain(path)} {trouble}" for path, trouble in troubles.items() if trouble]
 
     def saved_by(self, adapter: str, *parts: str) -> dict[str, Node]:
         """Return the outermost nodes, by name, of a checkpoint that the PCcheckCallback of ``adapter`` saved.
@@ -112,7 +112,7 @@ def select_part(connection: Connection, keys: Sequence[str] | None, root: str | 
     refuse_boxes(node)
     chosen = Selection(manifest, node, dict(leaves(node)) if below(node) else {})
     composed = [(path, leaf.name) for path, leaf in chosen.leaves.items() if isinstance(leaf, nodes.ComposedNode)]
-    chosen.refused += [f"{path} (a {name}, which is composed of other tensors)" for path, name in composed]
+    chosen.refused += [f"{paths.plain(path)} (a {name}, which is composed of other tensors)" for path, name in composed]
     named = {index for leaf in chosen.leaves.values() for index in arrays(leaf)}
     if named != set(arrays(node)):
         chosen.refused.append("an array in the _metadata of an OrderedDict")
@@ -153,7 +153,7 @@ def native(node: Node, path: str, selection: Selection) -> Node:
             return structs.replace(node, items=items)  # type: ignore[type-var]
         case _:
             return node
-    selection.refused.append(f"{path} ({trouble})")
+    selection.refused.append(f"{paths.plain(path)} ({trouble})")
     return None
 
 
@@ -171,9 +171,11 @@ def _scalar(node: NumpyScalarNode, path: str, selection: Selection) -> Node:
         str.__str__(scalar) if kind == "U" else bytes(scalar) if kind == "S" else scalar.item()
     )  # keeps its NULs
     if kind not in "biufcSU" or isinstance(value, np.generic):
-        selection.refused.append(f"{path} (a numpy scalar of dtype {node.dtype})")
+        selection.refused.append(f"{paths.plain(path)} (a numpy scalar of dtype {node.dtype})")
         return None
-    selection.changed.append(f"{path} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})")
+    selection.changed.append(
+        f"{paths.plain(path)} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})"
+    )
     return atom(value, path)
 
 

@@ -13,7 +13,7 @@ import torch
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.peers import Private, RestoreCandidate, RestoreCandidates
-from pccheck_async.errors import CheckpointError, StateMismatchError, first_few, is_exhausted
+from pccheck_async.errors import CheckpointError, StateMismatchError, first_few, is_exhausted, readable
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.state import LiveTree, Owners, Restoration, Targets, broadcast_buffers, live_tree, match, paths
@@ -202,7 +202,7 @@ class Reading:
             return
         unexpected = tuple(f"{path}." for path in self.restoration.unexpected)
         allowed = broadcast_buffers(state)
-        matchers = [paths.matcher(glob, unescaped=escaped) for glob in private for escaped in (False, True)]
+        matchers = [paths.matcher(glob) for glob in private]
 
         def among(path: str) -> bool:
             return not (path in allowed or f"{path}.".startswith(unexpected) or any(match(path) for match in matchers))
@@ -258,7 +258,7 @@ class Reading:
             restoration.unexpected,
             sum(number for number, _ in restoration.counts.values()),
             mismatched=() if error is None else error.mismatched,
-            actions=restoration.actions,
+            actions=dict(zip(readable(restoration.actions), restoration.actions.values(), strict=True)),
             error=None if error is None else str(error),
         )
 
@@ -298,7 +298,7 @@ def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
 
 def _first_few(names: Sequence[str]) -> str:
     """Return the first few paths for a line of a log, and how many there are."""
-    few = ", ".join(names[:_NAMED]) or "nothing"
+    few = ", ".join(readable(names[:_NAMED])) or "nothing"
     return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
 
 

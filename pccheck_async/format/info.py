@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
 
+from pccheck_async.errors import readable
+
 WINDOW_KEY: Final = "pccheck.inside_window"
 """True in the metadata of a checkpoint that could not wait for the end of a window of gradient accumulation."""
 
@@ -85,7 +87,8 @@ class Restored(CheckpointInfo):
         cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0, **more: Any
     ) -> Restored:
         """Return ``info`` with the differences."""
-        facts = {name: getattr(info, name) for name in _FACTS}
+        facts, names = {name: getattr(info, name) for name in _FACTS}, readable([*missing, *unexpected])
+        missing, unexpected = tuple(names[: len(missing)]), tuple(names[len(missing) :])
         return cls(**facts, missing=missing, unexpected=unexpected, filled=filled, **more)
 
     def __eq__(self, other: object) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few
+from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few, readable
 from pccheck_async.format import Entry, name_in
 from pccheck_async.group.messages import (
     Abort,
@@ -271,7 +271,7 @@ class Coordinator:
             known = tuple(sorted({ranks for some in ballot.differing for ranks in some}))
             return [Compare(counter, known), self._abort(counter, _MIXED, -1, differs=True)]
         if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
-            return [self._abort(counter, _UNEVEN.format(", ".join(names)), -1)]
+            return [self._abort(counter, _UNEVEN.format(", ".join(readable(names))), -1)]
         if differing := self._differing(ballot):
             return [Compare(counter, differing)]
         return self._commit(counter, ballot)

@@ -7,6 +7,10 @@ A path joins the keys from the root to the leaf with dots; a dot or backslash in
 only if its mapping also has another key that would be written the same way (``{0: ..., "0": ...}`` gives
 ``0`` and ``'0'``); a quote at the beginning of a string is escaped (``\'``), and an empty string is written ``''``. So
 no two leaves of a state share a path.
+
+Users see paths without escapes (:func:`readable`), as PyTorch names parameters, and may write them so:
+``model.0.weight`` for ``model.0\.weight``. Only leaves whose names would be alike keep their escapes. A text that is
+the escaped path of a leaf means that leaf.
 """
 
 from __future__ import annotations
@@ -19,10 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from pccheck_async.errors import plain, readable
+
+__all__ = ["child", "components", "escape", "first", "is_glob", "matcher", "plain", "readable"]
+
 _MOST_BITS = 64  # of an int in decimal, which Python refuses for very long ones
 _SPECIAL = re.compile(r"[.\\]")
 _FIRST = re.compile(r"(?:[^.\\]|\\.)*", re.DOTALL)
-_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_GLOB = re.compile(r"[*?\[]")
 
 
 def escape(key: str) -> str:
@@ -62,22 +70,21 @@ def first(path: str) -> str:
     return _FIRST.match(path)[0]  # type: ignore[index]
 
 
-def plain(path: str) -> str:
-    r"""Return the path without its escapes: ``model.layers.0`` for ``model.layers\.0``."""
-    return _ESCAPED.sub(r"\1", path) if "\\" in path else path
+def is_glob(text: str) -> bool:
+    """Whether a text has characters of a glob (``*``, ``?``, ``[...]``)."""
+    return _GLOB.search(text) is not None
 
 
-def matcher(pattern: str, *, unescaped: bool = False) -> Callable[[str], bool]:
+def matcher(pattern: str) -> Callable[[str], bool]:
     r"""Return a predicate: whether a path is ``pattern`` or matches it as a glob (``*``, ``?``, ``[...]``).
 
-    ``*`` also matches dots. ``unescaped`` compares it with paths without their escapes: then ``model.layers.0.weight``
-    also matches ``model.layers\.0\.weight``.
+    A path is compared as it is written and without its escapes: ``model.layers.0.weight`` also matches
+    ``model.layers\.0\.weight``. ``*`` also matches dots.
     """
     glob = re.compile(fnmatch.translate(pattern)).match
 
     def matches(path: str) -> bool:
-        name = plain(path) if unescaped else path
-        return pattern == name or glob(name) is not None
+        return any(pattern == name or glob(name) is not None for name in {path, plain(path)})
 
     return matches
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import DamagedError, first_few
+from pccheck_async.errors import DamagedError, first_few, readable
 from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
@@ -172,7 +172,7 @@ class _Side:
         self._listing = list_leaves(checkpoint.manifest)
         self._checkpoint = checkpoint
         self.branches = self._listing.branches
-        self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
+        self.leaves = {leaf.key: leaf for leaf in self._listing.leaves}
 
     async def read(self, low: int, high: int) -> memoryview:
         """Return a range of the payload, which stays as it is until the next call."""
@@ -214,6 +214,14 @@ class _Comparing:
         self.done = 0
 
     async def run(self) -> list[LeafDifference]:
+        differences = await self._find()
+        every = list(
+            dict.fromkeys(path for side in (self._one, self._other) for path in (*side.leaves, *side.branches))
+        )
+        shown = dict(zip(every, readable(every), strict=True))
+        return [replace(each, path=shown[each.path]) for each in differences]
+
+    async def _find(self) -> list[LeafDifference]:
         branches, _, _ = paired(self._one.branches, self._other.branches)
         differences = [LeafDifference(path, "container", a, b) for path, (a, b) in branches.items() if a != b]
         for path, one in self._one.leaves.items():

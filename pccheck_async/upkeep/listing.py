@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from pccheck_async.errors import CorruptStoreError
+from pccheck_async.errors import CorruptStoreError, readable
 from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
@@ -58,6 +58,7 @@ class StoredLeaf:
     extent: tuple[int, int] | None = None  # first byte of the payload that an array with elements views, and the end
     alias_of: str | None = None  # path of an earlier leaf that shares bytes with this one: they are stored once
     node: Node = None  # a plain value as it is stored
+    shown: str | None = None  # the path without its escapes
 
     @property
     def is_metadata(self) -> bool:
@@ -65,9 +66,14 @@ class StoredLeaf:
         return _METADATA in self.names
 
     @property
-    def path(self) -> str:
-        """The path, as for ``load(keys=...)``."""
+    def key(self) -> str:
+        """The path with its escapes, which differs from those of all other leaves, in other checkpoints too."""
         return ".".join(self.names)
+
+    @property
+    def path(self) -> str:
+        """The path, as for ``load(keys=...)``: without its escapes, unless another one would be like it."""
+        return self.key if self.shown is None else self.shown
 
     @property
     def nbytes(self) -> int:
@@ -123,11 +129,17 @@ class ShardedLeaf:
     is_replica: bool  # whether it was a plain tensor that all ranks have alike
     leaves: range  # numbers, among the leaves, of its boxes in the listed part
     boxes: Mapping[int, tuple[ShardBox, ...]] = field(default_factory=dict)  # with elements, by part
+    shown: str | None = None  # the path without its escapes
+
+    @property
+    def key(self) -> str:
+        """The path with its escapes."""
+        return ".".join(self.names)
 
     @property
     def path(self) -> str:
-        """The path, as for ``load(keys=...)``."""
-        return ".".join(self.names)
+        """The path, as for ``load(keys=...)``: without its escapes, unless another one would be like it."""
+        return self.key if self.shown is None else self.shown
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +155,8 @@ class Listing:
     branches: dict[str, str] = field(default_factory=dict)
     sharded: list[ShardedLeaf] = field(default_factory=list)
     """The tensors that lie on several ranks, without their boxes: those in other parts are not known here."""
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Paths as they are shown, by those with their escapes, if some have any."""
 
     def within(self, low: int, high: int) -> list[str]:
         """Return the paths of the leaves that have bytes at the payload's offsets from ``low`` to before ``high``."""
@@ -153,7 +167,21 @@ def list_leaves(manifest: Manifest) -> Listing:
     """Return the leaves of a checkpoint. Raises CorruptStoreError if its skeleton describes no state."""
     walk = _Walk(manifest)
     walk.visit(manifest.skeleton, ())
-    return walk.listing
+    return _without_escapes(walk.listing)
+
+
+def _without_escapes(listing: Listing) -> Listing:
+    """Return a listing whose leaves are shown as users know them."""
+    found = [leaf.key for leaf in listing.leaves] + [leaf.key for leaf in listing.sharded]
+    escaped = list(dict.fromkeys([*found, *listing.branches]))
+    shown = dict(zip(escaped, readable(escaped), strict=True))
+    if all(path is name for path, name in shown.items()):
+        return listing
+    leaves = [
+        replace(leaf, shown=shown[leaf.key], alias_of=leaf.alias_of and shown[leaf.alias_of]) for leaf in listing.leaves
+    ]
+    sharded = [replace(leaf, shown=shown[leaf.key]) for leaf in listing.sharded]
+    return Listing(leaves, listing.branches, sharded, shown)
 
 
 class _Walk:

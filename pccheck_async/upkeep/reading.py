@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pccheck_async.engine import call_once
+from pccheck_async.errors import readable
 from pccheck_async.format import CheckpointInfo, which_one
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import slot_name
@@ -108,7 +109,7 @@ def describe_checkpoint(
             return Description(
                 info=entry.info,
                 leaves=tuple(listing.leaves),
-                branches=listing.branches,
+                branches={listing.shown.get(path, path): kind for path, kind in listing.branches.items()},
                 slot=slot_name(entry.slot),
                 slot_nbytes=checkpoint.file.nbytes,
                 chunks=checkpoint.manifest.chunks,
@@ -118,7 +119,7 @@ def describe_checkpoint(
                 block_bytes=place.identity.block_bytes,
                 rank=place.named(checkpoint.own_rank),
                 sharded=sharded,
-                differing=differing,
+                differing=tuple(readable(differing)),
             )
 
     return call_once(describe())
@@ -133,7 +134,7 @@ async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIt
     for leaf in listing.sharded:
         boxes = {}
         for rank, there in stored.items():
-            found = [box for box in there.get(leaf.path, ()) if box.mesh == leaf.mesh and 0 not in box.entry.shape]
+            found = [box for box in there.get(leaf.key, ()) if box.mesh == leaf.mesh and 0 not in box.entry.shape]
             if found:
                 boxes[rank] = tuple(ShardBox(box.offsets, box.entry.shape) for box in found)
         yield replace(leaf, boxes=boxes)

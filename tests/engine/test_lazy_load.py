@@ -26,11 +26,13 @@ from hypothesis import given, settings
 
 from pccheck_async import (
     NoCheckpointError,
+    StateMismatchError,
     StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
     open_checkpoint,
+    stores,
 )
 from pccheck_async.errors import ClosedError, CorruptStoreError
 from pccheck_async.format.dtypes import TORCH_DTYPES
@@ -155,7 +157,7 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
         before = checkpoint.bytes_read
         assert list(checkpoint) == [
             "model.weight", "model.bias", "own.p", "array", "plain.0", "plain.1.0", "plain.1.1", "plain.2", "plain.3",
-            "dotted.a\\.b", "dotted.c",
+            "dotted.a.b", "dotted.c",
         ]  # fmt: skip
         stored = checkpoint.tensor("own.p")
         assert (stored.shape, stored.dtype, stored.stride, stored.nbytes) == ((2, 3), torch.bfloat16, (3, 1), 12)
@@ -167,7 +169,7 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
         assert checkpoint["plain"].load() == state["plain"]
         assert isinstance(checkpoint["model"], StoredState)
         assert list(checkpoint["model"]) == ["weight", "bias"]
-        assert list(checkpoint.tensors()) == ["model.weight", "model.bias", "own.p", "array", "dotted.a\\.b"]
+        assert list(checkpoint.tensors()) == ["model.weight", "model.bias", "own.p", "array", "dotted.a.b"]
         assert "own" in checkpoint
         assert "own.q" not in checkpoint
         assert 7 not in checkpoint  # type: ignore[comparison-overlap]
@@ -194,10 +196,50 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
 def test_names_that_look_alike(tmp_path: Path) -> None:
     save(tmp_path, {"a": {"b": 1}, "a.b": 2, "c.d": 3})
     with open_checkpoint(tmp_path) as checkpoint:
-        assert (checkpoint["a.b"], checkpoint["a\\.b"], checkpoint["c.d"]) == (1, 2, 3)
+        assert (checkpoint["a.b"], checkpoint["a\\.b"], checkpoint["c.d"], checkpoint["c\\.d"]) == (1, 2, 3, 3)
+        assert dict(checkpoint) == {"a.b": 1, "a\\.b": 2, "c.d": 3}
     save(tmp_path, {"a": {"b.c": 1}, "a.b": {"c": 2}}, step=1)
-    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(KeyError, match="several"):
-        checkpoint["a.b.c"]
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert dict(checkpoint) == {"a.b\\.c": 1, "a\\.b.c": 2}
+        with pytest.raises(KeyError, match=r"'a\.b\.c' is ambiguous, the name of several leaves"):
+            checkpoint["a.b.c"]
+        assert "a.b.c" not in checkpoint
+
+
+def test_names_are_those_of_pytorch(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(3, 1)))
+    wanted = [f"model.{name}" for name, _ in model.named_parameters()]
+    save(tmp_path, {"model": model, "deep": {"model.x": model.state_dict()}}, keep_last=2)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert [name for name in checkpoint if name.startswith("model")] == wanted
+        assert [name for name in checkpoint.tensors() if name.startswith("model")] == wanted
+        assert [stored.path for stored in checkpoint.tensors().values()][:4] == wanted
+        assert list(checkpoint["model"]) == [name for name, _ in model.named_parameters()]
+        assert next(iter(checkpoint["deep"])) == "model.x.0.weight"
+        assert list(checkpoint["deep"]["model.x"]) == list(checkpoint["model"])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(checkpoint[f"model.{name}"], parameter)
+            assert torch.equal(load_sync(tmp_path, keys=[f"model.{name}"])["model"][name], parameter)
+    described = stores.describe(tmp_path)
+    assert [leaf.path for leaf in described.leaves if leaf.path in wanted] == wanted
+    assert described.branches["deep.model.x"] == "OrderedDict"
+    aliases = [leaf.alias_of for leaf in described.leaves if leaf.path.startswith("deep") and leaf.entry is not None]
+    assert aliases == wanted
+    next(model.parameters()).data.add_(1)
+    save(tmp_path, {"model": model, "deep": {"model.x": model.state_dict()}}, step=1, keep_last=2)
+    assert [each.path for each in stores.compare(tmp_path, step=0, other_step=1).differences] == [
+        "model.0.weight",
+        "deep.model.x.0.weight",
+    ]
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=CHUNK) as engine, pytest.raises(StateMismatchError) as caught:
+        engine.restore({"model": torch.nn.Sequential(torch.nn.Linear(2, 3)), "deep": {"model.x": model.state_dict()}})
+    assert caught.value.unexpected == ("model.1.0.weight", "model.1.0.bias")
+
+
+def test_a_glob_means_names_as_they_are_shown(tmp_path: Path) -> None:
+    """Those of flat states too, also if it matches others as they are written."""
+    save(tmp_path, {"flat": {"layers.0.weight": 1, "layers.1.weight": 2}, "deep": {"0": {"weight": 3}}})
+    assert load_sync(tmp_path, keys=["*.0.weight"]) == {"flat": {"layers.0.weight": 1}, "deep": {"0": {"weight": 3}}}
 
 
 @pytest.mark.slow
@@ -222,7 +264,7 @@ def test_any_state_is_read_as_it_was_saved(state: dict[str, Any]) -> None:
             for path, stored in checkpoint.tensors().items():
                 value = stored.read()
                 assert (stored.shape, stored.dtype) == (tuple(value.shape), value.dtype)
-                assert not difference([value], [_at(expected, opened(checkpoint._node), path)])
+                assert not difference([value], [_at(expected, opened(checkpoint._node), checkpoint._exact(path))])
 
 
 def _at(value: Any, node: Any, path: str) -> Any:

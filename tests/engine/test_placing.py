@@ -84,7 +84,7 @@ def test_restore_casts_only_where_it_is_asked_to(
     before = state["model"].state_dict()["0.weight"].clone()
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(saved).result()
-        with pytest.raises(StateMismatchError, match=r"model\.0\\\.weight .*in the checkpoint"):
+        with pytest.raises(StateMismatchError, match=r"model\.0\.weight .*in the checkpoint"):
             engine.restore(state)
         with pytest.raises(StateMismatchError):
             engine.restore(state, dtype=torch.float64)  # no tensor here is of that dtype

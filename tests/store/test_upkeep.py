@@ -90,7 +90,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     assert leaves["module.weight"].nbytes == 16
     assert (leaves["empty"].nbytes, leaves["empty"].extent) == (0, None)
     assert leaves["numbers"].kind == "ndarray"
-    assert (leaves[r"a\.b"].value(), leaves[r"a\.b"].kind) == ([1, (2, None)], "list")
+    assert (leaves["a.b"].value(), leaves["a.b"].kind) == ([1, (2, None)], "list")
     assert leaves["list.1.x"].text() == "1.5"
     assert leaves["nothing"].value() == {}
     assert found.branches["module"] == "object of OrderedDict"

@@ -313,7 +313,7 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
     }
     error = mismatch(live, save(stored))
     assert error.missing == ("only.here",)
-    assert error.unexpected == ("more", r"only.the\.re")
+    assert error.unexpected == ("more", r"only.the.re")
     assert [text.split(" ")[0] for text in error.mismatched] == [
         "shape", "dtype", "kind", "value", "tensor.1", "items", "container",
     ]  # fmt: skip
@@ -528,8 +528,8 @@ def test_modules_compare_strictly() -> None:
     error = mismatch(
         {"m": nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Identity(), nn.Linear(8, 1, bias=False))}, saved
     )
-    assert error.unexpected[0] == r"m.1\.weight"
-    assert r"m.3\.bias" in error.unexpected
+    assert error.unexpected[0] == r"m.1.weight"
+    assert r"m.3.bias" in error.unexpected
     assert mismatch({"m": model().to(torch.bfloat16)}, saved).mismatched
     assert mismatch({"m": nn.Linear(1, 1)}, save({"m": nn.Identity()})).missing == ("m.weight", "m.bias")
     assert mismatch({"m": nn.Linear(1, 1)}, save({"m": 3})).mismatched == (
@@ -556,7 +556,7 @@ def test_a_tied_parameter_may_be_saved_under_one_name(left_out: str) -> None:
     """As Hugging Face saves it."""
     net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(5, 3, bias=False))
     stored = {key: value.clone() for key, value in net.state_dict().items() if key != left_out}
-    assert mismatch({"m": net}, save({"m": stored})).missing == ("m." + left_out.replace(".", r"\."),)
+    assert mismatch({"m": net}, save({"m": stored})).missing == ("m." + left_out,)
     net[1].weight = net[0].weight
     stored["2.weight"] = torch.ones(3, 5)
     save({"m": stored}).restore({"m": net})
@@ -564,7 +564,7 @@ def test_a_tied_parameter_may_be_saved_under_one_name(left_out: str) -> None:
     assert net[0].weight is net[1].weight
     assert all(same(value, (stored | {left_out: stored[other]})[key]) for key, value in net.state_dict().items())
     del stored["2.weight"]
-    assert mismatch({"m": net}, save({"m": stored})).missing == (r"m.2\.weight",)
+    assert mismatch({"m": net}, save({"m": stored})).missing == (r"m.2.weight",)
 
 
 def test_extra_state_and_hooks() -> None:
@@ -585,7 +585,7 @@ def test_extra_state_of_any_type_and_size(before: Any, after: Any) -> None:
     save({"m": one}).restore({"m": two})
     assert same(two[0].extra, after)
     assert torch.equal(two[0].weight, one[0].weight)  # type: ignore[arg-type]
-    assert mismatch({"m": two}, save({"m": nn.Sequential(nn.Linear(2, 2))})).missing == (r"m.0\._extra_state",)
+    assert mismatch({"m": two}, save({"m": nn.Sequential(nn.Linear(2, 2))})).missing == (r"m.0._extra_state",)
 
 
 def test_subclasses_of_parameter() -> None:
@@ -669,7 +669,7 @@ def test_modules_that_rename_and_resize_what_they_load(kind: Any) -> None:
         "1.bias": torch.ones(1),
     }
     error = mismatch({"m": net}, save({"m": Thing(**older | {"1.w": torch.ones(1), "1.bias": torch.ones(2)})}))
-    assert (error.missing, error.unexpected, len(error.mismatched)) == ((), (r"m.1\.w",), 1)
+    assert (error.missing, error.unexpected, len(error.mismatched)) == ((), (r"m.1.w",), 1)
     save({"m": Thing(**older)}).restore({"m": net})
     assert same(list(net.state_dict().values()), list(older.values()))
     with torch.inference_mode():

@@ -200,8 +200,8 @@ ROWS = (
         lambda: {"m": nn.Linear(2, 2)},
         lambda: {"m": Wrapped("module")},
         (
-            rf"{HEAD}{MISSING} (2): m.module\.weight, m.module\.bias; {UNEXPECTED} (2): m.weight, m.bias (in a "
-            r"path, \. is a dot inside a key); a model here is wrapped by DistributedDataParallel or its like: "
+            rf"{HEAD}{MISSING} (2): m.module.weight, m.module.bias; {UNEXPECTED} (2): m.weight, m.bias; a "
+            "model here is wrapped by DistributedDataParallel or its like: "
             "save and restore the module inside (model.module)"
         ),
     ),
@@ -210,8 +210,8 @@ ROWS = (
         lambda: {"m": Wrapped("module"), "step": 1},
         lambda: {"m": nn.Linear(2, 2), "step": 0},
         (
-            rf"{HEAD}{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m.module\.weight, m.module\.bias (in a "
-            r"path, \. is a dot inside a key); a model in the checkpoint is wrapped by DistributedDataParallel or "
+            rf"{HEAD}{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m.module.weight, m.module.bias; a "
+            "model in the checkpoint is wrapped by DistributedDataParallel or "
             "its like: save and restore the module inside (model.module)"
         ),
         strict=False,
@@ -221,8 +221,8 @@ ROWS = (
         lambda: {"m": nn.Linear(2, 2)},
         lambda: {"m": Wrapped("_orig_mod")},
         (
-            rf"{HEAD}{MISSING} (2): m._orig_mod\.weight, m._orig_mod\.bias; {UNEXPECTED} (2): m.weight, m.bias (in "
-            r"a path, \. is a dot inside a key); a model here is wrapped by torch.compile: save and restore the "
+            rf"{HEAD}{MISSING} (2): m._orig_mod.weight, m._orig_mod.bias; {UNEXPECTED} (2): m.weight, m.bias; "
+            "a model here is wrapped by torch.compile: save and restore the "
             "module inside (model._orig_mod)"
         ),
     ),
@@ -231,8 +231,8 @@ ROWS = (
         lambda: {"m": Wrapped("_orig_mod"), "step": 1},
         lambda: {"m": nn.Linear(2, 2), "step": 0},
         (
-            rf"{HEAD}{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m._orig_mod\.weight, m._orig_mod\.bias (in "
-            r"a path, \. is a dot inside a key); a model in the checkpoint is wrapped by torch.compile: save and "
+            rf"{HEAD}{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m._orig_mod.weight, m._orig_mod.bias; "
+            "a model in the checkpoint is wrapped by torch.compile: save and "
             "restore the module inside (model._orig_mod)"
         ),
         strict=False,
@@ -666,6 +666,6 @@ def test_the_text_about_keys_that_select_nothing() -> None:
     with pytest.raises(StateMismatchError) as raised:
         saved.load(["model.a.x.y"])
     assert str(raised.value) == (
-        r"'model.a.x.y' is the name of several leaves: model.a.x\.y, model.a\.x.y; write it with its escapes "
-        r"(in a path, \. is a dot inside a key)"
+        r"'model.a.x.y' is ambiguous, the name of several leaves: model.a.x\.y, model.a\.x.y; write it with its "
+        r"escapes (in a path, \. is a dot inside a key)"
     )

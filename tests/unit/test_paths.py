@@ -67,8 +67,9 @@ def test_no_two_keys_of_a_mapping_are_written_alike(keys: list[Hashable]) -> Non
         ("model", "model.weight", False),
         ("model.*", "model.a.b", True),
         ("*.weight", "model.a.weight", True),
-        ("model.layers.0.weight", r"model.layers\.0\.weight", False),  # that would be model -> layers -> 0 -> weight
-        ("model.layers.*", r"model.layers\.0\.weight", False),
+        ("model.layers.0.weight", r"model.layers\.0\.weight", True),
+        ("model.layers.*", r"model.layers\.0\.weight", True),
+        ("model.layers.0", r"model.layers\.0\.weight", False),
         (r"model.layers\.0\.weight", r"model.layers\.0\.weight", True),
         ("*.exp_avg", "optimizer.state.0.exp_avg_sq", False),
         ("*.exp_avg?sq", "optimizer.state.0.exp_avg_sq", True),
@@ -87,27 +88,58 @@ def test_child_and_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("escaped", "shown"),
     [
-        UnsupportedStateError(r"model.0\.weight: a tensor"),
-        StateMismatchError(missing=[r"a\.b", r"c\.d"]),
-        StateMismatchError(str(StateMismatchError(missing=[r"a.b\.c"])) + "; more"),
-        TornCaptureError(r"model.0\.weight changed"),
+        ([r"model.0\.weight", r"model.0\.bias"], ["model.0.weight", "model.0.bias"]),
+        (["a.b", r"a\.b", r"c\.d"], ["a.b", r"a\.b", "c.d"]),
+        ([r"a\.b.c", r"a.b\.c"], [r"a\.b.c", r"a.b\.c"]),
+        ([r"a\\.b", r"a\.b"], [r"a\\.b", "a.b"]),  # without its escapes the first one would be the second one's path
+        ([r"a\\b", r"\'0'", "0"], [r"a\b", "'0'", "0"]),
+        ([r"a\.b", r"a\.b"], ["a.b", "a.b"]),
+        ([], []),
     ],
 )
-def test_errors_say_once_what_an_escape_is(error: Exception) -> None:
+def test_what_users_see(escaped: list[str], shown: list[str]) -> None:
+    assert paths.readable(escaped) == shown
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text("ab.\\'", min_size=1), unique=True, max_size=6))
+def test_no_two_paths_are_shown_alike_and_none_like_another_path(escaped: list[str]) -> None:
+    shown = paths.readable(escaped)
+    assert len({*shown}) == len(escaped)
+    for path, name in zip(escaped, shown, strict=True):
+        assert name == path or name not in escaped
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (UnsupportedStateError(r"model.0\.weight: a tensor"), "model.0.weight: a tensor"),
+        (StateMismatchError(missing=[r"a\.b", r"c\.d"]), "(2): a.b, c.d"),
+        (StateMismatchError(mismatched=[r"a\.b (dtype)"]), "(1): a.b (dtype)"),
+        (StateMismatchError(str(StateMismatchError(missing=[r"a.b\.c"])) + "; more"), "(1): a.b.c; more"),
+        (TornCaptureError(r"model.0\.weight changed", paths=[r"model.0\.weight"]), "model.0.weight changed"),
+    ],
+)
+def test_errors_name_leaves_without_escapes(error: Exception, text: str) -> None:
     for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
-        assert str(each).count(r"in a path, \. is a dot inside a key") == 1
+        assert text in str(each)
         assert str(each) == str(error)
+        assert "\\" not in str(each)
 
 
-def test_errors_without_escapes_explain_none() -> None:
-    assert str(UnsupportedStateError("a.b: a tensor")) == "a.b: a tensor"
-    assert "dot inside" not in str(StateMismatchError(missing=["a.b"]))
+def test_errors_say_what_an_escape_is_where_two_names_are_alike() -> None:
+    error = StateMismatchError(missing=["a.b"], unexpected=[r"a\.b"], mismatched=[r"a\.c (dtype)"])
+    assert (error.missing, error.unexpected, error.mismatched) == (("a.b",), (r"a\.b",), ("a.c (dtype)",))
+    for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert r"(1): a.b; unexpected in the checkpoint (1): a\.b; different in the checkpoint (1): a.c" in str(each)
+        assert str(each).endswith(r" (in a path, \. is a dot inside a key)")
 
 
-def test_what_is_not_there_is_explained_too(tmp_path: Path) -> None:
+def test_what_is_not_there_is_named_so_too(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"a.b": 1})
-    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(KeyError, match="is a dot inside a key"):
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(KeyError, match=r"'a\.c' is not in .* there are: a\.b"):
         checkpoint["a.c"]

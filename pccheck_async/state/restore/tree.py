@@ -15,6 +15,7 @@ from pccheck_async.errors import (
     IncompleteCheckpointError,
     StateMismatchError,
     UnsupportedStateError,
+    explained,
     first_few,
 )
 from pccheck_async.format import skeleton as nodes
@@ -270,8 +271,9 @@ def has_parts(node: Node) -> bool:
 def select(skeleton: Node, keys: Sequence[str]) -> Node:
     r"""Return ``skeleton`` cut down to the leaves and subtrees whose paths ``keys`` name, or match as globs.
 
-    A key is first compared with paths as they are written: ``a.b`` is not ``a\.b``. A key that matches no path that way
-    is compared with paths without their escapes.
+    A glob is compared with paths as they are written and without their escapes. A key that is no glob is first compared
+    with paths as they are written: ``a.b`` is not ``a\.b``. One that is no path that way is the name of one without its
+    escapes.
 
     A mapping keeps the entries with selected leaves below. A list or tuple of which only some items were
     selected becomes a dict from index to item, so that every item keeps its place.
@@ -292,7 +294,8 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
     for text, several in selection.named.items():
         if len(several) > 1:
             listed = first_few(several)
-            raise StateMismatchError(f"{text!r} is the name of several leaves: {listed}; write it with its escapes")
+            why = f"{text!r} is ambiguous, the name of several leaves: {listed}; write it with its escapes"
+            raise StateMismatchError(explained(why))
     return selected if selected is not None else DictNode([], [])
 
 
@@ -300,7 +303,8 @@ class _Selection:
     """The patterns of one :func:`select`, with those that matched no path so far in ``unused``."""
 
     def __init__(self, patterns: Sequence[str], unescaped: Collection[str] = ()) -> None:
-        self._matchers = {text: paths.matcher(text, unescaped=text in unescaped) for text in patterns}
+        loose = {text for text in patterns if text in unescaped or paths.is_glob(text)}
+        self._matchers = {text: paths.matcher(text) if text in loose else text.__eq__ for text in patterns}
         self.unused = set(patterns)
         self.named: dict[str, list[str]] = {}  # the paths that a pattern without escapes is the name of
 

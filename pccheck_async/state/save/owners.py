@@ -66,10 +66,7 @@ class Owners:
         self._group_rank = {world_rank: number for number, world_rank in enumerate(members)}
         self.everyone = alike(members)
         self.places = lru_cache(1 << 10)(self._places)
-        self._named, self._trusted = (
-            [paths.matcher(glob, unescaped=escaped) for glob in globs for escaped in (False, True)]
-            for globs in (replicated, trusted)
-        )
+        self._named, self._trusted = ([paths.matcher(glob) for glob in globs] for globs in (replicated, trusted))
         self._differing = differing
 
     def begin(self, state: Mapping[str, Any], memo: Memo | None = None) -> Tally:
