@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
+import re
+import runpy
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
+from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +22,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.errors import DamagedError
+from tests.support.processes import passes_in_a_forked_child
 from tests.support.readme_blocks import ROOT
 from tests.support.recipes import MOST_LINES, programs, write_program
 from tests.support.saving import saving
@@ -151,3 +158,74 @@ def test_what_is_in_a_plain_copy_of_a_live_store(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path / "links")] == [last, pinned]  # it went on with the store
     subprocess.run(["cp", "-a", run, tmp_path / "closed"], check=True)
     assert is_whole(tmp_path / "closed", last)
+
+
+def _evaluated_store(folder: Path) -> Path:
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 1)
+    with SyncCheckpointEngine(folder / "run", keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint({"model": model}, step=step).result(60)
+    return write_program(PAGE, "evaluate.py", folder)
+
+
+def _bytes_of(store: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in store.iterdir()}
+
+
+@pytest.mark.slow
+def test_an_evaluation_from_a_read_only_mount(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    script = _evaluated_store(tmp_path / "evaluation")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    mount = f"mount --bind {script.parent / 'run'} {mounted} && mount -o remount,bind,ro {mounted}"
+    if subprocess.run(["unshare", "-m", "bash", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this process may mount nothing")
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", f"{mount} && exec {sys.executable} {script} {mounted}"],
+        cwd=script.parent,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step (\d)", done.stdout, re.MULTILINE) == ["2", "1"]
+    assert "the store's files cannot be written (Read-only file system)" in done.stdout
+    assert (script.parent / "weights.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_evaluation_by_a_user_who_may_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("safetensors")
+    with tempfile.TemporaryDirectory() as folder:  # that user may not enter the folders above tmp_path
+        Path(folder).chmod(0o755)
+        script = _evaluated_store(Path(folder) / "evaluation")
+        run, exported = script.parent / "run", script.parent / "weights.safetensors"
+        monkeypatch.setattr(sys, "argv", [str(script), str(run)])
+        monkeypatch.chdir(script.parent)
+        runpy.run_path(str(script))  # here, so that all is imported: nor may that user read every module
+        exported.unlink()
+        script.parent.chmod(0o777)
+        for path in (*run.iterdir(), run):
+            path.chmod(0o555)
+        before = _bytes_of(run)
+
+        def evaluate() -> None:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            output = io.StringIO()
+            with redirect_stdout(output):
+                runpy.run_path(str(script))
+            assert "the store's files cannot be written (Permission denied)" in output.getvalue()
+
+        assert passes_in_a_forked_child(evaluate)
+        assert exported.exists()
+        assert _bytes_of(run) == before
+        run.chmod(0o755)
+        os.chdir("/")
