@@ -57,9 +57,11 @@ def add_contents(app: Any, name: str, source: list[str]) -> None:
         return
     root = Path(app.srcdir)
 
-    guide = re.findall(r"\((\w+)\.md\)", (root / "examples/guide/index.md").read_text())
+    _, *parts = (root / "examples/guide/index.md").read_text().split("\n## ")
+    guide = {part.split("\n")[0]: dict.fromkeys(re.findall(r"\((\w+)\.md\)", part)) for part in parts}
     contents = {
-        "Guide": [f"examples/guide/{page}" for page in ("index", *dict.fromkeys(guide))],
+        "Guide": ["examples/guide/index"],
+        **{caption: [f"examples/guide/{page}" for page in pages] for caption, pages in guide.items() if pages},
         "Reference": [f".github/docs/reference/{page}" for page in REFERENCE],
         "Project": [".github/CONTRIBUTING", ".github/SECURITY", "examples/paper/README"],
     }

@@ -146,7 +146,7 @@ def test_what_is_in_a_plain_copy_of_a_live_store(tmp_path: Path) -> None:
         for _ in range(3):
             save()
         copy_slowly(tmp_path / "plain")
-        engine.pin(pinned := save())
+        engine.pin(step=(pinned := save()))
         copy_slowly(tmp_path / "of-pinned")
         subprocess.run(["cp", "-al", run, tmp_path / "links"], check=True)
         seen = list_checkpoints(tmp_path / "links")
