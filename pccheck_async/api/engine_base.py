@@ -80,6 +80,10 @@ class EngineBase:
         self._core.facade = weakref.ref(self)
         self._training = TrainingRun(self._core, policy, save_last=save_last)
 
+    def __repr__(self) -> str:
+        core: EngineCore | None = vars(self).get("_core")  # none yet, in the traceback of wrong settings
+        return f"<{type(self).__name__}{'' if core is None else f' {core.summary()}'}>"
+
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: there is one for a store; keep it out of what goes "

@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 
 from pccheck_async.engine import Auto, EngineLoop
-from pccheck_async.errors import ClosedError
+from pccheck_async.errors import ClosedError, CorruptStoreError
 from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
@@ -167,6 +167,11 @@ class Connection:
         if os.getpid() != self._pid:
             raise ClosedError("this checkpoint was opened by the parent process; open it here")
 
+    def summary(self) -> str:
+        """Return step, folder and state in words."""
+        state = " of the parent process" if os.getpid() != self._pid else ", closed" if self._closed else ""
+        return f"step {self.entry.step} in {self.path!r}{state}"
+
     def close(self) -> None:
         """Release the slot and end the threads. Idempotent."""
         if self._closed or os.getpid() != self._pid:
@@ -286,7 +291,8 @@ class StoredTensor:
         return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"StoredTensor({self.path!r}, {self.entry.dtype}, {tuple(self.shape)}, {self.nbytes} bytes)"
+        what = f"{self.path!r} {self.entry.dtype} {tuple(self.shape)}, {self.nbytes} bytes"
+        return f"<StoredTensor {what}, of {self._connection.summary()}>"
 
 
 def rows(entry: TensorEntry, start: int, count: int, step: int = 1) -> TensorEntry:
@@ -430,10 +436,12 @@ class StoredState(Mapping[str, Any]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        where = f"{self._path!r} of step" if self._path else "step"
-        tensors = sum(isinstance(node, ArrayNode) for node in self._leaves.values())
-        where += f" {self._connection.entry.step}"
-        return f"<{type(self).__name__} {where}: {len(self)} leaves, {tensors} of them tensors>"
+        part = f"{paths.plain(self._path)!r} of " if self._path else ""
+        text = f"<{type(self).__name__} {part}{self._connection.summary()}"
+        with suppress(CorruptStoreError):  # it describes no state
+            tensors = sum(isinstance(node, ArrayNode) for node in self._leaves.values())
+            text += f": {len(self)} leaves, {tensors} of them tensors"
+        return f"{text}>"
 
 
 class OpenCheckpoint(StoredState):

@@ -97,6 +97,19 @@ class EngineCore:
         self._assembly = EngineParts()
         self._closed: Promise[Exception | None] = Promise()  # and the error that kept it from closing wholly
 
+    def summary(self) -> str:
+        """Return folder, state, newest step and checkpoints in flight in words; takes no lock, and never raises."""
+        if os.getpid() != self.pid:
+            return f"{self.path!r} of the parent process"
+        parts = [f"{self.path!r} {'not open yet' if self.state == 'new' else self.state}"]
+        if self.state == "open":
+            with suppress(AttributeError, ClosedError, RuntimeError):  # a group that is being left
+                parts.append("no checkpoint" if (step := self.newest_step) is None else f"newest step {step}")
+                parts += ["takes no more commits"] if self.stopped else []
+        if in_flight := len(self.in_flight):
+            parts.append(f"{in_flight} in flight")
+        return ", ".join(parts)
+
     @property
     def is_open(self) -> bool:
         """Whether it is open, and not being closed."""

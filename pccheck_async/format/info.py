@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
@@ -20,7 +21,7 @@ Action: TypeAlias = Literal["fill", "replace", "load"]
 """The ways to restore a part of a state (see :class:`Restored`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CheckpointInfo:
     """A durable checkpoint, as its commit record describes it.
 
@@ -44,6 +45,18 @@ class CheckpointInfo:
     name: str | None = None
     rejected: bool = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(self._facts())}>"
+
+    def _facts(self) -> list[str]:
+        """Return what it is, in words."""
+        facts = [f"step {self.step}" + ("" if self.name is None else f" {self.name!r}"), f"counter {self.counter}"]
+        facts.append(f"{self.nbytes} bytes")
+        with suppress(OverflowError, ValueError, OSError):  # a damaged store may claim a time that no calendar has
+            facts.append(f"{self.created:%Y-%m-%d %H:%M:%S} UTC")
+        facts += [mark for mark in ("pinned", "rejected") if getattr(self, mark)]
+        return facts + [f"{key}={value!r}" for key, value in self.metadata.items()]
+
     @property
     def created(self) -> datetime:
         """The capture time as an aware datetime in UTC."""
@@ -58,7 +71,7 @@ class CheckpointInfo:
 _FACTS: Final = tuple(fact.name for fact in fields(CheckpointInfo))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Restored(CheckpointInfo):
     """The checkpoint that was restored, and how it and the state differed (``strict=False``).
 
@@ -81,6 +94,15 @@ class Restored(CheckpointInfo):
     mismatched: tuple[str, ...] = ()
     actions: Mapping[str, Action] = field(default_factory=dict)
     error: str | None = None
+
+    def _facts(self) -> list[str]:
+        counts = {"filled": self.filled, "missing": len(self.missing), "unexpected": len(self.unexpected)}
+        facts = [f"{count} {what}" for what, count in counts.items() if count or what == "filled"]
+        facts += [
+            f"would {action} {list(self.actions.values()).count(action)}"
+            for action in dict.fromkeys(self.actions.values())
+        ]
+        return [*CheckpointInfo._facts(self), *facts, *([] if self.error is None else [f"error: {self.error}"])]
 
     @classmethod
     def of(

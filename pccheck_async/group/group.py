@@ -115,6 +115,9 @@ class Group:
         vars(changed).update(given)
         return changed
 
+    def __repr__(self) -> str:
+        return f"<Group rank {self.rank} of {self.world_size}>"
+
     def world_ranks(self) -> list[int]:
         """Return the numbers of this group's ranks in the world of torch.distributed, in their order."""
         if self._process_group is None:

@@ -221,7 +221,12 @@ class Shelf:
         return self._file.closed
 
     def __repr__(self) -> str:
-        return f"<Shelf {self.path}: {'closed' if self.closed else f'{len(self)} variables'}>"
+        parts = vars(self)  # some are not there yet, in the traceback of a file that is no shelf; and without the lock
+        if (file := parts.get("_file")) is None or "_root" not in parts:
+            return "<Shelf not open>"
+        variables = parts.get("_committed", {})
+        state = "closed" if file.closed else f"open, {len(variables)} variables, transaction {self._root.sequence}"
+        return f"<Shelf {os.fspath(file.path)!r} {state}>"
 
     # -- variables
 

@@ -181,6 +181,16 @@ class ResumableSampler(Sampler[list[int]]):
         self._order = Order(self.size, self.seed, self.shuffle)
         self.course = Course()
 
+    def __repr__(self) -> str:
+        return f"<ResumableSampler{f' {self.place_in_words}' if 'course' in vars(self) else ''}>"
+
+    @property
+    def place_in_words(self) -> str:
+        """Epoch, position and rank; decides nothing that is not decided yet."""
+        place, shares = self.course.state, self._resolved
+        rank = "" if shares is None else f", rank {shares.rank} of {shares.world_size}"
+        return f"epoch {place.epoch}, {place.position} of {self.size} samples, batches of {self.batch_size}{rank}"
+
     @property
     def rank(self) -> int:
         """Of this process."""
@@ -448,6 +458,10 @@ class ResumableLoader:
             generator=self._generator,
             **dataloader_kwargs,
         )
+
+    def __repr__(self) -> str:
+        sampler: ResumableSampler | None = vars(self).get("sampler")  # none yet, in the traceback of wrong arguments
+        return f"<ResumableLoader{'' if sampler is None else f' {sampler.place_in_words}'}>"
 
     @property
     def epoch(self) -> int:

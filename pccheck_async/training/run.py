@@ -78,6 +78,14 @@ class TrainingStep:
         self.rejections = 0
         self.inside: tuple[int, int] | None = None
 
+    def __repr__(self) -> str:
+        text = f"<TrainingStep {vars(self).get('step', 'of no state')}"
+        if (pending := vars(self).get("pending")) is not None:
+            text += f", checkpoint {pending.counter}{' inside a window' if self.inside_window else ''}"
+        elif vars(self).get("wanted"):
+            text += ", to be saved"
+        return f"{text}>"
+
     def save(self) -> None:
         """Request a checkpoint of this step, even if the policy does not; call it inside the context.
 

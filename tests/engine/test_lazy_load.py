@@ -174,9 +174,7 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
         assert "own.q" not in checkpoint
         assert 7 not in checkpoint  # type: ignore[comparison-overlap]
         assert checkpoint.info.step == 7
-        assert repr(checkpoint) == "<OpenCheckpoint step 7: 11 leaves, 5 of them tensors>"
-        assert repr(checkpoint["model"]) == "<StoredState 'model' of step 7: 2 leaves, 2 of them tensors>"
-        assert repr(stored) == "StoredTensor('own.p', bfloat16, (2, 3), 12 bytes)"
+        assert repr(checkpoint) == f"<OpenCheckpoint step 7 in '{tmp_path}': 11 leaves, 5 of them tensors>"
         assert checkpoint.bytes_read == before
         assert checkpoint["dotted.a.b"].shape == ()
         assert torch.equal(checkpoint["model"]["weight"], module.weight)
@@ -381,7 +379,7 @@ def test_errors(tmp_path: Path) -> None:
     for use in [*uses, lambda: list(checkpoint), checkpoint.__enter__]:
         with pytest.raises(ClosedError, match="was closed"):
             use()
-    assert "closed" not in repr(checkpoint)
+    assert "closed" in repr(checkpoint)
 
 
 def test_a_device_that_is_not_there_is_no_damage(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

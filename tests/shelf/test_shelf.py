@@ -130,7 +130,7 @@ def test_the_verbs_of_a_mapping(path: Path) -> None:
             _ = shelf.a
         with pytest.raises(AttributeError):
             del shelf.a
-        assert repr(shelf) == f"<Shelf {path}: 1 variables>"
+        assert repr(shelf) == f"<Shelf '{path}' open, 1 variables, transaction {shelf.sequence}>"
 
 
 def test_what_is_assigned_is_copied(path: Path) -> None:
