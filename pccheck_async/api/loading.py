@@ -47,8 +47,8 @@ async def load(
         rank: Of a group: the rank whose part is loaded. By default 0; loaded tensors are compared then, and a
             warning names those that are not the same on other ranks.
         keys: Paths of leaves, or of their containers, as in ``pccheck show`` and errors, or globs
-            (``"model.*"``); only matches are read. A path may be written without the escapes of dots inside keys
-            (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
+            (``"model.*"``); only matches are read. If two leaves would have one name, a dot inside a key is escaped in
+            their paths (:mod:`pccheck_async.state.paths`).
         device: The place for tensors: a device, or a dict or a function as for ``torch.load(map_location=)``. A
             checkpoint does not record the devices of tensors, so all count as tensors of the "cpu": of a dict that
             key is used, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or
@@ -72,7 +72,7 @@ async def load(
             one rank, and a tensor lies on several.
         DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
-        StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
+        StateMismatchError: one of ``keys`` names nothing, or is ambiguous, the name of several leaves.
         UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
@@ -99,7 +99,47 @@ def load_sync(
     io: IO = "auto",
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint, blocking (see :func:`load`)."""
+    """Load a checkpoint into new tensors; blocks meanwhile. Works while a writer of another process commits.
+
+    Args:
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is loaded,
+            and tensors that lie on several ranks in full.
+        step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
+            warning).
+        name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
+        rank: Of a group: the rank whose part is loaded. By default 0; loaded tensors are compared then, and a
+            warning names those that are not the same on other ranks.
+        keys: Paths of leaves, or of their containers, as in ``pccheck show`` and errors, or globs
+            (``"model.*"``); only matches are read. If two leaves would have one name, a dot inside a key is escaped in
+            their paths (:mod:`pccheck_async.state.paths`).
+        device: The place for tensors: a device, or a dict or a function as for ``torch.load(map_location=)``. A
+            checkpoint does not record the devices of tensors, so all count as tensors of the "cpu": of a dict that
+            key is used, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or
+            None for the same.
+        allow_pickle: Unpickle values that were pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only if you trust its writer. Without it such a checkpoint is refused.
+        host_memory: Most staging memory in bytes.
+        io: As for :class:`pccheck_async.SyncCheckpointEngine`.
+        progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
+
+    Returns:
+        The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
+        ``state_dict()``.
+
+    Interrupts: a KeyboardInterrupt is raised once every read ended.
+
+    Raises:
+        NoCheckpointError: there is none, or not the requested one, or it has no such ``rank``.
+        IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
+            one rank, and a tensor lies on several.
+        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
+        CorruptStoreError: this version, or this torch, does not understand it.
+        StateMismatchError: one of ``keys`` names nothing, or is ambiguous, the name of several leaves.
+        UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
+        ReadError: the device failed.
+        RuntimeError: torch has no such ``device``.
+        ValueError: ``rank`` for a folder that is no group's, or both ``step`` and ``name``.
+    """
     work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
     restoration = call_once(work)
     state: dict[str, Any] = restoration.finish()  # here: pickled values run code
