@@ -30,7 +30,7 @@ _BUFFERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """How an engine moves bytes to its storage: seldom needed, and never for what is saved.
+    """How an engine moves bytes to its storage, and what it takes for that; none of it changes a checkpoint.
 
     Args:
         medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory if the filesystem has it

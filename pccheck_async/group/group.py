@@ -31,8 +31,8 @@ class Group:
             used, give a ``PrefixStore`` with a prefix of this run.
         timeout: Seconds within which all ranks have to open the engine.
         replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
-            ``["model.*"]``: saved once on each filesystem, too. Parameters of ``DistributedDataParallel`` and the state
-            of their optimizers are known to be. All other plain values are each rank's own.
+            ``["model.*"]``: saved once on each filesystem, as shards are. Parameters of ``DistributedDataParallel`` and
+            the state of their optimizers are known to be. All other plain values are each rank's own.
         trusted_replicas: Globs over the paths of such tensors that are not compared. Of the others each save compares a
             sample; if ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.futures import Future
 
-from pccheck_async import Group, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import Group, Keep, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.integrations.dcp import StorageReader, StorageWriter
 from tests.support.group_folders import spoil
@@ -553,3 +553,16 @@ def of_a_group(folder: Path, group: Group) -> None:
 
 def test_a_checkpoint_of_a_group_is_loaded(tmp_path: Path) -> None:
     run_ranks(2, partial(of_a_group, tmp_path))
+
+
+def test_settings_of_before_work_with_a_warning(tmp_path: Path) -> None:
+    now = r"StorageWriter\(keep=Keep\(every=3\), storage=StorageOptions\(io='python'\)\) now"
+    with pytest.warns(DeprecationWarning, match=rf"^StorageWriter\(keep_every=3, io='python'\) is {now}"):
+        writer = StorageWriter(tmp_path, keep_last=2, keep_every=3, io="python")
+    state = {"x": torch.ones(3)}
+    for step in range(4):
+        save(state, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True)
+    writer.close()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3, 2]
+    with pytest.raises(TypeError, match=r"give keep_every= or keep=Keep\(every=\.\.\.\), not both"):
+        StorageWriter(tmp_path, keep=Keep(every=2), keep_every=3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import StateMismatchError, list_checkpoints, load_sync
+from pccheck_async import Keep, StateMismatchError, StorageOptions, list_checkpoints, load_sync
 from pccheck_async.errors import UnsupportedStateError
 from tests.support.killed_training import bits
 from tests.support.lazily import Lazily, need_framework
@@ -37,6 +37,25 @@ def trainer(*callbacks: Any, epochs: int = 1, steps: int = -1, plugins: Any = No
         max_epochs=epochs, max_steps=steps, accelerator="cpu", callbacks=[*callbacks], plugins=plugins, logger=False,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [lightning, transformers], ids=["lightning", "transformers"])
+def test_engine_keywords_of_before_work_with_one_warning_at_the_line_of_the_user(room: Any, tmp_path: Path) -> None:
+    new = r"PCcheckCallback\(keep=Keep\(every=3\), storage=StorageOptions\(exit_timeout=1\)\) now"
+    with pytest.warns(
+        DeprecationWarning, match=rf"^PCcheckCallback\(keep_every=3, exit_timeout=1\) is {new}"
+    ) as caught:
+        room.PCcheckCallback(tmp_path, keep_every=3, exit_timeout=1)
+    assert [each.filename for each in caught] == [__file__]
+    room.PCcheckCallback(tmp_path, keep=Keep(every=3), storage=StorageOptions(exit_timeout=1))
+
+
+def test_engine_keywords_of_before_of_checkpoint_io(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"^PCcheckIO\(writers=2\) is PCcheckIO\(storage=StorageOptions\("):
+        plugin = lightning.PCcheckIO(writers=2)
+    plugin.save_checkpoint({"x": torch.ones(3)}, tmp_path / "saved")
+    plugin.teardown()
+    assert [info.step for info in list_checkpoints(tmp_path / "saved")] == [0]
 
 
 def loader(size: int = 4) -> Any:
