@@ -96,7 +96,7 @@ class Tuning:
         return {"max_in_flight": self.settings["max_in_flight"]} | {name: getattr(storage, name) for name in _OPTIONS}
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the settings for :func:`pccheck_async.read_tuning`, and return the file's path.
+        """Write the settings for :func:`pccheck_async.stores.read_tuning`, and return the file's path.
 
         Args:
             path: A folder, such as the store's, for a file ``tuning.json`` in it; or a file that ends in ``.json``.
