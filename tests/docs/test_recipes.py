@@ -56,13 +56,12 @@ def finish(script: Path, *arguments: str) -> str:
     return printed
 
 
-def same_bits(one: Path, other: Path, *, step: int | None = None) -> bool:
-    """Whether the checkpoints of two stores are equal, but for generators that are not used."""
-    compared = stores.compare(one, other, step=step, other_step=step)
-    different = {difference.path for difference in compared.differences}
+def same_bits(one: Path, other: Path, but: set[str] = FREE) -> bool:
+    """Whether the newest checkpoints of two stores are equal, ``but`` for leaves that differ from run to run."""
+    compared = stores.compare(one, other)
     assert compared.one.step == compared.other.step
     assert compared.leaves >= 3
-    return {path for path in different if ".".join(path.split(".")[:2]) not in FREE} == set()
+    return {".".join(each.path.split(".")[:2]) for each in compared.differences} <= but
 
 
 def rows(log: Path) -> int:
@@ -79,20 +78,55 @@ def test_the_training_script_killed_at_random(seed: int, tmp_path: Path) -> None
     finish(scripts["once"])
     once, killed = tmp_path / "once", tmp_path / "killed"
     total = rows(once / "log.csv")
-    for life in range(5):
+    statuses = []
+    for _ in range(5):
         at = rows(killed / "log.csv") + choice.randint(1, total // 5)
         with start(scripts["killed"]) as process:
             while rows(killed / "log.csv") < at and process.poll() is None:
                 time.sleep(0.0005)
             process.send_signal(signal.SIGKILL)
-        assert process.returncode in ((-signal.SIGKILL,) if life < 4 else (-signal.SIGKILL, 0))
+        statuses.append(process.returncode)
         with (killed / "log.csv").open("a") as log:
             log.write(choice.choice(["", "99", "99999,0.5,", "5"]))  # a row that the kill has cut
+    assert statuses[:2] == [-signal.SIGKILL] * 2
     finish(scripts["killed"])
     assert (killed / "log.csv").read_bytes() == (once / "log.csv").read_bytes()
     assert same_bits(once / "run", killed / "run")
     best = [torch.load(folder / "best.pt") for folder in (once, killed)]
     assert not difference(*best)
+
+
+def _newest_folder(output: Path) -> int:
+    return max((int(folder.name.partition("-")[2]) for folder in output.glob("checkpoint-*")), default=0)
+
+
+@pytest.mark.slow
+def test_the_best_model_of_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    scripts = {}
+    for name in ("once", "killed"):
+        (tmp_path / name).mkdir()
+        scripts[name] = write_program(PAGE, "best.py", tmp_path / name)
+    said = finish(scripts["once"]).splitlines()
+    once, killed = tmp_path / "once", tmp_path / "killed"
+    best = re.findall(r"^best: step (\d+), .*", "\n".join(said), re.MULTILINE)
+    assert len(best) == 1
+    assert 20 < int(best[0]) < list_checkpoints(once / "run")[0].step
+    statuses = []
+    for step in (20, 35, 50, int(best[0])):  # while the Trainer writes this folder of its own, or soon after
+        with start(scripts["killed"]) as process:
+            while _newest_folder(killed / "output") < step and process.poll() is None:
+                time.sleep(0.0005)
+            process.kill()
+        statuses.append(process.returncode)
+    assert statuses[:3] == [-signal.SIGKILL] * 3
+    again = finish(scripts["killed"]).splitlines()
+    for line in [line for line in said if line.startswith("best: ")]:
+        assert line in again
+    assert [path.name for path in (killed / "output").iterdir()] == [f"checkpoint-{best[0]}"]
+    assert same_bits(once / "run", killed / "run", but={"trainer.state", "trainer.unlogged"})  # how long it took
+    weights = [(folder / "best" / "model.safetensors").read_bytes() for folder in (once, killed)]
+    assert weights[0] == weights[1]
 
 
 def state_of(step: int) -> dict[str, object]:
@@ -228,4 +262,3 @@ def test_an_evaluation_by_a_user_who_may_only_read(monkeypatch: pytest.MonkeyPat
         assert exported.exists()
         assert _bytes_of(run) == before
         run.chmod(0o755)
-        os.chdir("/")
