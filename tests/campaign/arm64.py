@@ -214,7 +214,7 @@ def main() -> int:
     ).stdout
     same = digest.split()[-1:] == here.split()
     print(f"the store that arm64 wrote, read on this machine: {'equal in every bit' if same else 'DIFFERS'}")
-    report("demonstration", "python3", "-m", "pccheck_async", "demo", lines=8)
+    report("demonstration", "python3", "-m", "pccheck_async", "demo", "--steps=12", "--interval=3", lines=8)
     for room in arguments.rooms:
         pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--timeout=1200"]
         report(room, *pytest, *ROOMS[room], lines=3)
