@@ -416,7 +416,7 @@ def _step_of(side: Side, step: int | None, name: str | None, prefix: str) -> int
         return step
     if step is not None or name is not None:
         raise typer.BadParameter(f"--{prefix}step and --{prefix}name exclude @{side.step}")
-    complain(f"write --{prefix}step {side.step}; @{side.step} goes with version 2")
+    complain(f"write --{prefix}step {side.step}; @{side.step} goes with version 1.1")
     return side.step
 
 
@@ -564,7 +564,7 @@ OldStep: TypeAlias = Annotated[int | None, typer.Argument(hidden=True)]
 
 def _note_old(*steps: int) -> None:
     options = " ".join(f"--step {step}" for step in steps)
-    complain(f"write {options}; steps without --step go with version 2")
+    complain(f"write {options}; steps without --step go with version 1.1")
 
 
 def _one(step: int | None, name: str | None, old: int | None) -> dict[str, Any]:

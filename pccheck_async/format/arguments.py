@@ -63,7 +63,7 @@ def formerly(
                 call, new = (function if named.pop("pinned") else pinned), ["pin() and unpin()"]
             if not new or len(arguments) > after + len(positional):
                 return function(*arguments, **named)
-            warnings.warn(f"write {new[0]}; the old spelling goes with version 2", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"write {new[0]}; the old spelling goes with version 1.1", DeprecationWarning, stacklevel=2)
             return call(*arguments[:after], **now, **named)
 
         return called

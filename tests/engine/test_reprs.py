@@ -19,6 +19,7 @@ from pccheck_async import (
     ResumableLoader,
     ResumableSampler,
     Shelf,
+    StorageOptions,
     SyncCheckpointEngine,
     TrainingStep,
     list_checkpoints,
@@ -102,7 +103,7 @@ def test_of_an_engine_that_cannot_be_made_or_opened(tmp_path: Path) -> None:
 
 def test_of_an_engine_that_takes_no_more_commits() -> None:
     failing = FailingWriter(CrashWriter(CrashDisk()), fail_at=None, kinds=("flush",), stays=True)
-    engine = SyncCheckpointEngine(FOLDER, io=failing).open()
+    engine = SyncCheckpointEngine(FOLDER, storage=StorageOptions(io=failing)).open()
     engine.checkpoint(STATE, step=1).result()
     failing.fail_at = failing.operations + 1
     with pytest.raises(StoreFailedError):

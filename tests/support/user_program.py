@@ -129,7 +129,11 @@ def train(path: Path) -> None:
 async def train_async(path: Path) -> None:
     sampler = p.ResumableSampler(20, batch_size=2)
     state = {"weights": torch.zeros(4), "sampler": sampler}
-    async with p.CheckpointEngine(path, keep_last=4, interval=timedelta(minutes=5)) as engine:
+    keep = p.Keep(every=100, best=("loss", 2, "min"), spaced=[(timedelta(hours=1), timedelta(days=1))])
+    storage = p.StorageOptions(writers=2, host_memory=1 << 24)
+    async with p.CheckpointEngine(
+        path, keep_last=4, interval=timedelta(minutes=5), keep=keep, storage=storage
+    ) as engine:
         assert_type(await engine.restore(state), p.Restored | None)
         pending = assert_type(await engine.checkpoint(state, step=1), p.PendingCheckpoint)
         assert_type(await pending, p.CheckpointInfo)
