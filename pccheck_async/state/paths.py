@@ -25,7 +25,7 @@ import numpy as np
 
 from pccheck_async.errors import plain, readable
 
-__all__ = ["child", "components", "escape", "first", "is_glob", "matcher", "plain", "readable"]
+__all__ = ["child", "components", "escape", "first", "glob", "is_glob", "matcher", "plain", "readable"]
 
 _MOST_BITS = 64  # of an int in decimal, which Python refuses for very long ones
 _SPECIAL = re.compile(r"[.\\]")
@@ -75,18 +75,19 @@ def is_glob(text: str) -> bool:
     return _GLOB.search(text) is not None
 
 
+def glob(pattern: str) -> Callable[[str], bool]:
+    """Return a predicate: whether a text is ``pattern`` or matches it (``*``, ``?``, ``[...]``); ``*`` matches dots."""
+    matches = re.compile(fnmatch.translate(pattern)).match
+    return lambda text: text == pattern or matches(text) is not None
+
+
 def matcher(pattern: str) -> Callable[[str], bool]:
-    r"""Return a predicate: whether a path is ``pattern`` or matches it as a glob (``*``, ``?``, ``[...]``).
+    r"""Return a predicate: whether a path is ``pattern`` or matches it as a :func:`glob`, with or without its escapes.
 
-    A path is compared as it is written and without its escapes: ``model.layers.0.weight`` also matches
-    ``model.layers\.0\.weight``. ``*`` also matches dots.
+    ``model.layers.0.weight`` also matches ``model.layers\.0\.weight``.
     """
-    glob = re.compile(fnmatch.translate(pattern)).match
-
-    def matches(path: str) -> bool:
-        return any(pattern == name or glob(name) is not None for name in {path, plain(path)})
-
-    return matches
+    matches = glob(pattern)
+    return lambda path: matches(path) or matches(plain(path))
 
 
 def _show(key: Hashable) -> str:

@@ -229,7 +229,7 @@ def test_names_are_those_of_pytorch(tmp_path: Path) -> None:
         "model.0.weight",
         "deep.model.x.0.weight",
     ]
-    with SyncCheckpointEngine(tmp_path, chunk_bytes=CHUNK) as engine, pytest.raises(StateMismatchError) as caught:
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(StateMismatchError) as caught:
         engine.restore({"model": torch.nn.Sequential(torch.nn.Linear(2, 3)), "deep": {"model.x": model.state_dict()}})
     assert caught.value.unexpected == ("model.1.0.weight", "model.1.0.bias")
 

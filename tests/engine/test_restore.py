@@ -314,6 +314,7 @@ LOOK_ALIKES = {
         ("a*", {key: value for key, value in LOOK_ALIKES.items() if key != "w"}),
         (r"w.0\.weight", {"w": {"0.weight": 6}}),
         ("w.0.weight", {"w": {"0.weight": 6}}),  # as modules name it: nothing is written like that, so it is clear
+        ("*.0.weight", {"w": {"0.weight": 6}}),
         (["w.0.*", "a.b.c"], {"w": {"0.weight": 6}, "a": {"b": {"c": 1}}}),
     ],
 )
@@ -326,7 +327,7 @@ def test_keys_name_what_is_written_like_them(tmp_path: Path, keys: Any, selected
 def test_keys_without_escapes_that_name_several(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(LOOK_ALIKES, step=1)
-    several = re.escape(r"'a.e.f' is the name of several leaves: a.e\.f, a\.e.f; write it with its escapes")
+    several = re.escape(r"'a.e.f' is ambiguous, the name of several leaves: a.e\.f, a\.e.f; write it with its escapes")
     with pytest.raises(StateMismatchError, match=several):
         load_sync(tmp_path, keys=["a.e.f", "w"])
 

@@ -271,9 +271,9 @@ def has_parts(node: Node) -> bool:
 def select(skeleton: Node, keys: Sequence[str]) -> Node:
     r"""Return ``skeleton`` cut down to the leaves and subtrees whose paths ``keys`` name, or match as globs.
 
-    A glob is compared with paths as they are written and without their escapes. A key that is no glob is first compared
-    with paths as they are written: ``a.b`` is not ``a\.b``. One that is no path that way is the name of one without its
-    escapes.
+    A glob is compared with paths as they are written, and with those of leaves as users see them. A key that is no glob
+    is first compared with paths as they are written: ``a.b`` is not ``a\.b``. A key that matches no path that way is
+    compared with paths without their escapes.
 
     A mapping keeps the entries with selected leaves below. A list or tuple of which only some items were
     selected becomes a dict from index to item, so that every item keeps its place.
@@ -283,10 +283,14 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
             escapes names several leaves.
     """
     patterns = [keys] if isinstance(keys, str) else list(keys)
-    selection = _Selection(patterns)
+    shown: dict[str, str] = {}
+    if any(map(paths.is_glob, patterns)):
+        escaped = [path for path, _ in leaves(skeleton)]
+        shown = {path: name for path, name in zip(escaped, paths.readable(escaped), strict=True) if name != path}
+    selection = _Selection(patterns, shown)
     selected = selection.cut(skeleton, "")
     if selection.unused:
-        selection = _Selection(patterns, unescaped=frozenset(selection.unused))
+        selection = _Selection(patterns, shown, unescaped=frozenset(selection.unused))
         selected = selection.cut(skeleton, "")
     if unused := sorted(selection.unused):
         there = first_few([name for name, _ in below(skeleton)]) or "none at all"
@@ -302,9 +306,14 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
 class _Selection:
     """The patterns of one :func:`select`, with those that matched no path so far in ``unused``."""
 
-    def __init__(self, patterns: Sequence[str], unescaped: Collection[str] = ()) -> None:
-        loose = {text for text in patterns if text in unescaped or paths.is_glob(text)}
-        self._matchers = {text: paths.matcher(text) if text in loose else text.__eq__ for text in patterns}
+    def __init__(self, patterns: Sequence[str], shown: Mapping[str, str], unescaped: Collection[str] = ()) -> None:
+        self._shown = shown  # the leaves' names that differ from their paths
+        self._exact = {text for text in patterns if not paths.is_glob(text) and text not in unescaped}
+        self._globs = {
+            text: paths.matcher(text) if text in unescaped else paths.glob(text)
+            for text in patterns
+            if text not in self._exact
+        }
         self.unused = set(patterns)
         self.named: dict[str, list[str]] = {}  # the paths that a pattern without escapes is the name of
 
@@ -337,7 +346,9 @@ class _Selection:
         return DictNode([node.names[i] if isinstance(node, ComposedNode) else i for i, _ in chosen], parts)
 
     def _matches(self, path: str) -> bool:
-        hits = [text for text, matches in self._matchers.items() if matches(path)]
+        written = {path, self._shown.get(path, path)}
+        hits = [path] if path in self._exact else []
+        hits += [text for text, matches in self._globs.items() if any(map(matches, written))]
         self.unused.difference_update(hits)
         for text in hits:
             if text != path and text == paths.plain(path):
