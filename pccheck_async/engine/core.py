@@ -89,6 +89,7 @@ class EngineCore:
         self.in_flight = InFlight(config, self.stream)
         self.loop: EngineLoop
         self._unrestored: list[CheckpointInfo] = []  # found at opening, until the first restore or save
+        self._restored_step: int | None = None  # from a restore until the next step
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
@@ -466,7 +467,17 @@ class EngineCore:
 
         A save without a step counts on, and is only warned of. All ranks of a group found, restored and removed
         the same checkpoints.
+
+        The first step after a restore is warned of if it is a smaller one: a loop that begins anew, with what the
+        restore filled, replaces the checkpoint of a later step.
         """
+        restored, self._restored_step = self._restored_step, None
+        if restored is not None and step is not None and step < restored:
+            text = (
+                "step %d was restored, and the next one is step %d, whose checkpoint may replace it: a loop goes on "
+                "with range(restored.step + 1, ...)"
+            )
+            write("step_went_back", text, restored, step, step=step, store=self.path)
         found = self._unrestored
         if not found:
             return
@@ -636,6 +647,7 @@ class EngineCore:
             refuse_filling(state)  # now, and not only once there is a checkpoint to restore
         if not dry_run:
             self._unrestored = []
+            self._restored_step = None if restored is None else restored.step
         return restored
 
     # -- statistics

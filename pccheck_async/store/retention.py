@@ -19,6 +19,9 @@ from pccheck_async.telemetry import write
 
 __all__ = ["Best", "Committed", "Keep", "KeepAll", "Kept", "Retention", "SpaceNeeded"]
 
+_MANY = 16
+"""Checkpoints without the metric of ``Keep(best=...)`` and other metadata, until the log says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -328,7 +331,7 @@ class Committed:
     """Counters of those whose checksums do not hold: the next record leaves them out."""
     rejected: set[int] = field(default_factory=set)
     """Counters of checkpoints that were rejected in flight: no record names them."""
-    _without_metric: bool = False
+    _without_metric: int = 0  # checkpoints so far; -1 once that was said
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -392,10 +395,15 @@ class Committed:
             text = "the checkpoint of step %d is dropped although Keep(every=...) keeps it: a record names %d"
             write("crowded_out", text, entry.step, MOST_ENTRIES)
         best = self.retention.best
-        if best is not None and not self._without_metric and best.number(new) is None:
-            self._without_metric = True
-            text = "Keep(best=...) ignores checkpoints without a number %r in their metadata; that of step %d is %s"
-            write("no_metric", text, best.metric, new.step, new.metadata or "empty")
+        if best is None or self._without_metric < 0 or best.number(new) is not None:
+            return
+        # A metric may be known at the ends of epochs only: other metadata shows that it has another name.
+        self._without_metric += 1
+        metadata = new.info.metadata
+        if metadata or self._without_metric == _MANY:
+            self._without_metric = -1
+            text = "Keep(best=...) ignores checkpoints without a number %r in their metadata; that of step %d has %s"
+            write("no_metric", text, best.metric, new.step, metadata or "none")
 
 
 def _check_best(best: object) -> None:

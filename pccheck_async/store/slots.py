@@ -304,7 +304,8 @@ class Slots:
                 raise StoreFullError(
                     error.errno,
                     f"{self.table.most} slots of {nbytes} bytes are needed (in flight and kept), there was space for "
-                    f"{self.table.count} ({len(missing) - done} missing); the last checkpoint is untouched",
+                    f"{self.table.count} ({len(missing) - done} missing): free {(len(missing) - done) * nbytes} bytes, "
+                    "or lower max_in_flight or the counts that are kept; the last checkpoint is untouched",
                     error.filename,
                 ) from error
         self._reserved = True

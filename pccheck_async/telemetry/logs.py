@@ -62,7 +62,9 @@ captured_eagerly    WARNING  the next 100 checkpoints capture values torn again 
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
-no_metric           WARNING  a checkpoint has no number of the name that ``Keep(best=...)`` goes by; once
+step_went_back      WARNING  the first step after a restore is smaller than the restored one
+no_metric           WARNING  a checkpoint has other metadata than the number that ``Keep(best=...)`` goes by, or so far
+                             16 have none; once
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error

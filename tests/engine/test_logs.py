@@ -100,6 +100,7 @@ def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
 
 def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Path, lines: JSONLines) -> None:
     with SyncCheckpointEngine(tmp_path, keep=Keep(best=("loss", 2, "min"))) as engine:
+        engine.checkpoint({"x": 1}, step=0).result()  # not validated yet
         engine.checkpoint({"x": 1}, step=1, metadata={"loss": 0.5}).result()
         engine.checkpoint({"x": 1}, step=2, metadata={"loss": float("nan")}).result()  # a number, and the worst
         assert lines.of("no_metric") == []
@@ -107,7 +108,33 @@ def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Pa
         engine.checkpoint({"x": 1}, step=4).result()
     (line,) = lines.of("no_metric")
     assert (line["level"], line["step"], line["store"]) == ("WARNING", 3, str(tmp_path))
-    assert "without a number 'loss' in their metadata; that of step 3 is {'Loss': 0.25}" in line["message"]
+    assert "without a number 'loss' in their metadata; that of step 3 has {'Loss': 0.25}" in line["message"]
+
+
+def test_a_metric_that_no_checkpoint_has_is_told_of_after_a_while(tmp_path: Path, lines: JSONLines) -> None:
+    with SyncCheckpointEngine(tmp_path, keep=Keep(best=("loss", 2, "min"))) as engine:
+        for step in range(20):
+            engine.checkpoint({"x": 1}, step=step, name=f"step {step}").result()
+    assert [(line["step"], line["message"].rpartition("; ")[2]) for line in lines.of("no_metric")] == [
+        (15, "that of step 15 has none")
+    ]
+
+
+@pytest.mark.parametrize("by", ["step", "checkpoint"])
+def test_a_loop_that_begins_anew_after_a_restore_is_warned_of_once(tmp_path: Path, lines: JSONLines, by: str) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"x": 1}, step=9).result()
+    for first, told in ((9, []), (10, []), (3, [(3, "step 9 was restored")])):
+        state = {"x": 1}
+        with SyncCheckpointEngine(tmp_path, keep_last=9, interval=100, save_last=False) as engine:
+            engine.restore(state, step=9)
+            for step in (first, first + 1, 1):
+                if by == "step":
+                    with engine.step(state, step):
+                        pass
+                else:
+                    engine.checkpoint(state, step=step).result()
+        assert [(one["step"], one["message"].partition(",")[0]) for one in lines.of("step_went_back")] == told
 
 
 def test_a_fall_back_is_shown_once(tmp_path: Path, lines: JSONLines) -> None:

@@ -194,7 +194,7 @@ def as_exported(value: Any) -> Any:
         case np.generic():
             if value.dtype.kind in "mMV" or value.dtype.char in "gG":
                 raise KeyError
-            plain: Any = {"U": str, "S": bytes}.get(value.dtype.kind, type(value).item)
+            plain: Any = {"U": str.__str__, "S": bytes}.get(value.dtype.kind, type(value).item)
             return as_exported(plain(value))
         case torch.Tensor():
             if (
