@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
 from functools import partial
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, Literal, Never, Unpack
 
@@ -58,6 +59,50 @@ class EngineBase:
         storage: StorageOptions = StorageOptions(),
         **old: Unpack[OldKeywords],
     ) -> None:
+        """Make an engine; opening it creates or locks the store.
+
+        Args:
+            path: Folder of the store; created if it does not exist.
+            max_in_flight: Most checkpoints that are copied and written at a time (PCcheck's N); a further one waits.
+            keep_last: How many of the newest committed checkpoints are kept. "all": nothing is dropped, until
+                :meth:`remove` drops it; a commit record names 64 checkpoints, so that :meth:`checkpoint` raises
+                StoreFullError, before it captures anything, if these exist or are in flight.
+            keep: Further rules (:class:`pccheck_async.Keep`): ``Keep(every=1000, best=("loss", 3, "min"))``.
+            save_last: Leaving the context without an error saves the last step that :meth:`step` finished, unless a
+                checkpoint that was taken since that step began (also by hand, of that step or a later one) holds it.
+                After a signal of :meth:`on_preemption` this also happens with an error. The state is captured as it is
+                at that moment, as one consistent snapshot; random numbers drawn since then are part of it. The step is
+                not saved, and the log says why, if the state may no longer be that step's: an optimizer in the state
+                made another step, parameters changed or moved as far as torch counts it (best weights loaded,
+                ``half()``), code reached them through ``.data`` or ``set_()`` (other weights for an evaluation; seen
+                only with an optimizer attached, or if they are in other memory then), :meth:`restore` was called, or
+                the step left a window of gradient accumulation open. A step that raised, :meth:`close` and the end of
+                the interpreter save nothing.
+            interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or by a
+                policy of :mod:`pccheck_async.training.policy`. None: as often as 3 % of training time allow.
+            max_stall: Most seconds that a step of an attached optimizer waits on the host for a capture; after that the
+                checkpoint is abandoned. The time that GPUs wait for copies queued on them does not count.
+            allow_pickle: Save values of types that need pickle (a loss scaler without ``state_dict``, a namespace, an
+                enum, a function) as ``torch.save`` pickles them, each as a whole, and :meth:`restore` them. Unpickling
+                runs code: give this only if you trust the writer of the store. A warning is logged at the first such
+                save and at each such restore. Without it such values raise UnsupportedStateError, when they are saved
+                and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
+            overwrite: Save any step without a :meth:`restore` first: a run begins anew over another, or its state is
+                newer than those of the store. By default such a step has to be larger than the newest that the store
+                holds.
+            on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
+            on_error: "raise" a failure that was not awaited at the next call, or "warn" of it.
+            group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
+                Every rank opens an engine on the same ``path``, which is then a group's folder, and calls all methods
+                alike. A checkpoint is complete on all ranks, or it is not there. Errors of one rank are
+                :class:`GroupError` on the others. None: one process. DTensors are saved as they lie on the ranks, boxes
+                of several ranks only once on each filesystem, and restored into any other layout and number of ranks.
+                :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
+            storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
+
+        Raises:
+            ValueError: a setting is out of range.
+        """
         if old:
             callee = type(self).__name__
             refuse_unknown(callee, old, EngineBase.__init__.__kwdefaults__ or {})
@@ -219,3 +264,12 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
+
+
+def _signature_of_new_keywords() -> Signature:
+    """Return the signature of the engines without the keywords of before, for ``help()`` and editors."""
+    whole = signature(EngineBase.__init__)
+    return whole.replace(parameters=[each for name, each in whole.parameters.items() if name != "old"])
+
+
+EngineBase.__init__.__signature__ = _signature_of_new_keywords()  # type: ignore[attr-defined]

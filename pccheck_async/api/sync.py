@@ -25,11 +25,6 @@ class SyncCheckpointEngine(EngineBase):
     :meth:`step` finished (``save_last``) and waits for all checkpoints. :meth:`checkpoint` returns when the state is
     captured; ``result()`` of what it returns blocks until that is durable. It may be used from several threads. Its own
     work runs in a thread of its own. Methods must not be called from a coroutine: they would block its loop.
-
-    The settings are those of :class:`pccheck_async.CheckpointEngine`, whose docstring lists them.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def open(self) -> Self:
