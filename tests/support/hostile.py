@@ -298,9 +298,8 @@ def examine_image(image: Image) -> str:
             pass
         try:
             disk = CrashDisk.from_image(image, block_bytes=PAGE_BYTES)
-            with SyncCheckpointEngine(
-                "x", storage=StorageOptions(io=CrashWriter(disk, turns=0), host_memory=1 << 20)
-            ) as engine:
+            storage = StorageOptions(io=CrashWriter(disk, turns=0), host_memory=1 << 20)
+            with SyncCheckpointEngine("x", overwrite=True, storage=storage) as engine:
                 engine.checkpoint({"x": torch.ones(1)}, step=5).result()
                 engine.pin(step=5)
             found += ", saved"

@@ -32,7 +32,7 @@ Engine = Callable[..., Any]
 def test_the_keywords_of_an_engine(kind: Engine) -> None:
     found = inspect.signature(kind).parameters.values()
     assert [each.name for each in found if each.kind is each.KEYWORD_ONLY] == ENGINE.split()
-    assert [each.name for each in found if each.kind is not each.KEYWORD_ONLY] == ["path", "old"]
+    assert [each.name for each in found if each.kind is not each.KEYWORD_ONLY] == ["path"]
 
 
 @pytest.mark.parametrize(("kind", "names"), FIELDS.items())
