@@ -96,6 +96,15 @@ def test_the_training_script_killed_at_random(seed: int, tmp_path: Path) -> None
     assert not difference(*best)
 
 
+@pytest.mark.slow
+def test_what_attach_is_worth_is_measured(tmp_path: Path) -> None:
+    said = finish(write_program(PAGE, "stall.py", tmp_path), "32")
+    number = r"-?\d+\.\d"
+    for how in ("not attached", "attached"):
+        line = rf"^{how}: training waits {number} ms for a checkpoint, and is {number} ms later in all"
+        assert re.search(line, said, re.MULTILINE), said
+
+
 def _newest_folder(output: Path) -> int:
     return max((int(folder.name.partition("-")[2]) for folder in output.glob("checkpoint-*")), default=0)
 
