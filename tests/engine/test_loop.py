@@ -38,8 +38,17 @@ WAITS: dict[CodeType, str] = {
 }
 STARTS = threading.Thread.start.__code__
 """Waits until the thread has begun: for the processor, and for nothing that a disk, a lock or a hook can hold up."""
-QUICK = {"getpid", "fspath", "fstat", "getcwd", "sched_getaffinity", "register_at_fork", "urandom"}
-"""System calls of the kernel's memory alone."""
+QUICK = {
+    "getpid",
+    "fspath",
+    "fstat",
+    "getcwd",
+    "sched_getaffinity",
+    "register_at_fork",
+    "urandom",
+    "_path_splitroot_ex",
+}
+"""System calls of the kernel's memory alone, and parsing of paths."""
 
 
 @contextmanager

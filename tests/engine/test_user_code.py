@@ -51,12 +51,11 @@ class Locks:
 @contextmanager
 def logging_to(locks: Locks) -> Iterator[None]:
     class Looking(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            locks.look()
+        def handle(self, record: logging.LogRecord) -> bool:
+            locks.look()  # without the lock of the handler, which is the user's
+            return True
 
     logger, handler = logging.getLogger("pccheck_async"), Looking()
-    handler.createLock = lambda: None  # type: ignore[method-assign] # the lock of the log is the user's
-    handler.lock = None
     logger.addHandler(handler)
     try:
         yield
