@@ -626,7 +626,14 @@ def test_a_signal_while_the_engine_closes(tmp_path: Path) -> None:
                 wait_preempted(engine)
                 stuck.medium.release()
 
-            when(lambda: probe(engine).core.state == "closing", interrupt)
+            when(
+                lambda: (
+                    probe(engine).core.state == "closing"
+                    and threading.main_thread().ident in waiting_in("result")
+                    and asleep()
+                ),
+                interrupt,
+            )
         tell("went on")
 
     trainer = Trainer(tmp_path, body)
