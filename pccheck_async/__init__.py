@@ -164,7 +164,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MOVED:
         return _import(name)
     module, _, new = _MOVED[name].partition(".")
-    text = f"pccheck_async.{name} is pccheck_async.{module}.{new} now; the old name goes with version 2"
+    text = f"pccheck_async.{name} is pccheck_async.{module}.{new} now; the old name goes with version 1.1"
     warnings.warn(text, DeprecationWarning, stacklevel=2)
     return getattr(import_module(f"{__name__}.{module}"), new)
 
