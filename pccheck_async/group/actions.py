@@ -112,7 +112,7 @@ class Resolve(Action, frozen=True):
     """A checkpoint has ended, for its waiting callers."""
 
     counter: int
-    outcome: Literal["durable", "superseded", "failed", "differs"]
+    outcome: Literal["durable", "superseded", "failed", "differs", "torn"]
     why: str = ""
     rank: int = -1
     """The one that failed."""

@@ -18,6 +18,7 @@ from pccheck_async.group.messages import (
     AnyDecision,
     AnyMessage,
     Broken,
+    Cause,
     Change,
     ChangeRequest,
     Commit,
@@ -269,7 +270,7 @@ class Coordinator:
         if self._is_mixed(ballot):
             # All have the same set from here on: else the next one may be mixed, too.
             known = tuple(sorted({ranks for some in ballot.differing for ranks in some}))
-            return [Compare(counter, known), self._abort(counter, _MIXED, -1, differs=True)]
+            return [Compare(counter, known), self._abort(counter, _MIXED, -1, "differs")]
         if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
             return [self._abort(counter, _UNEVEN.format(", ".join(readable(names))), -1)]
         if differing := self._differing(ballot):
@@ -301,7 +302,7 @@ class Coordinator:
             for path, digest in digests.items():
                 by_path.setdefault(path, set()).add(digest)
         names = sorted(path for path, values in by_path.items() if len(values) > 1)
-        return [self._abort(message.counter, _DIFFERS.format(first_few(names)), -1, differs=True)]
+        return [self._abort(message.counter, _DIFFERS.format(first_few(names)), -1, "differs")]
 
     def _is_complete(self, ballot: _Ballot) -> bool:
         return len(ballot.prepared) == self.world
@@ -332,11 +333,13 @@ class Coordinator:
     def _receive_failed(self, message: Failed) -> list[AnyDecision]:
         if message.latched:
             return self._break(message.why, message.rank)
-        return [] if message.counter in self.settled else [self._abort(message.counter, message.why, message.rank)]
+        if message.counter in self.settled:
+            return []
+        return [self._abort(message.counter, message.why, message.rank, "torn" if message.torn else "failed")]
 
-    def _abort(self, counter: int, why: str, rank: int, *, differs: bool = False) -> AnyDecision:
+    def _abort(self, counter: int, why: str, rank: int, cause: Cause = "failed") -> AnyDecision:
         self._settle(counter)
-        return Abort(counter, why, rank, differs)
+        return Abort(counter, why, rank, cause)
 
     def _settle(self, *counters: int) -> None:
         for counter in counters:

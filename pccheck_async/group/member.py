@@ -90,7 +90,7 @@ from pccheck_async.group.view import View
 
 __all__ = ["Member", "apply_decisions", "is_undecided"]
 
-_Outcome = Literal["durable", "superseded", "failed", "differs"]
+_Outcome = Literal["durable", "superseded", "failed", "differs", "torn"]
 
 
 class _Phase(Enum):
@@ -258,15 +258,18 @@ class Member:
             job.replicas, job.digests = replicas or {}, digests or {}
         return self._advance()
 
-    def failed(self, counter: int, why: str) -> list[Action]:
-        """Called when a checkpoint failed or was cancelled before it was written, and its slot was given back."""
+    def failed(self, counter: int, why: str, *, torn: bool = False) -> list[Action]:
+        """Called when a checkpoint failed or was cancelled before it was written, and its slot was given back.
+
+        ``torn``: its capture was torn.
+        """
         job = self._jobs.get(counter)
         if job is None:
             return []
         if job.phase is _Phase.ENDING:
             return self.released(counter)
         job.phase = _Phase.FAILED
-        return [Post(Failed(self.rank, counter, why, self._latched is not None)), *self._advance()]
+        return [Post(Failed(self.rank, counter, why, self._latched is not None, torn)), *self._advance()]
 
     def released(self, counter: int) -> list[Action]:
         """Called when the slot of a cancelled checkpoint was given back."""
@@ -475,8 +478,7 @@ class Member:
                 job = self._jobs.get(decision.counter)
                 return [Post(Digests(self.rank, decision.counter, job.digests if job is not None else {}))]
             case Abort():
-                outcome: _Outcome = "differs" if decision.differs else "failed"
-                return [*self._settle(decision.counter, outcome, decision.why, decision.rank), *self._advance()]
+                return [*self._settle(decision.counter, decision.cause, decision.why, decision.rank), *self._advance()]
             case Change():
                 return self._learn_change(decision)
 

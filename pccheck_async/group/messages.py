@@ -24,6 +24,7 @@ __all__ = [
     "AnyMessage",
     "Broken",
     "Candidate",
+    "Cause",
     "Change",
     "ChangeRequest",
     "Commit",
@@ -62,7 +63,7 @@ __all__ = [
     "encode",
 ]  # fmt: skip
 
-VERSION = 5
+VERSION = 6
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -177,6 +178,8 @@ class Failed(Message, frozen=True):
     why: str
     latched: bool
     """A flush or a record failed: the rank's store takes no more."""
+    torn: bool = False
+    """Its capture was torn."""
 
 
 class Commit(GroupDecision, frozen=True):
@@ -203,6 +206,9 @@ class Digests(Message, frozen=True):
     by_path: Mapping[str, int]
 
 
+Cause: TypeAlias = Literal["failed", "differs", "torn"]
+
+
 class Abort(GroupDecision, frozen=True):
     """A checkpoint is not committed."""
 
@@ -210,8 +216,8 @@ class Abort(GroupDecision, frozen=True):
     why: str
     rank: int
     """The one whose part failed; -1: none did."""
-    differs: bool = False
-    """Replicas of it differ; the next one holds each rank's own."""
+    cause: Cause = "failed"
+    """"differs": replicas of it differ, and the next one holds each rank's own; "torn": a rank's capture was torn."""
 
 
 Refusal: TypeAlias = Literal["missing", "refused", "lost"]

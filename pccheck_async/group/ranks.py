@@ -32,6 +32,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
     ReplicasDifferError,
     StoreError,
+    TornCaptureError,
 )
 from pccheck_async.format import Entry, Metadata, Which
 from pccheck_async.format.record import GROUP_VERSION, MOST_ENTRIES
@@ -76,6 +77,7 @@ __all__ = ["Ranks"]
 
 T = TypeVar("T")
 _REFUSED = {"missing": NoCheckpointError, "refused": StoreError, "lost": GroupError}
+_FAILURES = {"failed": GroupError, "differs": ReplicasDifferError, "torn": TornCaptureError}
 _GOODBYE_SECONDS: Final = 60.0
 """Seconds that rank 0 waits for the others to leave before it takes the log away."""
 
@@ -91,14 +93,14 @@ class _Checkpoint:
     """The group decided about it before a record of this rank could name it."""
 
     @property
-    def error(self) -> GroupError | None:
+    def error(self) -> CheckpointError | None:
         """Its error, if the group decided that it failed."""
         resolved = self.outcome.result() if self.outcome.done() else None
-        if resolved is None or resolved.outcome not in ("failed", "differs"):
+        if resolved is None or (kind := _FAILURES.get(resolved.outcome)) is None:
             return None
         who = f"rank {resolved.rank}: " if resolved.rank >= 0 else ""
-        kind = GroupError if resolved.outcome == "failed" else ReplicasDifferError
-        return kind(f"the checkpoint {resolved.counter} of the group failed: {who}{resolved.why}")
+        error: CheckpointError = kind(f"the checkpoint {resolved.counter} of the group failed: {who}{resolved.why}")
+        return error
 
 
 class Ranks(Peers):
@@ -329,7 +331,7 @@ class Ranks(Peers):
         if one.cancelled:
             self._do(self.member.released(counter))
         elif error is not None and not one.outcome.done():
-            self._do(self.member.failed(counter, str(error)))
+            self._do(self.member.failed(counter, str(error), torn=isinstance(error, TornCaptureError)))
 
     # -- committed checkpoints
 

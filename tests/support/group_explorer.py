@@ -979,7 +979,7 @@ class Step:
         """Whether it was aborted although all prepared it: what is alike on all ranks was not."""
         run: Run = self.explorer.coordinators[self.coordinator].run
         decisions = map(self.explorer.decisions.__getitem__, self.log)
-        aborted = {each.counter for each in decisions if isinstance(each, Abort) and each.differs}
+        aborted = {each.counter for each in decisions if isinstance(each, Abort) and each.cause == "differs"}
         return key.run == run and key.counter in aborted
 
     def _replace(self, at: int, new: int) -> None:
