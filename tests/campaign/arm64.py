@@ -4,10 +4,11 @@ As root on a Debian machine of another processor. In ``--work`` a root of Debian
 packages unpacked without their scripts; 1.5 GB, kept for the next run), with the wheels for arm64 of what the tests
 import. Each command runs there under qemu, in namespaces of its own: no mount and no registered format outlives it.
 
-It builds the extension, prints which instructions it uses, runs the tests of the rooms below, kills and resumes the
-demonstration, and restores here a store that was written there. Emulation is about seven times slower, and does not
-show: timing, whether lines are written back from the caches (``dc cvap``), weaker ordering of memory, other page sizes,
-MAP_SYNC. Direct I/O is not seen, either, without ``--direct-io``: qemu's ``statx`` reports its alignment as 0.
+It builds the extension, prints which instructions it uses, kills and resumes a training, whose store is compared with
+that of an uninterrupted one, there and here, and runs the tests of the rooms below. Emulation is about seven times
+slower, matrix products far more, and does not show: timing, whether lines are written back from the caches
+(``dc cvap``), weaker ordering of memory, other page sizes, MAP_SYNC. Direct I/O is not seen, either, without
+``--direct-io``: qemu's ``statx`` reports its alignment as 0.
 
 qemu has to be 8 or newer and linked statically (Debian trixie's ``qemu-user``): 7.2 announces ``dc cvap`` and does not
 have it. torch for arm64 is 2.10.0 by default: PyPI's wheels of later versions are built for CUDA.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -66,15 +68,21 @@ ROOMS = {
     "crash": ["tests/crash", "-m", "not campaign"],
     "transfer": ["tests/transfer", "-m", "not campaign"],
 }
-WRITES = """
-import hashlib, sys, torch
-from pccheck_async import SyncCheckpointEngine
+TRAINS = """
+import os, signal, sys, torch
+from pccheck_async import RNGState, SyncCheckpointEngine
 torch.manual_seed(0)
 model = torch.nn.Linear(300, 300)
 optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer, "rng": RNGState()}
 with SyncCheckpointEngine(sys.argv[1], interval=2) as engine:
-    for step in range(6):
-        with engine.step({"model": model, "optimizer": optimizer}, step):
+    engine.attach(optimizer)
+    restored = engine.restore(state)
+    print("from step", restored.step + 1 if restored else 0)
+    for step in range(restored.step + 1 if restored else 0, 30):
+        if step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with engine.step(state, step):
             optimizer.zero_grad()
             model(torch.randn(8, 300)).square().mean().backward()
             optimizer.step()
@@ -193,13 +201,14 @@ def main() -> int:
     machine.make()
     failed = []
 
-    def report(name: str, *command: str, lines: int = 1) -> str:
+    def report(name: str, *command: str, lines: int = 1, status: int = 0) -> str:
         start = time.monotonic()
         ended = machine.run(*command)
-        if ended.returncode:
+        wrong = ended.returncode != status
+        if wrong:
             failed.append(name)
-        shown = "\n  ".join(ended.stdout.strip().splitlines()[-(40 if ended.returncode else lines) :])
-        outcome = f"FAILED ({ended.returncode})" if ended.returncode else "passed"
+        shown = "\n  ".join(ended.stdout.strip().splitlines()[-(40 if wrong else lines) :])
+        outcome = f"FAILED ({ended.returncode})" if wrong else "passed"
         print(f"{name}: {outcome} in {time.monotonic() - start:.0f} s\n  {shown}", flush=True)
         return ended.stdout
 
@@ -207,14 +216,15 @@ def main() -> int:
     if arguments.direct_io:
         machine.clear_alignment()
     report("import", "python3", "-c", IMPORTS, lines=3)
-    report("write", "python3", "-c", WRITES, "/src/store")
-    digest = report("digest", "python3", "-c", DIGEST, "/src/store")
-    here = subprocess.run(
-        [sys.executable, "-c", DIGEST, machine.root / "src/store"], check=True, capture_output=True, text=True
-    ).stdout
-    same = digest.split()[-1:] == here.split()
-    print(f"the store that arm64 wrote, read on this machine: {'equal in every bit' if same else 'DIFFERS'}")
-    report("demonstration", "python3", "-m", "pccheck_async", "demo", "--steps=12", "--interval=3", lines=8)
+    report("uninterrupted", "python3", "-c", TRAINS, "/src/whole", "-1")
+    report("killed", "python3", "-c", TRAINS, "/src/store", "17", status=128 + signal.SIGKILL)
+    report("resumed", "python3", "-c", TRAINS, "/src/store", "-1")
+    digests = [report("digest", "python3", "-c", DIGEST, f"/src/{name}").split()[-1:] for name in ("whole", "store")]
+    for name in ("whole", "store"):
+        digest = [sys.executable, "-c", DIGEST, str(machine.root / "src" / name)]
+        digests.append(subprocess.run(digest, check=True, capture_output=True, text=True).stdout.split())
+    same = all(each == digests[0] for each in digests)
+    print(f"uninterrupted and resumed, read there and on this machine: {'equal in every bit' if same else 'DIFFER'}")
     for room in arguments.rooms:
         pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--timeout=1200"]
         report(room, *pytest, *ROOMS[room], lines=3)
