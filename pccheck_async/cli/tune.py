@@ -94,8 +94,10 @@ def tune(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from pccheck_async.engine import EngineConfig, EngineLoop, StorageOptions
+    from pccheck_async.tuning import check_target
     from pccheck_async.tuning import tune as measure
 
+    check_target(out or path)  # before the minutes of measuring
     config = EngineConfig(keep_last=keep_last, storage=StorageOptions(host_memory=host_memory or "auto"))
     if nbytes is None and (place := read_place(path)).complete:
         nbytes = place.infos[0].nbytes

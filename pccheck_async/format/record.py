@@ -409,6 +409,11 @@ def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
     return any(magic == MAGIC and generation > 0 for magic, _, _, _, generation, _ in headers)
 
 
+def is_foreign(commit: bytes | bytearray | memoryview) -> bool:
+    """Return whether a commit file without its ``store.json`` holds bytes that no store wrote."""
+    return any(commit) and not any(bytes(region[: len(MAGIC)]) == MAGIC for region in _regions(commit))
+
+
 def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray | memoryview]:
     """Yield the four regions of a commit file, those that are cut off before their header's end left out."""
     for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size + 1, REGION_NBYTES):

@@ -37,6 +37,7 @@ from pccheck_async.format.record import (
     encode_identity,
     encode_record,
     entries_before,
+    is_foreign,
     names_checkpoints,
     newest_record,
     rebuild_identity,
@@ -311,10 +312,11 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
 
 async def _create(medium: Medium, file: File, block_bytes: int, version: int) -> Identity:
     """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
-    if file.nbytes > COMMIT_NBYTES:
-        raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
     view = aligned_buffer(COMMIT_NBYTES)
-    if names_checkpoints(bytes(view[: await medium.read(file, 0, view)])):
+    found = bytes(view[: await medium.read(file, 0, view)])
+    if file.nbytes > COMMIT_NBYTES or is_foreign(found):
+        raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
+    if names_checkpoints(found):
         raise CorruptStoreError(
             f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: {_ADVICE}"
         )

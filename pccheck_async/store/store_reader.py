@@ -21,9 +21,10 @@ from pccheck_async.errors import (
     is_exhausted,
 )
 from pccheck_async.format import Entry, Identity, Record
-from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
+from pccheck_async.format.record import COMMIT_NAME, COMMIT_NBYTES, IDENTITY_NAME, is_foreign, slot_name, slot_number
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
+from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.transfer.operations.python import OperationsAtOnce
@@ -54,12 +55,20 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
         found = list(islice(entries, 1000))
     names = {each.name for each in found}
     slots = any(slot_number(name) is not None for name in names)
-    if slots or COMMIT_NAME in names:
+    if slots or (COMMIT_NAME in names and not _has_foreign_commit(path)):
         text += f", but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
         # Without slots it may be a store that is being made, or a crash ended that: slots come last.
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
     stores = sorted(each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME)))
     return NoCheckpointError(f"{text}; there are stores in it: {first_few(stores, 5)}" if stores else text)
+
+
+def _has_foreign_commit(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open(os.path.join(path, COMMIT_NAME), "rb", opener=open_regular) as file:
+            return is_foreign(file.read(COMMIT_NBYTES))
+    except (OSError, CorruptStoreError):
+        return False
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypedDict
@@ -19,7 +20,7 @@ from pccheck_async.medium.status_file import copied
 from pccheck_async.transfer import available_cores
 from pccheck_async.tuning.choice import Point
 
-__all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "read_tuning"]
+__all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "check_target", "read_tuning"]
 
 TUNING_NAME = "tuning.json"
 """Name of the file where only its folder is given."""
@@ -105,8 +106,10 @@ class Tuning:
         Durability: the file is there as a whole or not at all, and survives power loss once this returns.
 
         Raises:
+            InvalidTuningError: there is another file of that name, which is not replaced.
             WriteError: it could not be written; a file that was there is untouched.
         """
+        check_target(path)
         settings = _Settings(**self.numbers)
         file = copied(_Stored, self, version=1, settings=settings, reasons=dict(self.reasons))
         target = _file(path)
@@ -186,6 +189,19 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 def _file(path: str | os.PathLike[str]) -> Path:
     given = Path(path)
     return given if given.suffix == ".json" and not given.is_dir() else given / TUNING_NAME
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise InvalidTuningError if ``path``, as for :meth:`Tuning.write`, leads to a file that no tuning wrote."""
+    target = _file(path)
+    with suppress(OSError, CorruptStoreError), open(target, "rb", opener=open_regular) as file:
+        data = file.read()
+        try:
+            found = msgspec.json.decode(data) if data else {"settings": {}}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or "settings" not in found:
+            raise InvalidTuningError(f"{target} is a file that no tuning wrote: give another one, or move it away")
 
 
 def _replace(target: Path, data: bytes) -> None:

@@ -36,6 +36,7 @@ from pccheck_async.format.record import (
     encode_domain,
     encode_identity,
     encode_record,
+    is_foreign,
     largest_block,
     newest_record,
     rebuild_identity,
@@ -141,11 +142,12 @@ def recover_store(
             raise StoreLockedError(f"another process has {name} open for writing: close it first")
         names = await medium.names()  # only now: the previous holder of the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
-        if not numbers and COMMIT_NAME not in names:
+        commit = await read_commit(medium)
+        foreign = commit is not None and not commit[1] and IDENTITY_NAME not in names and is_foreign(commit[0])
+        if not numbers and (commit is None or foreign):
             return await _recover_group(opened, Path(path), names, write, search or slots is not None)
         facts = await medium.prepare(create=False)
         identity_state, identity = await _identity(medium)
-        commit = await read_commit(medium)
         record, store_id = (None, None) if commit is None else _record(*commit, identity)
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
         found: list[FoundCheckpoint] = []

@@ -409,11 +409,14 @@ def test_a_folder_that_takes_no_files() -> None:
         pass
 
 
-def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "commit").write_bytes(b"mine" * 200_000)
+@pytest.mark.parametrize("mine", [b"abc", b"mine" * 750, bytes(5000) + b"mine", b"mine" * 200_000])
+def test_a_foreign_commit_file_is_left_alone(tmp_path: Path, mine: bytes) -> None:
+    (tmp_path / "commit").write_bytes(mine)
     with pytest.raises(CorruptStoreError, match="not a store's"), SyncCheckpointEngine(tmp_path):
         pass
-    assert (tmp_path / "commit").read_bytes() == b"mine" * 200_000
+    with pytest.raises(NoCheckpointError):
+        stores.recover(tmp_path, write=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"commit": mine}
 
 
 # -- a second writer

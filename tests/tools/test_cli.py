@@ -281,6 +281,15 @@ def test_demo_where_no_folder_can_be(tmp_path: Path) -> None:
     assert result.stderr.startswith("pccheck: FileExistsError: ")
 
 
+@pytest.mark.parametrize("mine", ["[]", '{"batch_size": 32}', "notes"])
+def test_tune_replaces_no_file_of_another_kind(tmp_path: Path, mine: str) -> None:
+    (tmp_path / "tuning.json").write_text(mine)
+    result = runner.invoke(app, ["tune", str(tmp_path), "--size=4kB", "--seconds=0.1"])
+    assert result.exit_code == 1
+    assert "tuning.json is a file that no tuning wrote" in result.stderr
+    assert [file.read_text() for file in tmp_path.iterdir()] == [mine]
+
+
 @pytest.mark.slow
 def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
     store = tmp_path / "store"
