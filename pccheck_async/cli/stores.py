@@ -651,15 +651,17 @@ def recover(
     """Find whole checkpoints where the commit records are lost.
 
     Searches a store whose commit records or store.json are lost for checkpoints of which every byte holds. Writes
-    nothing without --write. Never changes a slot, and keeps the files that it replaces under other names.
+    nothing without --write. Never changes a slot, and keeps the files that it replaces under other names. Where no
+    commit record is valid, pins and rejections are lost: a run that was rejected may be restored
+    again; look with `pccheck ls`, and reject it again.
 
     Exit status: 0 the store is in order, or written, 1 it failed, 2 wrong usage, 3 nothing whole was found, 4 there is
-    something to write.
+    something to write, or something is lost or damaged.
     """
     with progress_bar("searching") as progress:
         recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
-        **pick(recovery, "needed", "missing", "identity", "record", "written", "kept"),
+        **pick(recovery, "needed", "missing", "lost", "identity", "record", "written", "kept"),
         "slots": [
             pick(one, "chunks", "whole", "note", slot="file")
             | {
@@ -685,6 +687,11 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
         yield rows
     yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
     steps = _steps(recovery.named)
+    if recovery.lost:
+        yield (
+            "Pins and rejections are lost with the records: a run that was rejected may be restored "
+            f"again. Look with `pccheck ls {path}` after --write, and reject it again."
+        )
     if recovery.missing:
         yield (
             f"LOST: {', '.join(recovery.missing)}, which the newest record names. A trainer falls back to the newest "

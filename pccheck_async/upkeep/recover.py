@@ -88,6 +88,11 @@ class Recovery:
         """Whether a trainer could not open the store as it was found."""
         return self.identity != "valid" or self.record != "valid"
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The facts about the named checkpoints that only lost records had; none if a record is valid."""
+        return ("pins", "rejections") if self.named and self.record != "valid" else ()
+
 
 def recover_store(
     path: str | os.PathLike[str],
@@ -107,7 +112,8 @@ def recover_store(
     (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
     died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest
     flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). Pins
-    and rejections are known only if a record is valid.
+    and rejections are known only if a record is valid: without one, a run that was rejected may be restored again
+    (:attr:`Recovery.lost`).
 
     Of a folder that is no store, and has those of a group's ranks, it reads the records of all ranks, and makes a
     ``group.json`` that is lost or damaged anew; a rank's store is recovered by its own folder.
@@ -243,9 +249,7 @@ def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[E
     marked = []
     for entry in entries:
         named = before.get((entry.counter, entry.slot))
-        marked.append(structs.replace(entry, pinned=named is not None and named.pinned))
-        if named is not None and named.rejected:
-            marked[-1] = marked[-1].as_rejected()
+        marked.append(entry if named is None else structs.replace(entry, pinned=named.pinned, metadata=named.metadata))
     return marked
 
 

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
-from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
+from pccheck_async.errors import CorruptStoreError, ReadError
+from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.manifest import LATEST_VERSION, SHARDED_VERSION, VERSION, Manifest, decode, encode
-from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, slot_name
+from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, MOST_METADATA_NBYTES, NAME_KEY, slot_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
@@ -157,9 +159,8 @@ class _Search:
         manifest = candidate.manifest
         read = counting(self.progress, manifest.payload_nbytes)
         damage = await check_payload(self.opened, self.file, manifest, candidate.listing, read)
-        try:
-            metadata = check_metadata(manifest.metadata)
-        except UnsupportedStateError:
+        metadata = manifest.metadata
+        if len(msgspec.msgpack.encode(metadata)) > MOST_METADATA_NBYTES:
             metadata = {}  # larger than a record takes: no engine wrote it
         entry = Entry(
             counter=manifest.counter,
@@ -171,7 +172,7 @@ class _Search:
             manifest_nbytes=candidate.nbytes,
             manifest_checksum=candidate.checksum,
             pinned=False,
-            metadata=dict(metadata),
+            metadata=metadata,
         )
         note = "" if manifest.counter >= 0 else "no engine counts like this"
         if damage:
@@ -185,11 +186,12 @@ def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[
     """Return the entries of a new record, newest first, and notes on slots.
 
     Counters order them, as in every record. Of two with one counter the later one counts: the other was written before
-    a crash, never committed, and its counter given again.
+    a crash, never committed, and its counter given again. A name is that of the newest that has it.
     """
     whole = [one.entry for one in found if one.entry is not None]
     whole.sort(key=lambda entry: (entry.counter, entry.time), reverse=True)
     kept: list[Entry] = []
+    names = set[str | None]()
     notes: dict[int, str] = {}
     for entry in whole:
         if kept and kept[-1].counter == entry.counter:
@@ -199,7 +201,12 @@ def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[
         else:
             if kept and entry.time > kept[-1].time:
                 notes[kept[-1].slot] = f"captured before counter {entry.counter}: copied here, or never committed"
-            kept.append(entry)
+            if entry.name in names:
+                unnamed = {key: value for key, value in entry.metadata.items() if key != NAME_KEY}
+                kept.append(replace(entry, metadata=unnamed))
+            else:
+                kept.append(entry)
+            names.add(entry.name)
     return kept, notes
 
 

@@ -83,6 +83,19 @@ def check(path: Path, *steps: int) -> None:
     assert stores.verify(path, every=True).whole
 
 
+def test_names_are_in_the_manifests_too(tmp_path: Path) -> None:
+    """A name that was given again is that of the newer one."""
+    with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
+        for step in (1, 2):
+            name = "best" if step == 1 else "last"
+            engine.checkpoint(state_of(step), step=step, name=name, metadata={"loss": step / 2}).result(60)
+        engine.checkpoint(state_of(3), step=3, name="best", replace=True).result(60)
+    (tmp_path / "commit").unlink()
+    stores.recover(tmp_path, write=True)
+    found = [(info.step, info.name, info.metadata) for info in list_checkpoints(tmp_path)]
+    assert found == [(3, "best", {}), (2, "last", {"loss": 1.0}), (1, None, {"loss": 0.5})]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["random", "zeros", "gone", "empty"])
 @pytest.mark.parametrize("identity", ["kept", "gone", "damaged"])

@@ -330,6 +330,23 @@ def test_changes_as_json(store: Path) -> None:
 
 
 @pytest.mark.slow
+def test_recover_says_what_is_lost_with_the_records(store: Path) -> None:
+    stores.reject(store, step=3)
+    assert parsed("recover", store)["lost"] == []
+    (store / "commit").unlink()
+    text = "rejections are lost with the records: a run that was rejected may be restored again"
+    assert parsed("recover", store, status=4)["lost"] == ["pins", "rejections"]
+    for options in ([], ["--write"]):
+        assert text in pccheck("recover", store, *options).stdout
+    assert not list_checkpoints(store)[0].rejected
+
+
+def test_recover_by_search_keeps_what_the_records_say(store: Path) -> None:
+    before = list_checkpoints(store)
+    assert pccheck("recover", store, "--search", "--write").exit_code == 0
+    assert [info.metadata["note"] for info in list_checkpoints(store)] == [info.metadata["note"] for info in before]
+
+
 def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
     SyncCheckpointEngine(tmp_path / "store").open().close()
     (tmp_path / "store" / "store.json").unlink()
