@@ -207,7 +207,13 @@ class ReplicasDifferError(GroupError):
 
 
 class IncompleteCheckpointError(NoCheckpointError, GroupError):
-    """Parts of a checkpoint that may be complete are out of reach: names the ranks and hosts that lack them."""
+    """Parts of a checkpoint that may be complete are out of reach: names the ranks and hosts that lack them.
+
+    Attributes:
+        unasked: The other parts were left out of the request: nothing is known to be lost.
+    """
+
+    unasked = False
 
 
 class ClosedError(CheckpointError, RuntimeError):

@@ -100,7 +100,7 @@ def status_of(error: Exception) -> int:
     """Return the exit status for an error."""
     from pccheck_async.format.record import NewerFormatError
 
-    if isinstance(error, NewerFormatError):  # it is whole
+    if isinstance(error, NewerFormatError) or getattr(error, "unasked", False):  # it is whole
         return FAILED
     unreadable = isinstance(error, ReadError) and not (is_exhausted(error) or is_forbidden(error))
     if unreadable or isinstance(error, CorruptStoreError | IncompleteCheckpointError):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import re
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -42,14 +41,13 @@ from pccheck_async.cli.output import (
     progress_bar,
     reporting,
     size,
+    status_of,
     table,
 )
 from pccheck_async.cli.ranks import describe_incomplete, heat_map, place_as_json, placement, rank_of_store, read_place
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError, first_few, plain
-from pccheck_async.format.record import slot_name
+from pccheck_async.errors import NoCheckpointError, first_few, plain
 
 if TYPE_CHECKING:
-    from pccheck_async.group import Place
     from pccheck_async.upkeep import ShardedLeaf, StoredLeaf
 
 _MOST_LEAVES = 8
@@ -71,17 +69,19 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
     """
+    from pccheck_async.upkeep import lost_slots  # and torch
+
     place = read_place(path)
     infos, document, notes, gone = place.infos, place_as_json(place), [*describe_incomplete(place)], dict[int, str]()
     if not infos:
         why = place.nothing(None)
         complain(f"no committed checkpoint: {why}")
-        return Report(document, notes, DIFFERENT if isinstance(why, CorruptStoreError) else NOTHING)
+        return Report(document, notes, status_of(why))
     if note := rank_of_store(place):
         notes.append(note)
     else:
-        gone = _missing_slots(place) and _missing_slots(read_place(path))  # a writer may have removed one meanwhile
-        lost = [f"LOST: step {info.step}: {gone[info.counter]} is gone." for info in infos if info.counter in gone]
+        gone = lost_slots(place) and lost_slots(read_place(path))  # a writer may have removed one meanwhile
+        lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in infos if info.counter in gone]
         notes += [*lost, _restart(infos, gone)]
     names = ("name",) if any(info.name is not None for info in infos) else ()
     rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
@@ -94,17 +94,6 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         name = [printable(info.name or "")] if names else []
         rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
     return Report(document, [rows, *notes], DIFFERENT if gone else 0)
-
-
-def _missing_slots(place: Place) -> dict[int, str]:
-    """Return the slots that the records name and whose files are gone, by the counters of their checkpoints."""
-    slots = {
-        one.key.counter: [os.path.join(place.folder(rank), slot_name(part.entry.slot)) for rank, part in parts.items()]
-        for one in place.complete
-        if (parts := place.parts(one.key))
-    }
-    gone = {counter: [slot for slot in each if not (place.path / slot).exists()] for counter, each in slots.items()}
-    return {counter: ", ".join(each) for counter, each in gone.items() if each}
 
 
 def _restart(
@@ -661,7 +650,7 @@ def recover(
     with progress_bar("searching") as progress:
         recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
-        **pick(recovery, "needed", "missing", "lost", "identity", "record", "written", "kept"),
+        **pick(recovery, "needed", "missing", "lost", "problems", "identity", "record", "written", "kept"),
         "slots": [
             pick(one, "chunks", "whole", "note", slot="file")
             | {
@@ -673,7 +662,7 @@ def recover(
         "names": [as_json(info) for info in recovery.named],
     }
     status = 0 if recovery.written or not recovery.needed else NOTHING
-    if recovery.missing or (status and (recovery.named or recovery.record == "valid")):
+    if recovery.missing or recovery.problems or (status and (recovery.named or recovery.record == "valid")):
         status = DIFFERENT
     return Report(document, _recovered(recovery, path), status)
 
@@ -694,20 +683,22 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
         )
     if recovery.missing:
         yield (
-            f"LOST: {', '.join(recovery.missing)}, which the newest record names. A trainer falls back to the newest "
-            f"checkpoint that is whole: `pccheck verify {path} --all` lists them."
+            f"LOST: {', '.join(recovery.missing)}, which the newest record names: gone, cut short, or no regular file. "
+            f"A trainer falls back to the newest checkpoint that is whole: `pccheck verify {path} --all` lists them."
         )
+    yield from recovery.problems
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
         yield f"Written: {', '.join(recovery.written)}{kept}."
         names = f"The store names step {steps}, newest first" if recovery.named else "The store names no checkpoint"
         yield f"{names}. `pccheck verify {path}` checks them."
-    elif not recovery.needed and not recovery.missing:
-        yield "Nothing is missing: a trainer can open this store."
-    elif not recovery.needed:
-        yield "Nothing was written: a trainer can open this store."
-    elif recovery.named:
+    elif recovery.named and (recovery.needed or recovery.found):
         yield f"Nothing was written. With --write the store names step {steps}, newest first."
+    elif not recovery.needed and (recovery.missing or recovery.problems):
+        yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
+    elif not recovery.needed:
+        bytes_too = f"no checkpoint was read: `pccheck verify {path} --all` checks the bytes"
+        yield f"Nothing is missing from the records, and a trainer can open this store; {bytes_too}."
     elif recovery.record == "valid":
         yield "Nothing was written. With --write the store is there again; it names no checkpoint."
     else:

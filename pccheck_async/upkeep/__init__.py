@@ -15,7 +15,7 @@ from pccheck_async.upkeep.change import (
 from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
 from pccheck_async.upkeep.copying import copy_checkpoint
 from pccheck_async.upkeep.listing import ShardBox, ShardedLeaf, StoredLeaf, list_leaves
-from pccheck_async.upkeep.reading import Description, describe_checkpoint
+from pccheck_async.upkeep.reading import Description, describe_checkpoint, lost_slots
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints
 
@@ -24,6 +24,7 @@ __all__ += ["ShardBox", "ShardedLeaf", "StoredLeaf", "Verification", "compare_ch
 __all__ += [
     "describe_checkpoint",
     "list_leaves",
+    "lost_slots",
     "pin_checkpoint",
     "recover_store",
     "reject_checkpoints",

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 from pccheck_async.engine import call_once
 from pccheck_async.errors import readable
-from pccheck_async.format import CheckpointInfo, which_one
+from pccheck_async.format import CheckpointInfo, Entry, which_one
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import slot_name
-from pccheck_async.group import open_place
+from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state.restore.parts import stored_boxes
 from pccheck_async.store import CheckpointReader
@@ -25,10 +27,36 @@ __all__ = [
     "Progress",
     "counting",
     "describe_checkpoint",
+    "lost_slots",
 ]
 
 LOCK_SECONDS = 1.0
 """The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
+
+
+def lost_slots(place: Place) -> dict[int, str]:
+    """Return what ails the slots of complete checkpoints, by their counters. No byte of them is read.
+
+    Those whose files are gone, too short for what the records name, or no regular files.
+    """
+    faults = dict[int, list[str]]()
+    for one in place.complete:
+        for rank, part in place.parts(one.key).items():
+            name = os.path.join(place.folder(rank), slot_name(part.entry.slot))
+            if fault := _slot_fault(place.path / name, part.entry):
+                faults.setdefault(one.key.counter, []).append(f"{name} {fault}")
+    return {counter: ", ".join(each) for counter, each in faults.items()}
+
+
+def _slot_fault(path: Path, entry: Entry) -> str:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return "is gone"
+    if not stat.S_ISREG(found.st_mode):
+        return "is a directory" if stat.S_ISDIR(found.st_mode) else "is no regular file"
+    end = entry.manifest_offset + entry.manifest_nbytes
+    return f"has {found.st_size} of at least {end} bytes" if found.st_size < end else ""
 
 
 @dataclass(frozen=True, slots=True)

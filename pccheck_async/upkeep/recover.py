@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -49,8 +49,9 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_slots
 from pccheck_async.upkeep.salvage import FoundCheckpoint, record_entries, search_slot
+from pccheck_async.upkeep.verify import examine_records
 
 __all__ = ["Recovery", "recover_store"]
 
@@ -71,7 +72,9 @@ class Recovery:
         written: Names of the files that were written.
         kept: New names of the files that they replace.
         identity_name: The file that ``identity`` is the state of.
-        missing: Slots that a valid record names and that do not exist: their checkpoints are lost.
+        missing: Slots that a valid record names and that are gone, cut short, or no regular files: their checkpoints
+            are lost.
+        problems: What else is lost or damaged, in sentences.
     """
 
     identity: FileState
@@ -82,6 +85,7 @@ class Recovery:
     kept: tuple[str, ...] = ()
     identity_name: str = IDENTITY_NAME
     missing: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def needed(self) -> bool:
@@ -172,9 +176,14 @@ def recover_store(
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:
             entries = list(record.entries)
-        missing = [slot_name(entry.slot) for entry in (record.entries if record else ()) if entry.slot not in numbers]
+        before = record.entries if record else ()
         recovery = Recovery(
-            identity_state, record_state, tuple(found), tuple(entry.info for entry in entries), missing=tuple(missing)
+            identity_state,
+            record_state,
+            tuple(found),
+            tuple(entry.info for entry in entries),
+            missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
+            problems=tuple(_lost_record(*commit, store_id) if commit and record and store_id else ()),
         )
         if not write:
             return recovery
@@ -220,7 +229,13 @@ async def _recover_group(
         if is_exhausted(error) or is_forbidden(error):
             raise
         state = "damaged"
-    recovery = Recovery(state, "valid", (), tuple(read_place(folder).infos), identity_name=GROUP_NAME)
+    place = read_place(folder)
+    lost = lost_slots(place)
+    problems = (
+        *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
+        *(f"LOST: step {info.step}: {lost[info.counter]}." for info in place.infos if info.counter in lost),
+    )
+    recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME, problems=problems)
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)
@@ -228,6 +243,28 @@ async def _recover_group(
     files = {GROUP_NAME: encode_domain(secrets.token_hex(16))}
     kept = await _replace_files(opened.medium, names, files)
     return replace(recovery, written=(GROUP_NAME,), kept=kept)
+
+
+async def _has_slot(medium: Medium, entry: Entry) -> bool:
+    """Whether the file of a checkpoint's slot is there, to its end."""
+    try:
+        file = await medium.open(slot_name(entry.slot), writable=False)
+    except (CorruptStoreError, OSError) as error:
+        if is_exhausted(error) or is_forbidden(error):
+            raise
+        return False
+    await medium.close(file)
+    return entry.manifest_offset + entry.manifest_nbytes <= file.nbytes
+
+
+def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:
+    """Yield a sentence if the record beside the newest one has no valid copy: it may have been the newest."""
+    states = [copy.state for copy in examine_records(commit, bytes.fromhex(store_id))]
+    if ["damaged"] * 2 in (states[:2], states[2:]):
+        yield (
+            f"Both copies of a record in {COMMIT_NAME!r} are damaged, or were cut short by a power failure. It may "
+            "have been the newest: then what is named here is older, and --search finds newer checkpoints, or dropped ones."
+        )
 
 
 def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -> None:

@@ -227,8 +227,7 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
     chosen, file = held
     info, name, offset, nbytes = chosen.info, slot_name(chosen.slot), chosen.manifest_offset, chosen.manifest_nbytes
     if not isinstance(file, File):
-        why = str(file) if isinstance(file, ReadError) else "there is no such file"
-        return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
+        return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, str(file)),))
     read(nbytes)
     medium = reader.opened.medium
     try:

@@ -474,6 +474,8 @@ def test_boxes_of_one_rank_are_no_tensor(grids: dict[str, Path], tmp_path: Path)
     stores.export(part, tmp_path / "t.pt", to="torch", root="t")
     with pytest.raises(IncompleteCheckpointError, match=says):
         stores.copy(part, tmp_path / "copy")
+    asked = [str(grids["rows"]), str(tmp_path / "copy"), "--rank=0"]
+    assert CliRunner().invoke(app, ["copy", *asked]).exit_code == 1  # nothing is lost
     with pytest.raises(IncompleteCheckpointError, match="w, tied; copy the parts of all ranks: leave the rank out"):
         stores.copy(grids["rows"], tmp_path / "copy", rank=1)
     assert not (tmp_path / "copy").exists()

@@ -638,7 +638,10 @@ def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) ->
     lacking = {"step": 4, "counter": 3, "missing_ranks": [1], "missing_count": 1, "was_complete": True}
     assert found["incomplete"] == [lacking]
     shutil.rmtree(folder / "rank-00000")
-    said = pccheck("ls", folder, status=3)
+    said = pccheck("recover", folder, status=4)
+    assert "Step 3 lacks the parts of rank 0." in said
+    assert "Nothing is missing" not in said
+    said = pccheck("ls", folder, status=4)
     assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said
     assert "Incomplete: step 2 (counter 1) lacks the parts of rank 0" in said
 

@@ -56,9 +56,9 @@ def test_in_place_of_a_file_of_a_store(tmp_path: Path, kind: str, name: str) -> 
         if name.startswith("slot-"):
             with pytest.warns(RuntimeWarning, match="falling back to step 1"):
                 assert load_sync(store)["step"] == 1
-            assert [checked.damage[0].reason for checked in stores.verify(store).checkpoints] == [
-                "there is no such file"
-            ]
+            (checked,) = stores.verify(store).checkpoints
+            assert checked.damage[0].reason == str(ended_open(path))
+            assert stores.recover(store).missing == (name,)
             searched = stores.recover(store, search=True)
             assert [one.note for one in searched.found if one.file == name] == [str(ended_open(path))]
     victim.rename(path)

@@ -68,6 +68,40 @@ def save(path: Path, *steps: int) -> None:
             engine.checkpoint(state_of(step), step=step, metadata=metadata).result(60)
 
 
+@pytest.mark.parametrize("fault", ["cut short", "directory"])
+def test_a_slot_that_cannot_hold_its_checkpoint_is_listed_as_lost(store: Path, fault: str) -> None:
+    slot = store / stores.describe(store).slot
+    if fault == "directory":
+        slot.unlink()
+        slot.mkdir()
+    else:
+        os.truncate(slot, 4096)
+    result = pccheck("ls", store)
+    assert result.exit_code == 4
+    said = f"{slot.name} {'is a directory' if fault == 'directory' else 'has 4096 of at least'}"
+    assert f"LOST: step 3: {said}" in result.stdout
+    assert "A restart restores step 2" in result.stdout
+    result = pccheck("recover", store)
+    assert result.exit_code == 4
+    assert f"LOST: {slot.name}" in result.stdout
+    assert "Nothing is missing" not in result.stdout
+    assert ("is a folder" if fault == "directory" else "DAMAGED") in pccheck("verify", store).stdout
+
+
+def test_recover_does_not_call_a_store_fine_whose_newest_record_is_lost(store: Path) -> None:
+    data = bytearray((store / "commit").read_bytes())
+    assert "no checkpoint was read: `pccheck verify" in pccheck("recover", store).stdout
+    newest = max(stores.verify(store).records, key=lambda copy: copy.generation or 0).offset & 1 << 17
+    data[newest : newest + (1 << 17)] = bytes(1 << 17)
+    (store / "commit").write_bytes(data)
+    assert list_checkpoints(store)[0].step == 2
+    result = pccheck("recover", store)
+    assert result.exit_code == 4
+    assert "It may have been the newest" in result.stdout
+    assert "Nothing is missing" not in result.stdout
+    assert "With --write the store names step 3, 2" in pccheck("recover", store, "--search").stdout
+
+
 @pytest.mark.slow
 def test_too_few_descriptors_are_a_failure_and_no_damage(made: Path) -> None:
     def work() -> list[int]:

@@ -238,9 +238,11 @@ def refuse_boxes(node: Node, advice: str = "read the group's folder, which has t
     """Raise IncompleteCheckpointError if a tensor lies on several ranks: for readers of one rank's part alone."""
     if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
         names = [path or "it" for path, leaf in leaves(node) if isinstance(leaf, ShardedNode)]
-        raise IncompleteCheckpointError(
+        error = IncompleteCheckpointError(
             f"tensors that lie on several ranks, of which this is the part of one: {first_few(names)}; {advice}"
         )
+        error.unasked = True
+        raise error
 
 
 def count(node: Node) -> int:
