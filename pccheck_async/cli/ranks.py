@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duration, size, table
-from pccheck_async.errors import first_few
+from pccheck_async.errors import CorruptStoreError, ReadError, first_few
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
@@ -45,6 +45,18 @@ def rank_of_store(place: Place) -> str:
     )
 
 
+def group_fault(place: Place) -> str:
+    """Return why no rank can open a group's folder, though it can be read; empty for other places."""
+    from pccheck_async.group import stored_domain
+
+    try:
+        if place.of_group:
+            stored_domain(place.path)
+    except (CorruptStoreError, ReadError) as error:
+        return f"No trainer can open this group: {error}"
+    return ""
+
+
 def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
     """Return the output of ``ls``: a list of checkpoints, and of a group's folder those that lack parts beside it."""
     if not place.of_group:
@@ -60,7 +72,8 @@ def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
         }
         for one in place.incomplete
     ]
-    return {"checkpoints": complete, "incomplete": incomplete}
+    fault = group_fault(place)
+    return {"checkpoints": complete, "incomplete": incomplete} | ({"problem": fault} if fault else {})
 
 
 def describe_incomplete(place: Place) -> Iterator[str]:

@@ -44,7 +44,15 @@ from pccheck_async.cli.output import (
     status_of,
     table,
 )
-from pccheck_async.cli.ranks import describe_incomplete, heat_map, place_as_json, placement, rank_of_store, read_place
+from pccheck_async.cli.ranks import (
+    describe_incomplete,
+    group_fault,
+    heat_map,
+    place_as_json,
+    placement,
+    rank_of_store,
+    read_place,
+)
 from pccheck_async.errors import NoCheckpointError, first_few, plain
 
 if TYPE_CHECKING:
@@ -73,6 +81,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
 
     place = read_place(path)
     infos, document, notes, gone = place.infos, place_as_json(place), [*describe_incomplete(place)], dict[int, str]()
+    if fault := group_fault(place):
+        notes.append(f"{fault}.")
     if not infos:
         why = place.nothing(None)
         complain(f"no committed checkpoint: {why}")
@@ -82,7 +92,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     else:
         gone = lost_slots(place) and lost_slots(read_place(path))  # a writer may have removed one meanwhile
         lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in infos if info.counter in gone]
-        notes += [*lost, _restart(infos, gone)]
+        notes += lost if fault else [*lost, _restart(infos, gone)]
     names = ("name",) if any(info.name is not None for info in infos) else ()
     rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
     for info in infos:
@@ -93,7 +103,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         )
         name = [printable(info.name or "")] if names else []
         rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
-    return Report(document, [rows, *notes], DIFFERENT if gone else 0)
+    return Report(document, [rows, *notes], DIFFERENT if gone or fault else 0)
 
 
 def _restart(
@@ -270,8 +280,10 @@ def verify(
         raise typer.BadParameter("--all excludes --step and --name")
     with progress_bar("verifying") as progress:
         verification = pccheck.stores.verify(path, step=step, name=name, every=every, progress=progress)
+    place = read_place(path)
+    fault = group_fault(place)
     document = {
-        "whole": verification.whole,
+        "whole": verification.whole and not fault,
         "records": [pick(copy, "offset", "generation", "state", "rank", copy="name") for copy in verification.records],
         "checkpoints": [
             as_json(each.info)
@@ -281,15 +293,15 @@ def verify(
         ],
         **pick(verification, "nbytes", "seconds", "direct"),
     }
-    lines, place = [*_verified(verification)], read_place(path)
+    lines = [*_verified(verification)]
     if not rank_of_store(place):
         lost = {each.info.counter for each in verification.checkpoints if each.damage}
         whole = {
             each.info.counter: each.slot if each.rank is None else "the parts of all its ranks"
             for each in verification.checkpoints
         }
-        lines.append(_restart(place.infos, lost, whole))
-    return Report(document, lines, 0 if verification.whole else DIFFERENT)
+        lines.append(f"{fault}." if fault else _restart(place.infos, lost, whole))
+    return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
 
 
 def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table]:

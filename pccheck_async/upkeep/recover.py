@@ -263,7 +263,7 @@ def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:
     if ["damaged"] * 2 in (states[:2], states[2:]):
         yield (
             f"Both copies of a record in {COMMIT_NAME!r} are damaged, or were cut short by a power failure. It may "
-            "have been the newest: then what is named here is older, and --search finds newer checkpoints, or dropped ones."
+            "have been the newest: then what is named here is older; --search finds newer ones, and dropped ones."
         )
 
 

@@ -654,6 +654,19 @@ def test_ls_names_a_part_whose_slot_is_gone(folder: Path) -> None:
     assert "A restart restores step 2" in said
 
 
+def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
+    (folder / "group.json").write_bytes(b"{")
+    for command in ("ls", "verify"):
+        said = pccheck(command, folder, status=4)
+        assert "No trainer can open this group" in said
+        assert f"`pccheck recover --write {folder}` writes it anew." in said
+        assert "A restart restores" not in said
+    assert "No trainer" in parsed("ls", folder, status=4)["problem"]
+    assert not parsed("verify", folder, status=4)["whole"]
+    pccheck("recover", folder, "--write")
+    assert "A restart restores step 3" in pccheck("ls", folder)
+
+
 def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
     said = pccheck("ls", made / "rank-00001")
     assert f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {made}` says" in said
