@@ -671,7 +671,8 @@ def recover(
             }
             for one in recovery.found
         ],
-        "names": [as_json(info) for info in recovery.named],
+        "names": [] if recovery.refusal else [as_json(info) for info in recovery.named],
+        "refusal": recovery.refusal,
     }
     status = 0 if recovery.written or not recovery.needed else NOTHING
     if recovery.missing or recovery.problems or (status and (recovery.named or recovery.record == "valid")):
@@ -688,7 +689,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
         yield rows
     yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
     steps = _steps(recovery.named)
-    if recovery.lost:
+    if recovery.lost and not recovery.refusal:
         yield (
             "Pins and rejections are lost with the records: a run that was rejected may be restored "
             f"again. Look with `pccheck ls {path}` after --write, and reject it again."
@@ -704,6 +705,8 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
         yield f"Written: {', '.join(recovery.written)}{kept}."
         names = f"The store names step {steps}, newest first" if recovery.named else "The store names no checkpoint"
         yield f"{names}. `pccheck verify {path}` checks them."
+    elif recovery.refusal:
+        yield f"--write refuses: {recovery.refusal}."
     elif recovery.named and (recovery.needed or recovery.found):
         yield f"Nothing was written. With --write the store names step {steps}, newest first."
     elif not recovery.needed and (recovery.missing or recovery.problems):

@@ -12,6 +12,8 @@ from pccheck_async.group.folder import (
     domain_of,
     mark_rejected,
     parts_of,
+    record_of,
+    seen_store,
     seen_stores,
     stored_domain,
     write_parts,
@@ -23,7 +25,7 @@ from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, member
 from pccheck_async.group.place import Place, chunk_pool, open_folder, open_place, read_place
 from pccheck_async.group.ranks import Ranks
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
-from pccheck_async.group.view import Complete, Incomplete, View, pinned_keys, view_of
+from pccheck_async.group.view import Complete, Incomplete, View, parts_by_key, pinned_keys, ranks_there, view_of
 
 __all__ = [
     "Address",
@@ -53,10 +55,14 @@ __all__ = [
     "members_digest",
     "open_folder",
     "open_place",
+    "parts_by_key",
     "parts_of",
     "pinned_keys",
+    "ranks_there",
     "reach",
     "read_place",
+    "record_of",
+    "seen_store",
     "seen_stores",
     "stored_domain",
     "view_of",

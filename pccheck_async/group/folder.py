@@ -40,6 +40,7 @@ __all__ = [
     "read_stores",
     "record_of",
     "remove_store",
+    "seen_store",
     "seen_stores",
     "stored_domain",
     "write_parts",
@@ -142,7 +143,7 @@ async def read_stores(opened: OpenMedium, folder: Path) -> dict[int, tuple[Ident
         except CorruptStoreError as error:
             if not path.exists():  # it was removed meanwhile
                 continue
-            raise CorruptStoreError(f"{path}: {error}") from None
+            raise CorruptStoreError(f"{path}: {error} (give it the folder of the group: {folder})") from None
         if found is not None:
             stores[rank] = found
     return stores

@@ -44,18 +44,26 @@ from pccheck_async.format.record import (
     slot_name,
     slot_number,
 )
-from pccheck_async.group import open_folder, read_place, stored_domain
+from pccheck_async.group import SeenStore, open_folder, parts_by_key, read_place, stored_domain, view_of
 from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
+from pccheck_async.store import (
+    is_group_folder,
+    lock_commit,
+    no_store,
+    rank_name,
+    read_commit,
+    stored_identity,
+    unread_record,
+)
 from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.upkeep.rank_records import LostRecords, find_parts, lock_ranks, read_ranks
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_slots
-from pccheck_async.upkeep.salvage import FoundCheckpoint, record_entries, search_slot
+from pccheck_async.upkeep.salvage import BUSY, FoundCheckpoint, find_in_slot, record_entries
 from pccheck_async.upkeep.verify import examine_records
 
 __all__ = ["Recovery", "recover_store"]
-
-_BUSY = "in use by another process"
 
 FileState = Literal["valid", "missing", "damaged"]
 
@@ -75,6 +83,7 @@ class Recovery:
         missing: Slots that a valid record names and that are gone, cut short, or no regular files: their checkpoints
             are lost.
         problems: What else is lost or damaged, in sentences.
+        refusal: Why ``write`` writes nothing; empty if it may.
     """
 
     identity: FileState
@@ -86,6 +95,7 @@ class Recovery:
     identity_name: str = IDENTITY_NAME
     missing: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    refusal: str = ""
 
     @property
     def needed(self) -> bool:
@@ -95,7 +105,8 @@ class Recovery:
     @property
     def lost(self) -> tuple[str, ...]:
         """The facts about the named checkpoints that only lost records had; none if a record is valid."""
-        return ("pins", "rejections") if self.named and self.record != "valid" else ()
+        alone = self.identity_name == IDENTITY_NAME  # the other ranks' records have them, too
+        return ("pins", "rejections") if alone and self.named and self.record != "valid" else ()
 
 
 def recover_store(
@@ -120,7 +131,8 @@ def recover_store(
     (:attr:`Recovery.lost`).
 
     Of a folder that is no store, and has those of a group's ranks, it reads the records of all ranks, and makes a
-    ``group.json`` that is lost or damaged anew; a rank's store is recovered by its own folder.
+    ``group.json`` that is lost or damaged anew. Where ranks lost their records, and not ``store.json``, it makes
+    records of the whole parts in their slots, of the checkpoints that the records of all other ranks name.
 
     Args:
         path: Folder of the store, or of a group.
@@ -155,7 +167,7 @@ def recover_store(
         commit = await read_commit(medium)
         foreign = commit is not None and not commit[1] and IDENTITY_NAME not in names and is_foreign(commit[0])
         if not numbers and (commit is None or foreign):
-            return await _recover_group(opened, Path(path), names, write, search or slots is not None)
+            return await _recover_group(opened, Path(path), names, write, search or slots is not None, progress)
         facts = await medium.prepare(create=False)
         identity_state, identity = await _identity(medium)
         record, store_id = (None, None) if commit is None else _record(*commit, identity)
@@ -163,8 +175,8 @@ def recover_store(
         found: list[FoundCheckpoint] = []
         if record is None or search:
             block = identity.block_bytes if identity else MIN_BLOCK
-            found = [await _search(opened, number, block, progress, keep=write, alone=alone) for number in numbers]
-            if write and any(one.note == _BUSY for one in found):
+            found = [await find_in_slot(opened, number, block, progress, keep=write, alone=alone) for number in numbers]
+            if write and any(one.note == BUSY for one in found):
                 raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
             if alone and COMMIT_NAME in await medium.names():
                 raise StoreLockedError(f"another process recovered {name} meanwhile: nothing was written")
@@ -177,6 +189,7 @@ def recover_store(
         else:
             entries = list(record.entries)
         before = record.entries if record else ()
+        version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
         recovery = Recovery(
             identity_state,
             record_state,
@@ -184,18 +197,19 @@ def recover_store(
             tuple(entry.info for entry in entries),
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
             problems=tuple(_lost_record(*commit, store_id) if commit and record and store_id else ()),
+            refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
         )
         if not write:
             return recovery
-        version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
-        _check_writable(name, recovery, version, search)
+        _check_writable(name, recovery, search)
         if identity is None:
             block = largest_block(entries, max(facts.block_bytes, PAGE_BYTES))
             store_id = store_id or secrets.token_hex(16)
             identity = Identity(format=version, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
         files: dict[str, bytes] = {}
         if record is None or search:
-            files[COMMIT_NAME] = _commit_file(identity, entries)
+            records = [Record(generation, tuple(entries)) for generation in (0, 1)]
+            files[COMMIT_NAME] = _commit_file(identity, records)
         if identity_state != "valid":  # it comes last, after the records of the store that it names
             files[IDENTITY_NAME] = encode_identity(identity)
         return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
@@ -208,13 +222,13 @@ def recover_store(
 
 
 async def _recover_group(
-    opened: OpenMedium, folder: Path, names: Collection[str], write: bool, search: bool
+    opened: OpenMedium, folder: Path, names: Collection[str], write: bool, search: bool, progress: Progress
 ) -> Recovery:
-    """Examine ``group.json`` and the records of all ranks; with ``write`` make the former anew if it is not valid.
+    """Examine ``group.json`` and the records of all ranks; with ``write`` make anew what is not valid.
 
     Raises the error of :func:`no_store` if the folder has neither.
     """
-    if GROUP_NAME not in names and (IDENTITY_NAME in names or not read_place(folder).stores):
+    if GROUP_NAME not in names and not is_group_folder(folder):
         raise no_store(opened, folder, "no store, nor parts of one")
     if search:
         raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
@@ -229,20 +243,58 @@ async def _recover_group(
         if is_exhausted(error) or is_forbidden(error):
             raise
         state = "damaged"
-    place = read_place(folder)
-    lost = lost_slots(place)
-    problems = (
-        *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
-        *(f"LOST: step {info.step}: {lost[info.counter]}." for info in place.infos if info.counter in lost),
-    )
-    recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME, problems=problems)
+    await opened.medium.prepare(create=False)
+    seen, lost = await read_ranks(opened, folder)
+    if write and lost:
+        await lock_ranks(opened, folder, [rank_name(rank) for rank in (*seen, *lost)])
+        seen, lost = await read_ranks(opened, folder)
+    if lost:
+        found = await find_parts(opened, folder, seen, lost, progress)
+        recovery = _without_records(state, seen, found)
+    else:
+        found, place = {}, read_place(folder)
+        faults = lost_slots(place)
+        problems = (
+            *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
+            *(f"LOST: step {info.step}: {faults[info.counter]}." for info in place.infos if info.counter in faults),
+        )
+        recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME, problems=problems)
     if not write:
         return recovery
-    _check_writable(os.fspath(folder), recovery, FORMAT_VERSION, search=False)
-    # Any number will do: ranks that open this folder together only compare the numbers that they read.
-    files = {GROUP_NAME: encode_domain(secrets.token_hex(16))}
-    kept = await _replace_files(opened.medium, names, files)
-    return replace(recovery, written=(GROUP_NAME,), kept=kept)
+    _check_writable(os.fspath(folder), recovery, search=False)
+    files = {
+        f"{rank_name(rank)}/{COMMIT_NAME}": _commit_file(each.identity, each.records(seen.values()))
+        for rank, each in found.items()
+    }
+    kept: list[str] = []
+    for rank in found:
+        medium = Files(folder / rank_name(rank), opened.operations)
+        try:
+            there = await medium.names()
+            data = files[f"{rank_name(rank)}/{COMMIT_NAME}"]
+            kept += [f"{rank_name(rank)}/{name}" for name in await _replace_files(medium, there, {COMMIT_NAME: data})]
+        finally:
+            await medium.close()
+    if state != "valid":
+        # Any number will do: ranks that open this folder together only compare the numbers that they read.
+        files[GROUP_NAME] = encode_domain(secrets.token_hex(16))
+        kept += await _replace_files(opened.medium, names, {GROUP_NAME: files[GROUP_NAME]})
+    return replace(recovery, written=tuple(files), kept=tuple(kept))
+
+
+def _without_records(identity: FileState, seen: Mapping[int, SeenStore], found: Mapping[int, LostRecords]) -> Recovery:
+    """Return the recovery of a group of which some ranks lost their records, from what was found in their slots."""
+    stores = [*seen.values()]
+    stores += [SeenStore(0, rank, each.identity.id_bytes, None, each.parts) for rank, each in found.items()]
+    by_key = parts_by_key(stores)
+    infos = [
+        replace(one.entry.info, nbytes=sum(part.entry.nbytes for _, part in by_key[one.key]))
+        for one in view_of(stores, [0], []).complete
+    ]
+    slots = tuple(one for each in found.values() for one in each.found)
+    names = ", ".join(rank_name(rank) for rank in found)
+    problems = () if infos else (f"The slots of {names} hold no part of a checkpoint that all other ranks have.",)
+    return Recovery(identity, "damaged", slots, tuple(infos), identity_name=GROUP_NAME, problems=problems)
 
 
 async def _has_slot(medium: Medium, entry: Entry) -> bool:
@@ -267,16 +319,22 @@ def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:
         )
 
 
-def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -> None:
+def _only_by_its_group(folder: Path) -> str:
+    return (
+        f"{folder} holds one rank's parts of a group's checkpoints, and only records that ranks wrote name them: "
+        "nothing was written; where the other ranks have their records, `pccheck recover --write "
+        f"{folder.absolute().parent}` makes these again. Else the slots that are whole, copied into a folder of their "
+        "own and recovered there as a store of one process, have what this rank had, of tensors that lie on several "
+        "ranks its boxes alone"
+    )
+
+
+def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
     """Raise StoreError, NoCheckpointError where nothing is to be written."""
     if not recovery.needed and not search:
         raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
-    if version == GROUP_VERSION and (recovery.record != "valid" or search):
-        raise StoreError(
-            f"{name} holds one rank's parts of a group's checkpoints, and only records that ranks wrote name them: "
-            "nothing was written; copy the slots that are whole into a folder of their own, without "
-            f"{COMMIT_NAME!r} and {IDENTITY_NAME!r}, and recover that as a store of one process"
-        )
+    if recovery.refusal:
+        raise StoreError(recovery.refusal)
     if recovery.found and not recovery.named:
         raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
 
@@ -290,12 +348,12 @@ def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[E
     return marked
 
 
-def _commit_file(identity: Identity, entries: Sequence[Entry]) -> bytes:
-    """Return a commit file with two records that both name ``entries``: four copies of it."""
+def _commit_file(identity: Identity, records: Sequence[Record]) -> bytes:
+    """Return a commit file with two records that name the same: four copies of it."""
     image = bytearray(COMMIT_NBYTES)
-    for generation in (0, 1):
-        data = encode_record(Record(generation, tuple(entries)), identity.id_bytes, identity.block_bytes)
-        for offset in region_offsets(generation):
+    for record in records:
+        data = encode_record(record, identity.id_bytes, identity.block_bytes)
+        for offset in region_offsets(record.generation):
             image[offset : offset + len(data)] = data
     return bytes(image)
 
@@ -337,26 +395,3 @@ def _record(
     else:
         return None, None
     return None if unread_record(commit, lost, bytes.fromhex(store_id)) else record, store_id
-
-
-async def _search(
-    opened: OpenMedium, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
-) -> FoundCheckpoint:
-    """Search a slot; if ``keep``, it stays locked until the folder is closed, unless another process has it.
-
-    With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
-    """
-    try:
-        file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS needs that
-    except (CorruptStoreError, OSError) as error:
-        if is_exhausted(error) or is_forbidden(error):
-            raise  # its checkpoint may be whole, and would not be named
-        return FoundCheckpoint(number, note=str(error))
-    try:
-        if not await opened.medium.lock(file, shared=not alone):
-            keep = False
-            return FoundCheckpoint(number, note=_BUSY)
-        return await search_slot(opened, number, file, block_bytes, progress)
-    finally:
-        if not keep:
-            await opened.medium.close(file)

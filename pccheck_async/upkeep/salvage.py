@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from pccheck_async.errors import CorruptStoreError, ReadError
+from pccheck_async.errors import CorruptStoreError, ReadError, is_exhausted, is_forbidden
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.manifest import LATEST_VERSION, SHARDED_VERSION, VERSION, Manifest, decode, encode
 from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, MOST_METADATA_NBYTES, NAME_KEY, slot_name
@@ -23,8 +24,10 @@ from pccheck_async.upkeep.reading import Progress, counting
 from pccheck_async.upkeep.verify import Damage, check_payload
 
 __all__ = [
+    "BUSY",
     "SIGNATURES",
     "FoundCheckpoint",
+    "find_in_slot",
     "find_signatures",
     "manifest_at",
     "object_length",
@@ -32,6 +35,7 @@ __all__ = [
     "search_slot",
 ]
 
+BUSY = "in use by another process"
 _WINDOW_BYTES = 16 << 20
 _FIRST_LOOK_BYTES = 1 << 20
 _MOST_MANIFEST_NBYTES = 1 << 30
@@ -57,6 +61,7 @@ class FoundCheckpoint:
         damage: Chunks that differ from the manifest's: another checkpoint was written over them, or bytes rotted.
         entry: The entry for a record; None unless it is whole.
         note: Why it is not offered; empty if it is.
+        folder: Of a group: that of the rank.
     """
 
     slot: int
@@ -65,16 +70,40 @@ class FoundCheckpoint:
     damage: tuple[Damage, ...] = ()
     entry: Entry | None = None
     note: str = ""
+    folder: str = ""
 
     @property
     def file(self) -> str:
         """Name of the slot."""
-        return slot_name(self.slot)
+        return os.path.join(self.folder, slot_name(self.slot))
 
     @property
     def whole(self) -> bool:
         """Whether every checksum holds."""
         return self.entry is not None
+
+
+async def find_in_slot(
+    opened: OpenMedium, number: int, block_bytes: int, progress: Progress, *, keep: bool = False, alone: bool = False
+) -> FoundCheckpoint:
+    """Search a slot; if ``keep``, it stays locked until the folder is closed, unless another process has it.
+
+    With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
+    """
+    try:
+        file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS needs that
+    except (CorruptStoreError, OSError) as error:
+        if is_exhausted(error) or is_forbidden(error):
+            raise  # its checkpoint may be whole, and would not be named
+        return FoundCheckpoint(number, note=str(error))
+    try:
+        if not await opened.medium.lock(file, shared=not alone):
+            keep = False
+            return FoundCheckpoint(number, note=BUSY)
+        return await search_slot(opened, number, file, block_bytes, progress)
+    finally:
+        if not keep:
+            await opened.medium.close(file)
 
 
 async def search_slot(

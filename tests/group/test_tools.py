@@ -603,6 +603,54 @@ def test_recover_of_a_ranks_store(folder: Path) -> None:
     assert_part(load_sync(elsewhere), 1, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_records_of_a_rank_are_made_again(folder: Path, rank: int) -> None:
+    before, commit = list_checkpoints(folder), folder / rank_name(rank) / "commit"
+    if rank:
+        commit.write_bytes(bytes(1 << 18))
+    else:
+        commit.unlink()
+    assert f"give it the folder of the group: {folder}" in pccheck("ls", folder, status=4)
+    said = pccheck("recover", commit.parent, status=4)
+    assert f"--write refuses: {commit.parent} holds" in said
+    assert f"`pccheck recover --write {folder}` makes these again" in said
+    assert "With --write the store names" not in said
+    assert "With --write the store names step 3, 2, 1" in pccheck("recover", folder, status=4)
+    assert f"Written: {rank_name(rank)}/commit" in pccheck("recover", folder, "--write")
+    assert list_checkpoints(folder) == before  # step 1 is pinned
+    assert stores.verify(folder, every=True).whole
+    for step, each in product((1, 2, 3), (0, 1)):
+        assert_part(load_sync(folder, step=step, rank=each), each, step)
+    save_in_group(folder, 2, 4, 5, keep_last=2)
+    assert [info.step for info in list_checkpoints(folder)] == [5, 4, 1]
+    assert "Nothing is missing" in pccheck("recover", folder)
+
+
+@pytest.mark.slow
+def test_no_part_of_another_run_is_taken_for_that_of_a_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = folder / "rank-00001" / "commit"
+    spoil(folder, 1)
+    commit.write_bytes(bytes(1 << 18))
+    assert [info.step for info in stores.recover(folder).named] == [2, 1]  # the newest part is damaged
+    monkeypatch.setattr("pccheck_async.upkeep.rank_records.MOST_APART", 0.0)
+    assert "hold no part of a checkpoint that all other ranks have" in pccheck("recover", folder, status=4)
+    assert "no slot" in pccheck("recover", folder, "--write", status=3)
+    assert not any(commit.read_bytes())
+
+
+@pytest.mark.slow
+def test_records_are_not_made_beside_a_rank_that_runs(folder: Path) -> None:
+    (folder / "rank-00001" / "commit").unlink()
+    with (folder / "rank-00000" / "commit").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StoreLockedError, match="rank-00000 open for writing"):
+            stores.recover(folder, write=True)
+    assert not (folder / "rank-00001" / "commit").exists()
+
+
 # -- the command
 
 runner = CliRunner()

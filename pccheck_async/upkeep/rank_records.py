@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of a group's ranks that lost theirs, made again from their slots and the records of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from msgspec import structs
+
+from pccheck_async.errors import StoreLockedError
+from pccheck_async.format import Identity, Record
+from pccheck_async.format.record import COMMIT_NAME, newest_record, slot_number
+from pccheck_async.group import Part, SeenStore, parts_by_key, ranks_there, record_of, seen_store
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.open_medium import OpenMedium
+from pccheck_async.store import lock_commit, rank_folders, rank_name, read_commit, stored_identity, unread_record
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
+from pccheck_async.upkeep.salvage import FoundCheckpoint, find_in_slot, record_entries
+
+__all__ = ["LostRecords", "find_parts", "lock_ranks", "read_ranks"]
+
+MOST_APART = 5.0
+"""Seconds between the captures of two ranks' parts of one checkpoint. No manifest names the run: a part of the same
+counter and step that a killed run left is older, by a restart and the training up to that step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostRecords:
+    """The slots of a rank whose records are lost.
+
+    Attributes:
+        identity: Of its store.
+        found: The contents of each slot.
+        parts: Those of checkpoints that all other ranks' records name, newest first.
+    """
+
+    identity: Identity
+    found: tuple[FoundCheckpoint, ...]
+    parts: tuple[Part, ...]
+
+    def records(self, seen: Iterable[SeenStore]) -> tuple[Record, Record]:
+        """Return the records that name the parts, after all decisions that the other ranks' records reflect."""
+        newest = max(
+            (store.applied for store in seen if store.applied), key=lambda one: (one.run.number, one.decisions)
+        )
+        first = record_of(self.parts, newest, Record(-1, ()))
+        return first, structs.replace(first, generation=1)
+
+
+async def read_ranks(opened: OpenMedium, folder: Path) -> tuple[dict[int, SeenStore], dict[int, Identity]]:
+    """Return the ranks' stores by their newest records, and the identities of those that have no valid record.
+
+    Raises CorruptStoreError, ReadError.
+    """
+    seen, lost = dict[int, SeenStore](), dict[int, Identity]()
+    for rank in rank_folders(folder):
+        prefix = f"{rank_name(rank)}/"
+        if (identity := await stored_identity(opened.medium, prefix)) is None:
+            continue
+        commit = await read_commit(opened.medium, prefix)
+        record = None if commit is None else newest_record(commit[0], identity.id_bytes)
+        if commit is None or record is None or unread_record(*commit, identity.id_bytes):
+            lost[rank] = identity
+        else:
+            seen[rank] = seen_store(rank, identity, record)
+    return seen, lost
+
+
+async def lock_ranks(opened: OpenMedium, folder: Path, names: Collection[str]) -> None:
+    """Lock the records of ranks that have them until the folder is closed. Raises StoreLockedError."""
+    for name in names:
+        opening = partial(opened.medium.open, f"{name}/{COMMIT_NAME}", writable=True)
+        try:
+            locked = await lock_commit(opened.medium, opening, LOCK_SECONDS)
+        except FileNotFoundError:
+            continue
+        if locked is None:
+            raise StoreLockedError(f"another process has {folder / name} open for writing: close it first")
+
+
+async def find_parts(
+    opened: OpenMedium, folder: Path, seen: Mapping[int, SeenStore], lost: Mapping[int, Identity], progress: Progress
+) -> dict[int, LostRecords]:
+    """Search the slots of ranks without a record for their parts of checkpoints that the others' records name."""
+    wanted = _lacking(seen.values(), lost)
+    return {rank: await _search(opened, folder, rank, lost[rank], wanted, progress) for rank in lost}
+
+
+def _lacking(seen: Iterable[SeenStore], lost: Collection[int]) -> dict[int, list[Part]]:
+    """Return the parts of each checkpoint that at most these ranks lack, by counter; none of a counter given twice."""
+    by_key = parts_by_key(seen)
+    wanted = dict[int, list[Part]]()
+    for key, found in by_key.items():
+        parts = [part for _, part in found]
+        there, world = ranks_there(parts)
+        if there and world <= len(there) + len(lost) and there.union(lost).issuperset(range(world)):
+            wanted[key.counter] = parts
+    counters = [key.counter for key in by_key]
+    return {counter: parts for counter, parts in wanted.items() if counters.count(counter) == 1}
+
+
+async def _search(
+    opened: OpenMedium,
+    folder: Path,
+    rank: int,
+    identity: Identity,
+    wanted: Mapping[int, list[Part]],
+    progress: Progress,
+) -> LostRecords:
+    name = rank_name(rank)
+    own = replace(opened, medium=Files(folder / name, opened.operations))
+    try:
+        await own.medium.prepare(create=False)
+        numbers = [number for each in await own.medium.names() if (number := slot_number(each)) is not None]
+        found = [await find_in_slot(own, number, identity.block_bytes, progress) for number in numbers]
+    finally:
+        await own.medium.close()
+    entries, notes = record_entries(found)
+    parts = []
+    for entry in entries:
+        others = [
+            part
+            for part in wanted.get(entry.counter, ())
+            if part.entry.step == entry.step and rank < part.world and abs(part.entry.time - entry.time) <= MOST_APART
+        ]
+        if others and len(others) == len(wanted[entry.counter]):
+            known = others[0].entry
+            marked = structs.replace(entry, pinned=known.pinned, metadata=known.metadata)
+            parts.append(Part(others[0].run, rank, others[0].world, others[0].committed, marked))
+        else:
+            notes[entry.slot] = "the records of the other ranks do not name it"
+    named = {part.entry.slot for part in parts}
+    noted = [
+        replace(one, folder=name, note=notes.get(one.slot, one.note), entry=one.entry if one.slot in named else None)
+        for one in found
+    ]
+    return LostRecords(identity, tuple(noted), tuple(parts))
