@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TextIO, TypeAlias
@@ -182,6 +183,19 @@ def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
         return number
 
     parse.__name__ = "float"
+    return parse
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Return a parser of these names, which suggests the one that was probably meant."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            close = get_close_matches(text, names, 1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}{meant}")
+        return text
+
     return parse
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json as jsonlib
 import re
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -19,6 +19,7 @@ import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     DIFFERENT,
     FAILED,
+    MISUSED,
     NOTHING,
     AnyFolder,
     Json,
@@ -33,6 +34,7 @@ from pccheck_async.cli.output import (
     captured_at,
     complain,
     json_value,
+    one_of,
     parse_path,
     parse_size,
     path_argument,
@@ -65,6 +67,10 @@ _PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
 
 def _steps(infos: Iterable[pccheck.CheckpointInfo]) -> str:
     return ", ".join(str(info.step) for info in infos)
+
+
+def _noun(infos: Sized) -> str:
+    return "step" if len(infos) == 1 else "steps"
 
 
 @reporting
@@ -507,7 +513,7 @@ def copy(
         f"checkpoint in {target}, counter {info.counter}{', pinned' if info.pinned else ''}."
     ]
     if later := [other for other in there.infos[1:] if other.step > info.step]:
-        lines.append(f"Older there now: step {_steps(later)}. A trainer resumes from step {info.step}.")
+        lines.append(f"Older there now: {_noun(later)} {_steps(later)}. A trainer resumes from step {info.step}.")
     return Report(as_json(info), lines)
 
 
@@ -548,13 +554,19 @@ def remove(
     what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
     nbytes = size(sum(info.nbytes for info in doomed))
     place.check_one_process()
-    if not yes and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True):
-        complain("nothing was removed")
-        return FAILED
+    try:
+        if not yes and not typer.confirm(f"Remove {_noun(doomed)} {what} ({nbytes}) from {path}?", err=True):
+            complain("nothing was removed")
+            return FAILED
+    except typer.Abort as abort:
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            raise
+        complain("nothing was removed: there is no terminal to ask; give --yes")
+        return MISUSED
     removal = pccheck.stores.remove(path, step=steps, name=names, force=force)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
-        [f"Removed step {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
+        [f"Removed {_noun(removal.removed)} {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
     )
 
 
@@ -627,7 +639,7 @@ def reject(
     newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)
     return Report(
         {"rejected": [as_json(info) for info in rejected], "newest": as_json(newest)},
-        [f"Rejected step {_steps(rejected)}. A trainer resumes from step {newest.step}."],
+        [f"Rejected {_noun(rejected)} {_steps(rejected)}. A trainer resumes from step {newest.step}."],
     )
 
 
@@ -688,7 +700,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
             rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
         yield rows
     yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
-    steps = _steps(recovery.named)
+    steps = f"{_noun(recovery.named)} {_steps(recovery.named)}"
     if recovery.lost and not recovery.refusal:
         yield (
             "Pins and rejections are lost with the records: a run that was rejected may be restored "
@@ -703,12 +715,12 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
         yield f"Written: {', '.join(recovery.written)}{kept}."
-        names = f"The store names step {steps}, newest first" if recovery.named else "The store names no checkpoint"
+        names = f"The store names {steps}, newest first" if recovery.named else "The store names no checkpoint"
         yield f"{names}. `pccheck verify {path}` checks them."
     elif recovery.refusal:
         yield f"--write refuses: {recovery.refusal}."
     elif recovery.named and (recovery.needed or recovery.found):
-        yield f"Nothing was written. With --write the store names step {steps}, newest first."
+        yield f"Nothing was written. With --write the store names {steps}, newest first."
     elif not recovery.needed and (recovery.missing or recovery.problems):
         yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
     elif not recovery.needed:
@@ -729,7 +741,11 @@ def export(
     out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
     to: Annotated[
         Literal["safetensors", "torch", "dcp", "lightning", "transformers"],
-        typer.Option(metavar="FORMAT", help="safetensors, torch, dcp, lightning or transformers."),
+        typer.Option(
+            parser=one_of("safetensors", "torch", "dcp", "lightning", "transformers"),
+            metavar="FORMAT",
+            help="safetensors, torch, dcp, lightning or transformers.",
+        ),
     ],
     step: Step = None,
     name: Name = None,
@@ -804,6 +820,7 @@ def import_(
         Literal["lightning", "transformers", "torch", "safetensors", "dcp"] | None,
         typer.Option(
             "--from",
+            parser=one_of("lightning", "transformers", "torch", "safetensors", "dcp"),
             metavar="FORMAT",
             help="lightning, transformers, torch, safetensors or dcp (default: as detected).",
         ),

@@ -217,12 +217,12 @@ async def open_commit(
     facts = await medium.prepare(create=True)
     file = await lock_commit(medium, lambda: _open(medium, path), lock_timeout, lambda: _refuse_own(path))
     if file is None:
-        holder = ""  # probably
+        holder = "another process"
         with suppress(OSError):
             if (published := read_status(path)) is not None and published.alive:
-                holder = f" (process {published.status.pid} on {published.status.host!r})"
+                holder = f"process {published.status.pid} on {published.status.host!r}"  # probably
         raise StoreLockedError(
-            f"another writer has held {os.fspath(path)} for {lock_timeout} s{holder}: close it first, or {_ELSEWHERE}"
+            f"waited {lock_timeout} s: {holder} has {os.fspath(path)} open for writing: close it first, or {_ELSEWHERE}"
             f"{_forgotten_group(version)}"
         )
     # Read only now, when no one else can change it any more, not even a dying writer's last request.

@@ -33,6 +33,8 @@ __all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
+_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+"""Ends of the names of files that other programs save states in."""
 LOCK_SECONDS = 30.0
 """For which a reader tries to lock a checkpoint while newer ones replace it."""
 
@@ -59,6 +61,11 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
         text += f", but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
         # Without slots it may be a store that is being made, or a crash ended that: slots come last.
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
+    files = sorted(each.name for each in found if each.name.endswith(_OF_OTHERS))
+    if files:
+        text += (
+            f"; there is {first_few(files, 3)} in it: `pccheck import` makes a checkpoint of a file of another format"
+        )
     stores = sorted(each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME)))
     return NoCheckpointError(f"{text}; there are stores in it: {first_few(stores, 5)}" if stores else text)
 

@@ -616,7 +616,7 @@ def test_the_records_of_a_rank_are_made_again(folder: Path, rank: int) -> None:
     assert f"--write refuses: {commit.parent} holds" in said
     assert f"`pccheck recover --write {folder}` makes these again" in said
     assert "With --write the store names" not in said
-    assert "With --write the store names step 3, 2, 1" in pccheck("recover", folder, status=4)
+    assert "With --write the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
     assert f"Written: {rank_name(rank)}/commit" in pccheck("recover", folder, "--write")
     assert list_checkpoints(folder) == before  # step 1 is pinned
     assert stores.verify(folder, every=True).whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -99,7 +100,7 @@ def test_recover_does_not_call_a_store_fine_whose_newest_record_is_lost(store: P
     assert result.exit_code == 4
     assert "It may have been the newest" in result.stdout
     assert "Nothing is missing" not in result.stdout
-    assert "With --write the store names step 3, 2" in pccheck("recover", store, "--search").stdout
+    assert "With --write the store names steps 3, 2" in pccheck("recover", store, "--search").stdout
 
 
 @pytest.mark.slow
@@ -283,8 +284,10 @@ def test_copy(made: Path, tmp_path: Path) -> None:
 def test_remove_asks(store: Path) -> None:
     result = pccheck("remove", store, "--step", 1, "--step", 2, input="n\n")
     assert result.exit_code == 1
-    assert "Remove step 2, 1 (24.6 kB) from" in result.stderr
-    assert pccheck("remove", store, "--step", 1, input="").exit_code == 1
+    assert "Remove steps 2, 1 (24.6 kB) from" in result.stderr
+    result = pccheck("remove", store, "--step", 1, input="")
+    assert result.exit_code == 2
+    assert "nothing was removed: there is no terminal to ask; give --yes" in result.stderr
     assert len(list_checkpoints(store)) == 3
     assert pccheck("remove", store, "--step", 1, input="y\n").exit_code == 0
     assert [info.step for info in list_checkpoints(store)] == [3, 2]
@@ -305,7 +308,7 @@ def test_remove_pin_unpin(store: Path) -> None:
     slots = len(list(store.glob("slot-*")))
     result = pccheck("remove", store, "--step", 1, "--step", 2, "--step", 3, "-y", "--force")
     assert result.exit_code == 0
-    assert "Removed step 3, 2, 1;" in result.stdout
+    assert "Removed steps 3, 2, 1;" in result.stdout
     assert list_checkpoints(store) == []
     assert len(list(store.glob("slot-*"))) == slots - 3
     assert pccheck("pin", store, "--step", 1).exit_code == 3
@@ -315,7 +318,7 @@ def test_reject(store: Path) -> None:
     assert pccheck("pin", store, "--step", 3).exit_code == 0
     result = pccheck("reject", store, "--step", 2)
     assert result.exit_code == 0
-    assert "Rejected step 3, 2. A trainer resumes from step 1." in result.stdout
+    assert "Rejected steps 3, 2. A trainer resumes from step 1." in result.stdout
     listed = pccheck("ls", store).stdout
     assert (listed.count("pinned, rejected"), listed.count("rejected")) == (1, 2)
     assert [each["rejected"] for each in parsed("ls", store)] == [True, True, False]
@@ -381,6 +384,38 @@ def test_recover_by_search_keeps_what_the_records_say(store: Path) -> None:
     assert [info.metadata["note"] for info in list_checkpoints(store)] == [info.metadata["note"] for info in before]
 
 
+def test_a_format_that_is_nearly_right(made: Path, tmp_path: Path) -> None:
+    for command in (
+        ["export", made, tmp_path / "out", "--to"],
+        ["import", tmp_path / "in", tmp_path / "out", "--from"],
+    ):
+        result = pccheck(*command, "safetensor")
+        assert result.exit_code == 2
+        said = " ".join(result.stderr.replace("│", "").split())
+        assert "did you mean 'safetensors'?" in said
+        assert "Value error" not in said
+
+
+def test_a_folder_of_files_of_another_format(tmp_path: Path) -> None:
+    torch.save({"x": 1}, tmp_path / "ckpt_100.pt")
+    for command in ("ls", "verify"):
+        result = pccheck(command, tmp_path)
+        assert result.exit_code == 3
+        assert "there is ckpt_100.pt in it: `pccheck import`" in result.stderr
+
+
+def test_a_store_that_another_process_writes_to(store: Path) -> None:
+    with SyncCheckpointEngine(store, keep_last=5) as engine:
+        engine.checkpoint(state_of(4), step=4).result(60)
+        result = pccheck("pin", store, "--step=1")
+    assert result.exit_code == 1
+    assert f"an engine of this process has {store} open" in result.stderr
+    with (store / "commit").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        result = pccheck("pin", store, "--step=1")
+    assert f"waited 1.0 s: another process has {store} open for writing" in result.stderr
+
+
 def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
     SyncCheckpointEngine(tmp_path / "store").open().close()
     (tmp_path / "store" / "store.json").unlink()
@@ -405,7 +440,7 @@ def test_recover(store: Path) -> None:
     assert len(rows) == 6
     assert {row[1]: row[7] for row in rows if len(row) > 7} == {"1": "yes", "2": "yes", "3": "no"}
     assert "1 of 3 chunks damaged or overwritten" in result.stdout
-    assert "With --write the store names step 2, 1, newest first." in result.stdout
+    assert "With --write the store names steps 2, 1, newest first." in result.stdout
     found = parsed("recover", store, status=4)
     assert [info["step"] for info in found["names"]] == [2, 1]
     assert found["written"] == []
