@@ -67,8 +67,9 @@ class Report(NamedTuple):
 def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
     """Make a typer command of a function that takes ``json`` and returns a report, or an exit status.
 
-    An error of the package or of the system becomes one line on stderr and an exit status. Where nobody reads the
-    output to the end, as before ``| head``, the rest is dropped, and the status is that of the answer.
+    An error of the package or of the system becomes one line on stderr, with ``--json`` a document on stdout, too, and
+    an exit status. Where nobody reads the output to the end, as before ``| head``, the rest is dropped, and the status
+    is that of the answer.
     """
 
     @wraps(command)
@@ -83,6 +84,8 @@ def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
                 raise typer.Exit(130 if isinstance(abort.__context__, KeyboardInterrupt) else FAILED) from None
             except (CheckpointError, ImportError, OSError, ValueError, MemoryError, RecursionError) as error:
                 complain(error)
+                if options.get("json"):
+                    dump({"error": {"type": type(error).__name__, "message": str(error)}}, one_line=True)
                 raise typer.Exit(status_of(error)) from None
             if not isinstance(report, int):
                 if options["json"]:

@@ -57,6 +57,15 @@ def group_fault(place: Place) -> str:
     return ""
 
 
+def on_disk(place: Place) -> dict[str, int]:
+    """Return what the slots of a place take, and how many of them the records name."""
+    from pccheck_async.medium.filesystem import slot_sizes
+
+    sizes = [nbytes for rank in place.stores for nbytes in slot_sizes(place.path / place.folder(rank))]
+    in_use = sum(len(record.entries) for _, record in place.stores.values())
+    return {"nbytes": sum(sizes), "slots": len(sizes), "slots_in_use": in_use}
+
+
 def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
     """Return the output of ``ls``: a list of checkpoints, and of a group's folder those that lack parts beside it."""
     if not place.of_group:
@@ -73,7 +82,8 @@ def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
         for one in place.incomplete
     ]
     fault = group_fault(place)
-    return {"checkpoints": complete, "incomplete": incomplete} | ({"problem": fault} if fault else {})
+    found = {"checkpoints": complete, "incomplete": incomplete, "on_disk": on_disk(place)}
+    return found | ({"problem": fault} if fault else {})
 
 
 def describe_incomplete(place: Place) -> Iterator[str]:

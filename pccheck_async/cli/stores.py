@@ -50,6 +50,7 @@ from pccheck_async.cli.ranks import (
     describe_incomplete,
     group_fault,
     heat_map,
+    on_disk,
     place_as_json,
     placement,
     rank_of_store,
@@ -109,6 +110,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         )
         name = [printable(info.name or "")] if names else []
         rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
+    taken = on_disk(place)
+    notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
     return Report(document, [rows, *notes], DIFFERENT if gone or fault else 0)
 
 

@@ -22,7 +22,7 @@ except ImportError:  # built without a compiler
         return None
 
 
-__all__ = ["IN_MEMORY", "filesystem_type", "free_bytes", "probe", "slot_bytes"]
+__all__ = ["IN_MEMORY", "filesystem_type", "free_bytes", "probe", "slot_bytes", "slot_sizes"]
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """Newer kernels accept O_DIRECT here, aligned or not, and go through the page cache all the same."""
@@ -132,11 +132,15 @@ def free_bytes(folder: Path) -> int:
 
 def slot_bytes(folder: Path) -> int:
     """Return the bytes of the slots of the store in ``folder``, 0 where there is none."""
-    if not folder.is_dir():
-        return 0
-    nbytes = 0
-    for entry in os.scandir(folder):
-        if slot_number(entry.name) is not None:
-            with suppress(OSError):  # an engine may remove it meanwhile, and a bad one has no size
-                nbytes += entry.stat().st_size
-    return nbytes
+    return sum(slot_sizes(folder))
+
+
+def slot_sizes(folder: Path) -> list[int]:
+    """Return the bytes of each slot of the store in ``folder``; none where there is no store."""
+    sizes = []
+    if folder.is_dir():
+        for entry in os.scandir(folder):
+            if slot_number(entry.name) is not None:
+                with suppress(OSError):  # an engine may remove it meanwhile, and a bad one has no size
+                    sizes.append(entry.stat().st_size)
+    return sizes

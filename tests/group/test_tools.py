@@ -715,6 +715,12 @@ def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
     assert "A restart restores step 3" in pccheck("ls", folder)
 
 
+def test_ls_says_how_much_all_ranks_have_on_disk(made: Path) -> None:
+    found = parsed("ls", made)["on_disk"]
+    assert found["nbytes"] == sum(slot.stat().st_size for slot in made.glob("rank-*/slot-*"))
+    assert (found["slots"], found["slots_in_use"]) == (len([*made.glob("rank-*/slot-*")]), 6)
+
+
 def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
     said = pccheck("ls", made / "rank-00001")
     assert f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {made}` says" in said

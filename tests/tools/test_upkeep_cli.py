@@ -384,6 +384,20 @@ def test_recover_by_search_keeps_what_the_records_say(store: Path) -> None:
     assert [info.metadata["note"] for info in list_checkpoints(store)] == [info.metadata["note"] for info in before]
 
 
+def test_ls_says_how_much_is_on_disk(made: Path) -> None:
+    slots = [*made.glob("slot-*")]
+    taken = printable(f"{sum(slot.stat().st_size for slot in slots) / 1000:.1f} kB")
+    assert f"On disk {taken}: {len(slots)} slots (3 in use)." in pccheck("ls", made).stdout
+
+
+def test_errors_are_json_too(made: Path, tmp_path: Path) -> None:
+    for command in (["ls", made / "commit" / "x"], ["verify", tmp_path], ["show", made, "--step=9"]):
+        result = pccheck(*command, "--json")
+        assert result.exit_code in (1, 3)
+        found = json.loads(result.stdout)
+        assert found == [] or found["error"]["message"] in result.stderr
+
+
 def test_a_format_that_is_nearly_right(made: Path, tmp_path: Path) -> None:
     for command in (
         ["export", made, tmp_path / "out", "--to"],
