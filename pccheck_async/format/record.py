@@ -410,8 +410,15 @@ def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
 
 
 def is_foreign(commit: bytes | bytearray | memoryview) -> bool:
-    """Return whether a commit file without its ``store.json`` holds bytes that no store wrote."""
-    return any(commit) and not any(bytes(region[: len(MAGIC)]) == MAGIC for region in _regions(commit))
+    """Return whether a commit file without its ``store.json`` holds bytes that no store wrote.
+
+    Of a first record, which is short, a crash may leave any part: on persistent memory one without its magic, too.
+    """
+    data = bytes(commit)
+    regions = [data[start : start + REGION_NBYTES] for start in range(0, len(data), REGION_NBYTES)]
+    if any(region.startswith(MAGIC) for region in regions):
+        return False
+    return any(any(region[: len(MAGIC)]) or any(region[MIN_BLOCK:]) for region in regions)
 
 
 def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray | memoryview]:

@@ -409,6 +409,14 @@ def test_a_folder_that_takes_no_files() -> None:
         pass
 
 
+@pytest.mark.parametrize("torn", [b"", bytes(3000), bytes(16) + b"the store's id", b"PCCHKREC"])
+def test_a_store_is_made_anew_where_a_crash_ended_that(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "commit").write_bytes(torn)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    assert stores.verify(tmp_path).whole
+
+
 @pytest.mark.parametrize("mine", [b"abc", b"mine" * 750, bytes(5000) + b"mine", b"mine" * 200_000])
 def test_a_foreign_commit_file_is_left_alone(tmp_path: Path, mine: bytes) -> None:
     (tmp_path / "commit").write_bytes(mine)
