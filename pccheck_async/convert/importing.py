@@ -25,6 +25,7 @@ from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metad
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import arrange, flatten
+from pccheck_async.state.values import with_article
 
 __all__ = ["Imported", "Source", "import_checkpoint"]
 
@@ -137,7 +138,8 @@ def import_checkpoint(
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
-            f"{name} holds a {type(state).__name__}, not a mapping; give the name that it shall have as root"
+            f"{name} holds {with_article(type(state).__name__)}, not a mapping; give the name that it shall have as "
+            "root"
         )
     step = known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata

@@ -22,6 +22,11 @@ VERBATIM: Final = frozenset((NoneType, bool, int, float))
 """Types whose values are their own nodes (of ints, those of up to 64 bits)."""
 
 
+def with_article(name: str) -> str:
+    """Return the name of a type as texts have it: "an int", "a Linear"."""
+    return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
+
+
 def all_small(numbers: Collection[int]) -> bool:
     """Return whether all these ints are their own nodes: have up to 64 bits."""
     return not numbers or (min(numbers) >= SMALL_INTS[0] and max(numbers) <= SMALL_INTS[1])

@@ -60,7 +60,8 @@ class TrainingStep:
     """
 
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
-        check_outermost(state)  # now, and not in an hour, when a step is saved
+        swapped = isinstance(step, Mapping) and not isinstance(state, Mapping)
+        check_outermost(state, "write step(state, step)" if swapped else "")  # now, not when a step is saved
         self.state = state
         self.step = new_step(step)
         self.metadata = check_metadata(metadata) if metadata else {}

@@ -533,7 +533,7 @@ def test_modules_compare_strictly() -> None:
     assert mismatch({"m": model().to(torch.bfloat16)}, saved).mismatched
     assert mismatch({"m": nn.Linear(1, 1)}, save({"m": nn.Identity()})).missing == ("m.weight", "m.bias")
     assert mismatch({"m": nn.Linear(1, 1)}, save({"m": 3})).mismatched == (
-        "m (a Linear here, a int in the checkpoint)",
+        "m (a Linear here, an int in the checkpoint)",
     )
 
 

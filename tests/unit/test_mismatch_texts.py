@@ -286,7 +286,7 @@ ROWS = (
         "a tensor here, a value there",
         lambda: {"a": 3},
         lambda: {"a": torch.ones(1)},
-        f"{HEAD}{DIFFERENT} (1): a (a Tensor here, a int in the checkpoint)",
+        f"{HEAD}{DIFFERENT} (1): a (a Tensor here, an int in the checkpoint)",
     ),
     Row(
         "a parameter here, a dict there",
@@ -310,7 +310,7 @@ ROWS = (
         "an object that cannot be saved",
         lambda: {"a": torch.ones(2, dtype=torch.int32)},
         lambda: {"a": object()},
-        f"{HEAD}{DIFFERENT} (1): a (a object here, a tensor int32 (2,) in the checkpoint)",
+        f"{HEAD}{DIFFERENT} (1): a (an object here, a tensor int32 (2,) in the checkpoint)",
     ),
     Row(
         "an object that cannot be saved, for an array",
@@ -328,7 +328,7 @@ ROWS = (
         "a module here, a value there",
         lambda: {"m": 3},
         lambda: {"m": nn.Linear(1, 1)},
-        f"{HEAD}{DIFFERENT} (1): m (a Linear here, a int in the checkpoint)",
+        f"{HEAD}{DIFFERENT} (1): m (a Linear here, an int in the checkpoint)",
     ),
     Row(
         "an optimizer here, a list there",
@@ -381,7 +381,7 @@ ROWS = (
         lambda: {"m": nn.Linear(1, 1)},
         (
             f"{HEAD}{DIFFERENT} (2): m.weight (a tensor here, a numpy array in the checkpoint), m.bias (a "
-            "Parameter here, a int in the checkpoint)"
+            "Parameter here, an int in the checkpoint)"
         ),
     ),
     Row(
@@ -502,7 +502,7 @@ ROWS = (
         "several ranks, and a value there",
         lambda: {"s": 1},
         lambda: {"s": flat(1, 2, 3, 4)},
-        f"{HEAD}{DIFFERENT} (1): s (a FlatShard here, a int in the checkpoint)",
+        f"{HEAD}{DIFFERENT} (1): s (a FlatShard here, an int in the checkpoint)",
     ),
     Row(
         "several ranks, memory that overlaps",

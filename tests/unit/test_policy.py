@@ -52,6 +52,12 @@ def test_what_is_no_interval_is_refused(wrong: Any) -> None:
         make_policy(wrong)
 
 
+@pytest.mark.parametrize("share", [0.03, 0.5])
+def test_a_share_of_the_time_is_refused_with_the_policy_that_takes_one(share: float) -> None:
+    with pytest.raises(TypeError, match=rf"interval=Adaptive\({share}\) \(from pccheck_async import Adaptive\)$"):
+        make_policy(share)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", [0, -1, timedelta(0), timedelta(seconds=-1)])
 def test_an_interval_is_positive(wrong: Any) -> None:
     with pytest.raises(ValueError, match="interval is"):

@@ -524,14 +524,15 @@ class _Walk:
             entry = self._tensors[node.index]
             stored = f"{'an array' if entry.kind == 'ndarray' else 'a tensor'} {describe(entry)}"
         else:
-            stored = f"a {type(node).__name__.removesuffix('Node')}"
+            stored = values.with_article(type(node).__name__.removesuffix("Node"))
         if type(live) is ArrayNode:
             live = self._tree.leaves.values[live.index]
         elif known := self._tree.lives.get(id(live)):
             live = known.value
         elif isinstance(live, nodes.Node):
             live = values.from_node(live)
-        self.found.mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+        here = values.with_article(type(live).__qualname__)
+        self.found.mismatched.append(f"{path} ({here} here, {stored} in the checkpoint)")
 
 
 def _lies_in_boxes(value: Any) -> bool:

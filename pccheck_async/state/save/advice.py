@@ -91,7 +91,7 @@ def _advice(value: Any) -> str:
 
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
     """Return the error that refuses a value, with advice."""
-    text = f"{path}: a {full_name(value)} cannot be saved; {_advice(value)}"
+    text = f"{path}: {values.with_article(full_name(value))} cannot be saved; {_advice(value)}"
     if not isinstance(value, torch.utils.data.DataLoader):  # a pickled loader would not keep its position
         text += " (an engine with allow_pickle=True pickles it)"
     return UnsupportedStateError(text)

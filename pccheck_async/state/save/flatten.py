@@ -132,11 +132,12 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
     return ComposedNode(items, names, plain, kind.__module__, kind.__qualname__, shape, stride), tensors
 
 
-def check_outermost(state: object) -> None:
-    """Raise UnsupportedStateError for anything but a mapping whose keys are strings."""
+def check_outermost(state: object, advice: str = "") -> None:
+    """Raise UnsupportedStateError, with the advice, for anything but a mapping whose keys are strings."""
     if not isinstance(state, (dict, Mapping)):  # dict first: it takes no time
         raise UnsupportedStateError(
-            f"the state is a {type(state).__qualname__}; give a mapping from names to objects and values"
+            f"the state is {values.with_article(type(state).__qualname__)}; give a mapping from names to objects and "
+            f"values{advice and f' ({advice})'}"
         )
     if not {*map(type, state)} <= {str}:
         key = next(key for key in state if type(key) is not str)
@@ -154,7 +155,7 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
     try:
         yield
     except Exception as error:
-        error.add_note(f"raised by {call}() of {path}, a {full_name(value)}{consequence}")
+        error.add_note(f"raised by {call}() of {path}, {values.with_article(full_name(value))}{consequence}")
         raise
 
 

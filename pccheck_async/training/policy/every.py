@@ -95,7 +95,11 @@ def make_policy(interval: int | timedelta | Policy | None, max_in_flight: int = 
         return EverySteps(interval)
     if isinstance(interval, Policy) and not isinstance(interval, type):
         return interval
+    advice = ""
+    if isinstance(interval, float) and 0 < interval < 1:
+        own = f"interval=Adaptive({interval}) (from pccheck_async import Adaptive)"
+        advice = f"; for a share of the training time: {own}"
     raise TypeError(
         "interval is a number of steps (int), a timedelta, a policy (due, skipped, saved, decision) or None, "
-        f"not {interval!r}"
+        f"not {interval!r}{advice}"
     )
