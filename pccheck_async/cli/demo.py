@@ -31,7 +31,7 @@ In your own loop:
 
     with SyncCheckpointEngine("checkpoints") as engine:
         restored = engine.restore(state)       # in place; None if nothing is saved yet
-        ...  with engine.step(state, step):    # around each step; saves as often as 3 % of the time allow
+        ...  with engine.step(state, step):    # around each step; saves as often as costs at most 3 % of the time
 """
 KILL_ATTEMPTS = 3
 POLL_SECONDS = 0.2
@@ -143,13 +143,15 @@ def demo(
         options += ["--threads=1"]
     on = f" on {ranks} ranks" if ranks > 1 else ""
     duration = "some minutes" if full else "about half a minute" if steps <= 60 else "a minute or more"
+    picture = None
     try:
         console.print(
             f"Training a small GPT on the sources of Python's standard library{on}, three times: "
             f"uninterrupted, killed in the middle of the save of step {crash_at}, and resumed. That takes "
             f"{duration} on two cores.\n"
         )
-        return 0 if _demonstrate(console, folder, options, steps, crash_at, plot, ranks) else FAILED
+        all_equal, picture = _demonstrate(console, folder, options, steps, crash_at, plot, ranks)
+        return 0 if all_equal else FAILED
     except RunFailedError as error:
         why, *last_lines = error.args
         complain(why)
@@ -161,6 +163,8 @@ def demo(
             console.print(f"Kept: {folder}", soft_wrap=True, markup=False)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+        if picture is not None:
+            console.print(f"Picture: {picture}", soft_wrap=True, markup=False)
 
 
 def no_torchrun() -> str | None:
@@ -176,7 +180,8 @@ def no_torchrun() -> str | None:
 
 def _demonstrate(
     console: Console, folder: Path, options: list[str], steps: int, crash_at: int, plot: Path | None, ranks: int
-) -> bool:
+) -> tuple[bool, Path]:
+    """Return whether every bit is equal, and the file of the picture."""
     began = time.monotonic()
     uninterrupted = DemoRun("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv", ranks)
     _train(uninterrupted, options, console)
@@ -226,14 +231,13 @@ def _demonstrate(
         number, name = tempfile.mkstemp(prefix="pccheck-demo-", suffix=".svg")
         os.close(number)
         plot = Path(name)
-    plot.write_text(draw(*rows[0], crash_at, durable.step), encoding="utf-8")
-    console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
     all_equal = all(each.all_equal for each in losses) and not different
+    plot.write_text(draw(*rows[0], crash_at, durable.step, equal=all_equal), encoding="utf-8")
     verdict = "[bold green]Every bit is equal." if all_equal else "[bold red]The runs differ."
     console.print(f"{verdict}[/] ({time.monotonic() - began:.0f} s)")
     if all_equal:
         console.print(NEXT, soft_wrap=True, markup=False)
-    return all_equal
+    return all_equal, plot
 
 
 def _train_until_killed(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,35 +71,50 @@ def compare_losses(
     return LossComparison(equal, equal == steps, table)
 
 
-def draw(uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int) -> str:
-    """Return the three loss curves as an SVG picture."""
-    width, height, left, top, right, bottom = 900, 480, 64, 48, 24, 56
-    steps = [*uninterrupted, *killed, *resumed] or [1]
+def _round_step(span: float) -> float:
+    """Return 1, 2 or 5 times a power of ten, so that about six such steps make the span."""
+    power = 10.0 ** math.floor(math.log10(span / 6))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power * 6 >= span * (1 - 1e-9))
+
+
+def draw(uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int, *, equal: bool) -> str:
+    """Return the three loss curves as an SVG picture, whose title says whether the runs are equal."""
+    width, height, left, top, right, bottom = 900, 520, 64, 112, 32, 56
+    last = max(1, 2, *uninterrupted, *killed, *resumed)
     values = [row.loss for row in (*uninterrupted.values(), *killed.values(), *resumed.values())] or [0.0]
-    low, high, last = min(values), max(values), max(2, *steps)
+    span = max(values) - min(values) or 1.0
+    losses_by, steps_by = _round_step(span), max(1, round(_round_step(last)))
+    first = math.floor((min(values) - span / 20) / losses_by)
+    final = math.ceil((max(values) + span / 20) / losses_by)
 
     def x(step: float) -> float:
-        return left + (width - left - right) * (step - 1) / (last - 1)
+        return left + (width - left - right) * step / last
 
     def y(value: float) -> float:
-        return top + (height - top - bottom) * (high - value) / ((high - low) or 1)
+        return top + (height - top - bottom) * (final - value / losses_by) / (final - first)
 
     def curve(losses: Losses, style: str) -> str:
         points = " ".join(f"{x(step):.1f},{y(row.loss):.1f}" for step, row in losses.items())
         return f'<polyline fill="none" points="{points}" {style}/>'
 
-    def mark(step: int, colour: str, text: str, at: int) -> str:
-        side = f'x="{x(step) - 6:.1f}" text-anchor="end"' if x(step) > width / 2 else f'x="{x(step) + 6:.1f}"'
+    def mark(step: int, colour: str, text: str, above: int, most: float) -> str:
+        """Return a line, and its label above the curves, left of the line if that is right of ``most``."""
+        anchor = "end" if x(step) > width * most else "start"
         line = f'<path d="M{x(step):.1f} {top}V{height - bottom}" stroke="{colour}" stroke-dasharray="3 4"/>'
-        return f'{line}<text {side} y="{at}" fill="{colour}">{text}</text>'
+        return f'{line}<text x="{x(step):.1f}" y="{top - above}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
 
-    axes = [f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#777"/>']
-    for part in range(6):
-        value, step = low + (high - low) * part / 5, round(1 + (last - 1) * part / 5)
-        axes.append(f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+    axes = []
+    for number in range(first, final + 1):
+        value = number * losses_by
+        name = f"{value:.{max(1, -math.floor(math.log10(losses_by)))}f}"
+        axes.append(f'<path d="M{left} {y(value):.1f}H{width - right}" stroke="#eee"/>')
+        axes.append(f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{name}</text>')
+    for step in range(0, last + 1, steps_by):
         axes.append(f'<text x="{x(step):.1f}" y="{height - bottom + 20}" text-anchor="middle">{step}</text>')
+    axes.append(f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#777"/>')
+    title = f"{', '.join(_STYLES)}: {'every bit equal' if equal else 'not every bit is equal'}"
     legend = "".join(
-        f'<path d="M{left + 230 * place} 20h36" {style}/><text x="{left + 230 * place + 44}" y="24">{name}</text>'
+        f'<path d="M{left + 230 * place} 52h36" {style}/><text x="{left + 230 * place + 44}" y="56">{name}</text>'
         for place, (name, style) in enumerate(_STYLES.items())
     )
     after = {step: row for step, row in resumed.items() if step > restored}
@@ -107,11 +123,12 @@ def draw(uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, 
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif" font-size="13" fill="#333">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
+            f'<text x="{left}" y="28" font-size="16" font-weight="bold">{title}</text>',
             *axes,
             f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle">step</text>',
             f'<text transform="translate(16 {height / 2}) rotate(-90)" text-anchor="middle">loss</text>',
-            mark(crash_at, "#c0392b", f"SIGKILL in the save of step {crash_at}", top + 14),
-            mark(restored, "#1f6fb2", f"resumed from step {restored}", top + 34),
+            mark(crash_at, "#c0392b", f"SIGKILL in the save of step {crash_at}", 26, 0.7),
+            mark(restored, "#1f6fb2", f"resumed from step {restored}", 8, 0.3),
             *map(curve, (uninterrupted, killed, after), _STYLES.values()),
             legend,
             "</svg>\n",

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import pccheck_async
 from pccheck_async import StorageOptions, SyncCheckpointEngine, stores
 from pccheck_async.cli import app, main
-from pccheck_async.cli.demo_losses import compare_losses, draw, read_losses
+from pccheck_async.cli.demo_losses import Loss, compare_losses, draw, read_losses
 from pccheck_async.cli.output import dump, parse_size, size
 from pccheck_async.telemetry import fill_standard_files
 from tests.support.processes import passes_in_a_forked_child
@@ -226,6 +226,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Every bit is equal." in result.stdout
     assert "with engine.step(state, step)" in result.stdout
     (folder,) = (tmp_path / "runs").iterdir()
+    assert result.stdout.splitlines()[-2:] == [f"Kept: {folder}", f"Picture: {tmp_path / 'losses.svg'}"]
     assert sorted(read_losses(folder / "resumed.csv")) == [1, 2, 3]
     assert ElementTree.parse(tmp_path / "losses.svg").getroot().tag.endswith("svg")
 
@@ -395,12 +396,34 @@ def test_draw(tmp_path: Path) -> None:
     whole = read_losses(losses(tmp_path, "3f800000", "3f800001", "3f800002"))
     killed = {step: whole[step] for step in (1, 2)}
     svg = "{http://www.w3.org/2000/svg}"
-    picture = ElementTree.fromstring(draw(whole, killed, whole, crash_at=2, restored=1))
+    picture = ElementTree.fromstring(draw(whole, killed, whole, crash_at=2, restored=1, equal=True))
     assert [len(curve.get("points", "").split()) for curve in picture.iter(f"{svg}polyline")] == [3, 2, 2]
     said = [text.text for text in picture.iter(f"{svg}text")]
     assert "resumed from step 1" in said
     assert "SIGKILL in the save of step 2" in said
-    ElementTree.fromstring(draw({}, {}, {}, crash_at=2, restored=1))
+    assert "uninterrupted, killed, resumed: every bit equal" in said
+    ElementTree.fromstring(draw({}, {}, {}, crash_at=2, restored=1, equal=False))
+
+
+@pytest.mark.parametrize(("crash_at", "restored"), [(40, 30), (2, 1), (60, 59), (60, 1)])
+def test_a_drawn_axis_has_round_numbers_and_nothing_lies_on_it_or_on_a_label(crash_at: int, restored: int) -> None:
+    whole = {step: Loss(2.74 + 2.63 / step, "") for step in range(1, 61)}
+    killed = {step: row for step, row in whole.items() if step <= crash_at}
+    picture = ElementTree.fromstring(draw(whole, killed, whole, crash_at, restored, equal=False))
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = {text.text or "": text for text in picture.iter(f"{svg}text")}
+    assert [each for each in texts if re.fullmatch("[0-9]+", each)] == ["0", "10", "20", "30", "40", "50", "60"]
+    assert [each for each in texts if "." in each] == ["2.5", "3.0", "3.5", "4.0", "4.5", "5.0", "5.5"]
+    points = [point.split(",") for curve in picture.iter(f"{svg}polyline") for point in curve.get("points", "").split()]
+    heights = [float(y) for _, y in points]
+    bottom = float(texts["2.5"].get("y", "")) - 4
+    assert max(heights) < bottom - 10
+    labels = [texts[f"SIGKILL in the save of step {crash_at}"], texts[f"resumed from step {restored}"]]
+    for label in labels:
+        assert float(label.get("y", "")) < float(texts["5.5"].get("y", "")) - 4 < min(heights)
+        room = float(label.get("x", "")) if label.get("text-anchor") == "end" else 900 - float(label.get("x", ""))
+        assert room > 9 * len(label.text or "")
+    assert "uninterrupted, killed, resumed: not every bit is equal" in texts
 
 
 @pytest.mark.parametrize(
