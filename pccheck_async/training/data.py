@@ -380,10 +380,12 @@ class ResumableLoader:
     """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
 
     Loop over :meth:`epochs`, or, for training that counts steps, over :meth:`forever` or the loader itself, whose every
-    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) if a loop over the
-    loader itself resumes wrongly, as after a ``break``. Order, ranks and the fate of a live iterator: see
-    :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save after the step that used it.
-    Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not from ``torch.manual_seed``.
+    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) of some loops over the
+    loader itself that resume wrongly, as after a ``break``, but cannot see that ``for epoch in range(3): for batch in
+    loader`` makes three passes at each start, whatever was restored: write ``loader.epochs(3)``. Order, ranks and the
+    fate of a live iterator: see :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save
+    after the step that used it. Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not
+    from ``torch.manual_seed``.
 
     Random augmentations come out the same after a resume, with any ``num_workers``: Python's, numpy's and torch's
     global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
