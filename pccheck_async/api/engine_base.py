@@ -79,7 +79,8 @@ class EngineBase:
                 the step left a window of gradient accumulation open. A step that raised, :meth:`close` and the end of
                 the interpreter save nothing.
             interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or by a
-                policy of :mod:`pccheck_async.training.policy`. None: as often as 3 % of training time allow.
+                policy of :mod:`pccheck_async.training.policy`. None: as often as costs at most 3 % of training
+                time.
             max_stall: Most seconds that a step of an attached optimizer waits on the host for a capture; after that the
                 checkpoint is abandoned. The time that GPUs wait for copies queued on them does not count.
             allow_pickle: Save values of types that need pickle (a loss scaler without ``state_dict``, a namespace, an

@@ -72,7 +72,7 @@ class PCcheckCallback(Callback):
     Args:
         folder: Of the store.
         interval: Optimizer steps (batches, in manual optimization) between two checkpoints, a ``timedelta`` or a
-            policy. The default saves as often as 3 % of the training time allow.
+            policy. The default saves as often as costs at most 3 % of the training time.
         save_last: Also save at the end of training: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
         resume_stopped: Go on although training had been stopped early (``trainer.should_stop``). Else ``fit``
             returns at once, as at ``max_epochs``, unless a limit is larger now.
