@@ -39,7 +39,7 @@ def marks(folder: Path) -> list[tuple[int, bool]]:
 
 def test_all_ranks_pass_over_what_they_rejected(tmp_path: Path) -> None:
     def rank_main(group: Group) -> list[Any]:
-        with SyncCheckpointEngine(tmp_path, group=group, keep_last=4, max_in_flight=3) as engine:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=6, max_in_flight=3) as engine:
             for step in range(4):
                 engine.checkpoint(state_of(group.rank, step), step=step).result()
             flying = [engine.checkpoint(state_of(group.rank, step), step=step) for step in (4, 5)]

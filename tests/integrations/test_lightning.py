@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from pccheck_async import (
     Group,
+    Keep,
     ResumableLoader,
     StateMismatchError,
     StorageOptions,
@@ -191,6 +192,19 @@ def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
         train(4, max_steps=4, accumulate_grad_batches=2)  # ends the epoch
     train(8, max_steps=7)
     assert steps(tmp_path / "s") == [6]
+
+
+def test_a_validation_leaves_its_metrics_in_the_metadata_and_the_best_is_kept(tmp_path: Path) -> None:
+    keep = Keep(best=("validation", 1, "min"))
+    fit(callback := adapter.PCcheckCallback(tmp_path, interval=1, keep_last=20, keep=keep), max_epochs=3)
+    assert callback.restored is None
+    found = {info.step: info.metadata for info in list_checkpoints(tmp_path)}
+    assert sorted(step for step, metadata in found.items() if "validation" in metadata) == [4, 9, 14]
+    assert {"epoch", "loss", "validation"} == found[14].keys()
+    shutil.rmtree(tmp_path)
+    fit(adapter.PCcheckCallback(tmp_path, interval=100, keep=keep), max_epochs=3)  # such a step is saved
+    best = min(float(str(metadata["validation"])) for metadata in found.values() if "validation" in metadata)
+    assert best in [info.metadata.get("validation") for info in list_checkpoints(tmp_path)]
 
 
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:

@@ -299,6 +299,38 @@ def test_a_run_of_lightning_changes_over_and_back(
     assert [*theirs.losses.items()] == [*whole.losses.items()][last + 1 :]
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_file_of_an_epochs_end_whose_schedule_goes_by_a_metric(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    from pccheck_async.integrations.lightning import PCcheckCallback
+    from tests.support import lightning_run as kit
+
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Model(kit.Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            torch.manual_seed(self.global_step)  # a file of Lightning holds no generators
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.log("validation", self.net(batch).square().mean())
+
+    def train(*callbacks: Any, epochs: int = 4, **options: Any) -> str:
+        torch.manual_seed(0)
+        model = Model()
+        saves = {"enable_checkpointing": epochs == 2}
+        trainer = kit.make_trainer(tmp_path, *callbacks, max_epochs=epochs, val_check_interval=0.5, **saves)
+        data = torch.utils.data.DataLoader(kit.Samples(24, random=False), 4)
+        torch.manual_seed(0)
+        trainer.fit(model, data, torch.utils.data.DataLoader(kit.Samples(8, random=False), 4), **options)
+        return bits([model.state_dict(), *(each.state_dict() for each in trainer.optimizers)])
+
+    saver = lightning.callbacks.ModelCheckpoint(tmp_path, save_last=True, monitor="validation")
+    train(saver, epochs=2)
+    stores.import_(tmp_path / "last.ckpt", tmp_path / "s")
+    theirs = train(ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert train(PCcheckCallback(tmp_path / "s")) == theirs
+
+
 def test_a_file_of_lightning_and_back(checkpoints: Path, tmp_path: Path) -> None:
     file = checkpoints / "inside" / "step=3.ckpt"
     info = stores.import_(file, tmp_path / "s")

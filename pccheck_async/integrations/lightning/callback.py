@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine, renamed
 from pccheck_async.engine import Private, StorageOptions, note_closing_failure_on
-from pccheck_async.errors import StateMismatchError
-from pccheck_async.format import Restored
+from pccheck_async.errors import StateMismatchError, UnsupportedStateError
+from pccheck_async.format import Restored, check_metadata
 from pccheck_async.group import Group
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState, paths
+from pccheck_async.store import Keep
 from pccheck_async.training import TrainingStep
 from pccheck_async.training.data import ResumableLoader
 
@@ -115,6 +116,7 @@ class PCcheckCallback(Callback):
         self._state: dict[str, Any] = {}
         self._step = ExitStack()
         self._this: TrainingStep | None = None
+        self._validated = False
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Open the store, and restore everything but the generators."""
@@ -175,9 +177,12 @@ class PCcheckCallback(Callback):
             _forget_restart(loop)
         elif batch.completed == batch.ready:
             self._state["sizes"].check(batch.ready)
+            # A file of Lightning has no metrics: as after its own ``ckpt_path``, an epoch that it ended in takes no
+            # step of a schedule that goes by one.
+            kept = [] if self._state["others"].metrics else [loop]
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
                 _skip(loop, epoch.processed, batch.ready, self._state["draws"])
-            _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop), once=True)
+            _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop, *kept), once=True)
         RNGState().load_state_dict(self._rng)
         self._rng = None
 
@@ -205,6 +210,8 @@ class PCcheckCallback(Callback):
             return
         this, self._this = self._this, None
         this.metadata["epoch"] = trainer.fit_loop.epoch_progress.current.ready - 1
+        if self._validated:
+            self._add_metrics(this, trainer.callback_metrics)
         self._step.close()
         if _ends(trainer) and self._save_last and this.pending is None:
             this.pending = self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata)
@@ -213,6 +220,18 @@ class PCcheckCallback(Callback):
         if this.pending is not None:
             for logger in trainer.loggers:
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
+
+    def _add_metrics(self, this: TrainingStep, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics that a validation left to a step's metadata, as many as fit, that of ``keep`` first."""
+        self._validated = False
+        best = self._settings.get("keep", Keep()).best
+        for name in sorted(metrics, key=lambda name: best is None or name != best[0]):
+            with suppress(UnsupportedStateError):
+                this.metadata = check_metadata({**this.metadata, name: float(metrics[name])})
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Note that there are new metrics."""
+        self._validated = not trainer.sanity_checking
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish the saves in progress, and close."""
@@ -600,10 +619,14 @@ def _around(
     setattr(loop, name, run)
 
 
-def _forget_restart(loop: Any) -> None:
-    """Make the loops go on as if they had never stopped: the state is between two batches, with nothing to redo."""
+def _forget_restart(loop: Any, *kept: Any) -> None:
+    """Make the loops go on as if they had never stopped: the state is between two batches, with nothing to redo.
+
+    Those in ``kept`` go on as restarted ones until their next iteration.
+    """
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-        each.on_iteration_done()
+        if each not in kept:
+            each.on_iteration_done()
 
 
 def _refuse_some_positions(loaders: list[Any]) -> None:
