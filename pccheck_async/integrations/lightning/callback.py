@@ -230,7 +230,7 @@ class PCcheckCallback(Callback):
                 this.metadata = check_metadata({**this.metadata, name: float(metrics[name])})
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Note that there are new metrics."""
+        """Called after each validation: the metrics are new."""
         self._validated = not trainer.sanity_checking
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
