@@ -438,13 +438,13 @@ def test_a_writer_of_another_process_is_named(tmp_path: Path) -> None:
         return str(refused.value)
 
     with SyncCheckpointEngine(tmp_path) as engine:
-        assert "for 0 s: close it first" in in_child(told)  # it has not published anything
+        assert "waited 0 s: another process has " in in_child(told)  # it has not published anything
         engine.checkpoint(state_of(1), step=1).result(60)
         deadline = time.monotonic() + 60
         while (published := read_status(tmp_path)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert published is not None
-        assert f"for 0 s (process {os.getpid()} on {published.status.host!r}): close it first" in in_child(told)
+        assert f"waited 0 s: process {os.getpid()} on {published.status.host!r} has " in in_child(told)
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
