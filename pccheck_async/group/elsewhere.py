@@ -20,7 +20,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async.errors import CheckpointError, CorruptStoreError, DamagedError, GroupError, ReadError
-from pccheck_async.format import Entry
+from pccheck_async.format import Entry, align
 from pccheck_async.group.control import Client
 from pccheck_async.medium import File
 from pccheck_async.medium.files import map_error
@@ -74,10 +74,11 @@ async def send_part(client: Client, prefix: str, source: Source) -> None:
         yield msgspec.msgpack.encode((source.entry, source.block_bytes, file.nbytes))
         view = aligned_buffer(_PIECE_BYTES)
         for start in range(0, file.nbytes, _PIECE_BYTES):
-            piece = view[: min(_PIECE_BYTES, file.nbytes - start)]
-            if await source.medium.read(file, start, piece) != len(piece):
+            nbytes = min(_PIECE_BYTES, file.nbytes - start)
+            # Whole blocks are read: after a crash a slot may end inside one.
+            if await source.medium.read(file, start, view[: align(nbytes, source.block_bytes)]) < nbytes:
                 raise DamagedError(f"{file.name} is too short")
-            yield bytes(piece)
+            yield bytes(view[:nbytes])
 
     try:
         store = await asyncio.to_thread(client.another)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,8 @@ from pccheck_async.format.record import COMMIT_NAME, slot_name
 from pccheck_async.group.control import Client, Meeting
 from pccheck_async.group.elsewhere import ReceivedPart, send_part
 from pccheck_async.group.place import open_folder
+from pccheck_async.medium import File
+from pccheck_async.medium.files import Files
 from pccheck_async.store import FolderPart, rank_name
 from tests.support.limits import limited_descriptors
 from tests.support.ranks import run_ranks
@@ -88,6 +91,23 @@ def test_a_part_arrives(folder: Path) -> None:
     got = received(folder, nullcontext(), nullcontext())
     assert isinstance(got, int)
     assert got > NBYTES
+
+
+def test_a_part_whose_slot_ends_inside_a_block_is_read_in_whole_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, read = [], Files.read
+
+    async def noted(self: Files, file: File, offset: int, into: memoryview) -> int:
+        lengths.append(len(into))
+        return await read(self, file, offset, into)
+
+    for slot in (folder / rank_name(0)).glob("slot-*"):
+        os.truncate(slot, slot.stat().st_size + 1536)  # a crash may leave a slot so
+    monkeypatch.setattr(Files, "read", noted)
+    assert received(folder, nullcontext(), nullcontext()) == slot.stat().st_size
+    assert lengths
+    assert not [nbytes for nbytes in lengths if nbytes % 4096]
 
 
 def test_a_sender_out_of_descriptors_says_nothing_of_the_part(folder: Path) -> None:
