@@ -8,7 +8,8 @@ Saving: :class:`CheckpointEngine` (``async with``) and :class:`SyncCheckpointEng
 ``checkpoint`` returns a :class:`PendingCheckpoint` when the state is captured and may change; awaited, that gives the
 :class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy`
 decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state. :class:`Keep` has rules for
-what stays, :class:`StorageOptions` how bytes get to the storage, :class:`Group` the ranks that save together.
+what stays, :class:`StorageOptions` how bytes get to the storage, :class:`MemoryTier` keeps the newest in memory, too,
+and :class:`Group` is the ranks that save together.
 
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         load_sync,
         open_checkpoint,
     )
-    from pccheck_async.engine import PendingCheckpoint, StorageOptions
+    from pccheck_async.engine import MemoryTier, PendingCheckpoint, StorageOptions
     from pccheck_async.errors import (
         CheckpointError,
         GroupError,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adaptive", "CheckpointEngine", "CheckpointError", "CheckpointInfo", "FlatShard", "Group", "GroupError",
-    "Keep", "NoCheckpointError", "PendingCheckpoint", "Policy", "RNGState", "Restored", "ResumableLoader",
+    "Keep", "MemoryTier", "NoCheckpointError", "PendingCheckpoint", "Policy", "RNGState", "Restored", "ResumableLoader",
     "ResumableSampler", "Shelf", "StateMismatchError", "Stateful", "StorageOptions", "SyncCheckpointEngine",
     "TornCaptureError", "TrainingStep", "list_checkpoints", "load", "load_sync", "open_checkpoint",
 ]  # fmt: skip
@@ -80,7 +81,11 @@ _import = importer(
             "load_sync": "load_sync",
             "open_checkpoint": "open_checkpoint",
         },
-        "engine": {"PendingCheckpoint": "PendingCheckpoint", "StorageOptions": "StorageOptions"},
+        "engine": {
+            "MemoryTier": "MemoryTier",
+            "PendingCheckpoint": "PendingCheckpoint",
+            "StorageOptions": "StorageOptions",
+        },
         "errors": {
             "CheckpointError": "CheckpointError",
             "GroupError": "GroupError",

@@ -12,7 +12,7 @@ import torch
 
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import Caller, EngineLoop, PendingCheckpoint, Private, flight_of, note_closing_failure_on, run
-from pccheck_async.format import CheckpointInfo, Metadata, Restored, formerly, the_one, which_one
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, Tier, check_tier, formerly, the_one, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -132,6 +132,7 @@ class CheckpointEngine(EngineBase):
         name: str | None = None,
         replace: bool = False,
         overlap: bool = False,
+        tier: Tier = "disk",
     ) -> PendingCheckpoint:
         """Capture ``state``; return when it is safe to mutate, while the bytes are still being written.
 
@@ -158,6 +159,7 @@ class CheckpointEngine(EngineBase):
                 :meth:`wait_captured` first; otherwise the checkpoint is torn. That is detected (TornCaptureError),
                 except for writes through references to memory that were taken before, compiled code and CUDA graphs
                 (see ``StorageOptions(check_captures=True)``).
+            tier: "memory": save it in memory alone (``memory=MemoryTier(...)``); one for the disk is in memory, too.
 
         Returns:
             The checkpoint in flight; await it for durability.
@@ -175,7 +177,9 @@ class CheckpointEngine(EngineBase):
                 has neither restored nor saved any (``overwrite``); nothing was captured.
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
-        pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)
+        pending, start = self._core.start_checkpoint(
+            state, step, metadata, name=name, replace=replace, overlap=overlap, tier=check_tier(tier)
+        )
         if pending.skipped:
             await asyncio.sleep(0)  # others may run, and cancel
             return pending

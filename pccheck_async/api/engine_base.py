@@ -20,6 +20,7 @@ from pccheck_async.engine import (
     EngineConfig,
     EngineCore,
     EngineStatistics,
+    MemoryTier,
     Policy,
     StorageOptions,
     check_flag,
@@ -57,6 +58,7 @@ class EngineBase:
         overwrite: bool = False,
         group: ProcessGroup | Group | None = None,
         storage: StorageOptions = StorageOptions(),
+        memory: MemoryTier | None = None,
         **old: Unpack[OldKeywords],
     ) -> None:
         """Make an engine; opening it creates or locks the store.
@@ -100,6 +102,7 @@ class EngineBase:
                 of several ranks only once on each filesystem, and restored into any other layout and number of ranks.
                 :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
             storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
+            memory: Keep the newest checkpoints in memory, too (:class:`pccheck_async.MemoryTier`); not in a group.
 
         Raises:
             ValueError: a setting is out of range.
@@ -119,7 +122,10 @@ class EngineBase:
             on_busy=on_busy,
             on_error=on_error,
             storage=storage,
+            memory=memory,
         )
+        if memory is not None and group is not None:
+            raise ValueError("memory= is for one process: a group has no tier in memory")
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)
         self._core = EngineCore(path, config, None if group is None else Ranks(Group.of(group)))

@@ -10,7 +10,7 @@ import torch
 
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, PendingCheckpoint, Private, block_on, flight_of, note_closing_failure_on
-from pccheck_async.format import CheckpointInfo, Metadata, Restored, formerly, the_one, which_one
+from pccheck_async.format import CheckpointInfo, Metadata, Restored, Tier, check_tier, formerly, the_one, which_one
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -98,6 +98,7 @@ class SyncCheckpointEngine(EngineBase):
         name: str | None = None,
         replace: bool = False,
         overlap: bool = False,
+        tier: Tier = "disk",
     ) -> PendingCheckpoint:
         """Capture ``state``; return when it is safe to mutate, while the bytes are still being written.
 
@@ -123,6 +124,7 @@ class SyncCheckpointEngine(EngineBase):
                 storage or DLPack waits by itself. Other code that changes one must call :meth:`wait_captured` first;
                 otherwise the checkpoint is torn. That is detected (TornCaptureError), except for writes through
                 references to memory that were taken before, compiled code and CUDA graphs (see ``check_captures``).
+            tier: "memory": save it in memory alone (``memory=MemoryTier(...)``); one for the disk is in memory, too.
 
         Returns:
             The checkpoint in flight; its ``result()`` blocks until it is durable.
@@ -142,7 +144,9 @@ class SyncCheckpointEngine(EngineBase):
                 has neither restored nor saved any (``overwrite``); nothing was captured.
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
-        pending, start = self._core.start_checkpoint(state, step, metadata, name=name, replace=replace, overlap=overlap)
+        pending, start = self._core.start_checkpoint(
+            state, step, metadata, name=name, replace=replace, overlap=overlap, tier=check_tier(tier)
+        )
         if pending.skipped:
             return pending
         flight = flight_of(pending)

@@ -8,10 +8,11 @@ It may import: store and the rooms below.
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
-from pccheck_async.engine.config import Auto, Decisions, EngineConfig, StorageOptions, check_flag, decide
+from pccheck_async.engine.config import Auto, Decisions, EngineConfig, MemoryTier, StorageOptions, check_flag, decide
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.engine.loop import EngineLoop, call_once
+from pccheck_async.engine.memory import Memory
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.peers import Alone, Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
@@ -37,6 +38,8 @@ __all__ = [
     "Flight",
     "Guard",
     "InlineCaptures",
+    "Memory",
+    "MemoryTier",
     "Peers",
     "PendingCheckpoint",
     "Policy",

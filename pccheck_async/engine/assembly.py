@@ -13,9 +13,11 @@ from pccheck_async.engine.config import EngineConfig, decide
 from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.engine.memory import Memory
 from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
+from pccheck_async.errors import CheckpointError
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
@@ -36,11 +38,13 @@ class EngineParts:
 
     Attributes:
         complete: Whether :meth:`open` made all of them.
+        memory: The tier in memory; None without one.
         publisher: Of the status file, for other processes; None if the medium is a user's.
     """
 
     complete = False
     opened: OpenMedium
+    memory: Memory | None = None
 
     async def open(
         self,
@@ -77,29 +81,39 @@ class EngineParts:
                 lock_timeout=options.lock_timeout,
                 version=peers.record_version,
             )
+            block_bytes = store.block_bytes
+            if config.memory is not None:
+                self.memory = await Memory.open(
+                    config.memory, path, store, opened.operations, config.max_in_flight, options.lock_timeout
+                )
+                block_bytes = max(block_bytes, self.memory.store.block_bytes)
             self.backend = backend = make_backend(opened.operations, options.gpu_capture)
             pinning = backend.pinning
             self.decisions = decisions = decide(
-                options, block_bytes=store.block_bytes, cores=cores, memory=memory, cuda=pinning is not None
+                options, block_bytes=block_bytes, cores=cores, memory=memory, cuda=pinning is not None
             )
             decisions.reasons["io"] = opened.reason
             self.pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
-            self.planner = Planner(decisions.chunk_bytes, store.block_bytes)
+            self.planner = Planner(decisions.chunk_bytes, block_bytes)
             self.inline_captures = InlineCaptures(opened.operations, self.planner)
             self.scheduler = Scheduler(
                 store=store,
                 peers=peers,
                 pool=self.pool,
                 planner=self.planner,
+                backend=backend,
                 max_in_flight=config.max_in_flight,
                 in_flight=in_flight,
                 stream=stream,
                 path=path,
+                memory=self.memory,
             )
             # Other media need not be folders.
             self.publisher = Publisher(path, collect) if isinstance(options.io, str) else None
             self.complete = True
         except BaseException:
+            if self.memory is not None:
+                await self.memory.store.medium.close()
             await opened.close()
             if backend is not None:
                 backend.close()
@@ -109,6 +123,8 @@ class EngineParts:
         """In a forked child: close every descriptor, at any stage of :meth:`open`."""
         if hasattr(self, "opened"):
             self.opened.medium.abandon()
+        if self.memory is not None:
+            self.memory.store.medium.abandon()
         if (publisher := getattr(self, "publisher", None)) is not None:
             publisher.abandon()
 
@@ -128,6 +144,9 @@ class EngineParts:
                 self._stop_publishing(0.1)
                 self.scheduler.give_up(left)  # the rest of their states may change from now on
                 return False, left
+            await self._save_unsaved(
+                None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+            )
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
             await self.peers.leave(rest)
             ending = asyncio.ensure_future(self._end(closer, rest))
@@ -139,10 +158,22 @@ class EngineParts:
             ending.result()
         return ending.done(), []
 
+    async def _save_unsaved(self, seconds: float | None) -> None:
+        """Make the newest checkpoint in memory durable; if that fails, it stays in memory, and closing goes on."""
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                await self.scheduler.save_unsaved()
+        except (CheckpointError, OSError) as failure:  # also TimeoutError
+            error = failure
+        self.scheduler.in_flight.fail_in_memory(error)
+
     async def _end(self, closer: asyncio.Task[Any] | None, seconds: float | None = None) -> None:
         self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
         await self.loop.end_others(closer)  # restores of other threads
+        if self.memory is not None:
+            await self.memory.close(self.opened.operations)
         await self.opened.close()
         self.backend.close()
         self.pool.close()

@@ -12,7 +12,7 @@ from pccheck_async.medium.open_medium import IO, MediumName, check_io
 from pccheck_async.store import Keep, KeepAll, Retention
 from pccheck_async.transfer.copying import DeviceMode
 
-__all__ = ["Auto", "Decisions", "EngineConfig", "StorageOptions", "check_flag", "decide"]
+__all__ = ["Auto", "Decisions", "EngineConfig", "MemoryTier", "StorageOptions", "check_flag", "decide"]
 
 Auto = Literal["auto"]
 
@@ -79,6 +79,38 @@ class StorageOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTier:
+    """Keep the newest checkpoints in memory, too (tmpfs): they survive the process, not the machine.
+
+    A checkpoint is captured right into memory, and the disk is written from there. So ``engine.step`` can save far more
+    often than the disk takes; a restart on this machine goes on from the newest one, if the store on disk descends from
+    its run. Memory is taken for ``keep_last + max_in_flight + 1`` states. Leaving the engine's context makes the newest
+    one durable on disk.
+
+    Args:
+        interval: ``engine.step`` saves in memory every so many steps.
+        keep_last: How many are kept in memory.
+        path: A tmpfs. "auto": ``/dev/shm``.
+        keep_after_close: Leave them in memory when the engine is closed, for processes that read them there.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    interval: int = 1
+    keep_last: int = 1
+    path: str = "auto"
+    keep_after_close: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("interval", self.interval)
+        check_count("keep_last", self.keep_last)
+        if not isinstance(self.path, str) or not self.path:
+            raise ValueError(f'path is "auto" or the folder of a tmpfs, not {self.path!r}')
+        check_flag("keep_after_close", self.keep_after_close)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The user's settings, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
 
@@ -91,11 +123,14 @@ class EngineConfig:
     on_busy: Literal["wait", "skip"] = "wait"
     on_error: Literal["raise", "warn"] = "raise"
     storage: StorageOptions = field(default_factory=StorageOptions)
+    memory: MemoryTier | None = None
 
     def __post_init__(self) -> None:
         check_count("max_in_flight", self.max_in_flight)
         _check_kind("keep", self.keep, Keep, "Keep(every=1000)")
         _check_kind("storage", self.storage, StorageOptions, "StorageOptions(writers=8)")
+        if self.memory is not None:
+            _check_kind("memory", self.memory, MemoryTier, "MemoryTier(interval=1)")
         _ = self.retention
         if self.on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")

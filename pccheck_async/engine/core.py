@@ -37,6 +37,7 @@ from pccheck_async.format import (
     CheckpointInfo,
     Metadata,
     Restored,
+    Tier,
     Which,
     check_metadata,
     check_name,
@@ -171,7 +172,7 @@ class EngineCore:
         )
         parts = self._assembly
         self.in_flight.counter, self.captures.owners = await self.peers.join(
-            self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with
+            self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with, parts.memory
         )
 
     async def _lost_holder(self) -> EngineCore | None:
@@ -342,18 +343,22 @@ class EngineCore:
         replace: bool = False,
         overlap: bool = False,
         last: bool = False,
+        tier: Tier = "disk",
     ) -> tuple[PendingCheckpoint, float]:
         """Read the state and hand it to the scheduler, all on the caller's thread.
 
         The arguments are those of :meth:`pccheck_async.CheckpointEngine.checkpoint`. No checkpoint comes after the
         ``last``: it is neither skipped, nor prevented by an earlier failure. A call that raises fails it on all ranks.
+        One for the disk is saved in memory, too, if there is that ``tier``.
 
         Returns:
             The checkpoint, and when the call began (of ``time.perf_counter()``), for ``in_flight.note_waited``.
         """
         counter = self.in_flight.counter
         try:
-            return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last)
+            if tier == "memory" and self.config.memory is None:
+                raise ValueError('tier="memory" needs an engine with memory=MemoryTier(...)')
+            return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last, tier=tier)
         except BaseException as error:
             self.fail_checkpoint(step, error, after=counter)
             raise
@@ -397,6 +402,7 @@ class EngineCore:
         replace: bool,
         overlap: bool,
         last: bool,
+        tier: Tier,
     ) -> tuple[PendingCheckpoint, float]:
         start = time.perf_counter()
         assembly = self.check_alive()
@@ -407,6 +413,7 @@ class EngineCore:
         self.check_restored(step)
         name = None if name is None else check_name(name)
         plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
+        last = last or tier == "memory"  # which takes no place
         skipped = None if last else self.in_flight.skip(step)
         if skipped is not None:
             self.in_flight.tell_skipped(skipped, step)
@@ -436,12 +443,12 @@ class EngineCore:
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
                 # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
                 # two checkpoints would have it.
-                flight = self.in_flight.add(step, name, state_seconds)
+                flight = self.in_flight.add(step, name, state_seconds, on_disk=tier == "disk")
                 self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
                 overlapped = None if capture.lazy is None else self.guard.watch(flight, capture.lazy)
-                job = Job(flight, capture, plain, overlapped, self.stream.trace)
+                job = Job(flight, capture, plain, overlapped, self.stream.trace, assembly.memory is not None)
                 # Set before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
                 # harm, one that is given back twice does.
                 taken = True
@@ -518,7 +525,7 @@ class EngineCore:
     @property
     def latest(self) -> CheckpointInfo | None:
         """The newest durable checkpoint that is not rejected."""
-        return next((info for info in self.infos if not info.rejected), None)
+        return next((info for info in self.infos if not info.rejected and "disk" in info.tiers), None)
 
     async def abort(self, caller: Caller, flight: Flight) -> None:
         """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
@@ -539,6 +546,11 @@ class EngineCore:
             finally:
                 if aborting.done() and aborting.exception() is None and aborting.result():
                     flight.failure_told = True  # else it was captured already and goes on
+
+    @property
+    def saves_in_memory(self) -> bool:
+        """Whether there is a tier in memory, and it works."""
+        return self.assembly.memory is not None and not self.assembly.memory.off
 
     def _stop_capture(self, flight: Flight) -> None:
         with suppress(ClosedError):  # closing ended it
@@ -576,9 +588,16 @@ class EngineCore:
 
     @property
     def infos(self) -> list[CheckpointInfo]:
-        """Committed checkpoints, newest first."""
+        """Committed checkpoints, newest first; also those in memory alone."""
         _ = self.assembly  # raises ClosedError
-        return [entry.info for entry in self.peers.entries]
+        on_disk, in_memory = self.peers.entries, {entry.counter: entry for entry in self.peers.in_memory}
+        if not in_memory:
+            return [entry.info for entry in on_disk]
+        both = {entry.counter: replace(entry.info, tiers=("memory",)) for entry in in_memory.values()}
+        for entry in on_disk:
+            copied: tuple[Tier, ...] = ("memory", "disk") if entry.counter in in_memory else ("disk",)
+            both[entry.counter] = replace(entry.info, tiers=copied)
+        return [both[counter] for counter in sorted(both, reverse=True)]
 
     async def pin(self, caller: Caller, which: int | str, pinned: bool) -> CheckpointInfo:
         """Exempt a checkpoint from the rules, or subject it to them again, once those in flight that match ended."""
@@ -586,6 +605,7 @@ class EngineCore:
         for flight in self.in_flight.checkpoints():
             if matches(which, flight.step, flight.name):
                 await caller.wait(flight.ended_future())
+        await caller.run(self.assembly.scheduler.save_unsaved())
         return (await caller.run(self.peers.pin(which, pinned))).info
 
     async def remove(self, caller: Caller, which: int | str, *, force: bool) -> list[CheckpointInfo]:
@@ -596,6 +616,7 @@ class EngineCore:
         for flight in in_flight:
             if matches(which, flight.step, flight.name) or not others:
                 await caller.wait(flight.ended_future())
+        await caller.run(self.assembly.scheduler.save_unsaved())
         removed = await caller.run(self.peers.remove(which, force=force))
         self._unrestored = [info for info in self._unrestored if not matches(which, info.step, info.name)]
         return [entry.info for entry in removed]
@@ -606,6 +627,7 @@ class EngineCore:
         with self.in_flight.lock:
             until = self.in_flight.counter
             in_flight = {flight.counter: (flight.step, flight.name) for flight in self.in_flight.checkpoints()}
+        await caller.run(self.assembly.scheduler.save_unsaved())
         rejected = await caller.run(self.peers.reject(which, in_flight, until))
         self.training.rejected()
         counters = {entry.counter for entry in rejected}
@@ -648,6 +670,8 @@ class EngineCore:
         if not dry_run:
             self._unrestored = []
             self._restored_step = None if restored is None else restored.step
+            if restored is not None and assembly.memory is not None:
+                assembly.memory.note_restored(restored.counter)
         return restored
 
     # -- statistics
@@ -677,6 +701,7 @@ class EngineCore:
                 snapshots=copying.snapshots,
                 slots=store.slots,
                 slot_bytes=store.slot_bytes,
+                memory_bytes=0 if parts.memory is None else parts.memory.store.statistics().slot_bytes,
                 plan_hits=parts.planner.hits,
                 plan_misses=parts.planner.misses,
                 latest=self.latest,

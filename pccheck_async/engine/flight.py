@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
-from pccheck_async.errors import ClosedError
+from pccheck_async.errors import CheckpointError, ClosedError
 from pccheck_async.format import CheckpointInfo
 
 __all__ = ["CheckpointProgress", "Flight", "Promise", "Waiting", "wait_for_any"]
@@ -133,13 +133,16 @@ class CheckpointProgress:
 
     Attributes:
         phase: "waiting" for its turn, "capturing", "writing" (all is captured), "committing" (its last request is on
-            its way: manifest, flush and commit record, and of a small checkpoint its bytes); or how it ended.
+            its way: manifest, flush and commit record, and of a small checkpoint its bytes), "in memory" (and due there
+            alone); or how it ended.
         nbytes: Bytes of the checkpoint's tensors, 0 while it waits.
         captured: Bytes captured so far.
         written: Bytes written so far, those of the last request included.
     """
 
-    phase: Literal["waiting", "capturing", "writing", "committing", "durable", "superseded", "skipped", "failed"]
+    phase: Literal[
+        "waiting", "capturing", "writing", "committing", "in memory", "durable", "superseded", "skipped", "failed"
+    ]
     nbytes: int
     captured: int
     written: int
@@ -183,13 +186,15 @@ class Flight:
         failure_told: Whether the user has got its failure, as an error or a warning.
         overlap_was_chosen: Whether ``engine.step`` made it, which captures repeatedly torn tensors eagerly: that it is
             torn is warned of, and not raised by the next call.
+        on_disk: Whether it is due on disk; else in memory alone.
         compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
     """
 
-    def __init__(self, step: int, counter: int, name: str | None = None) -> None:
+    def __init__(self, step: int, counter: int, name: str | None = None, *, on_disk: bool = True) -> None:
         self.step = step
         self.counter = counter
         self.name = name
+        self.on_disk = on_disk
         self.superseded = False
         self.admitted_at = self.captured_at = time.monotonic()
         self.stall = 0.0
@@ -201,6 +206,7 @@ class Flight:
         self._pid = os.getpid()
         self._eager_captured: Promise[None] = Promise()
         self._captured: Promise[None] = Promise()
+        self._in_memory: Promise[None] = Promise()
         self._durable: Promise[CheckpointInfo] = Promise()
         self._waiters: set[Waiting] = set()
 
@@ -225,6 +231,14 @@ class Flight:
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Block as :meth:`.pending.PendingCheckpoint.result`."""
         return self._block(self._durable, timeout)
+
+    async def in_memory(self) -> None:
+        """Wait until it is committed in memory."""
+        await self._wait(self._in_memory)
+
+    def wait_in_memory(self, timeout: float | None = None) -> None:
+        """Block until it is committed in memory."""
+        self._block(self._in_memory, timeout)
 
     async def eager_captured(self) -> None:
         """Wait until the eager leaves are captured: all of the state but its lazy part."""
@@ -315,6 +329,8 @@ class Flight:
             phase: Any = "failed" if self.failed else "superseded" if self.superseded else "durable"
         elif nbytes is None:
             phase = "waiting"
+        elif self._in_memory.over and not self.on_disk:
+            phase = "in memory"
         else:
             phase = "committing" if written >= nbytes else "writing" if self.is_captured else "capturing"
         return CheckpointProgress(phase, nbytes or 0, captured, written)
@@ -331,13 +347,19 @@ class Flight:
         self._captured.set_result(None)
         self._eager_captured.set_result(None)  # last: callers of checkpoint() wait for it
 
+    def set_in_memory(self) -> None:
+        """Called when it is committed in memory."""
+        self.set_captured()
+        self._in_memory.set_result(None)
+
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Called with the committed checkpoint, or the newest one if this one is superseded."""
         self.superseded = superseded
         self.set_captured()
+        self._in_memory.set_error(CheckpointError(f"the checkpoint of step {self.step} is durable, and not in memory"))
         self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
         """Called with the error of a failed checkpoint: promises that are over keep their outcome, the others fail."""
-        for promise in (self._captured, self._eager_captured, self._durable):
+        for promise in (self._captured, self._eager_captured, self._in_memory, self._durable):
             promise.set_error(error)

@@ -14,7 +14,8 @@ from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, TornCaptureError
-from pccheck_async.telemetry import Stream
+from pccheck_async.format import CheckpointInfo
+from pccheck_async.telemetry import Stream, write
 from pccheck_async.telemetry.events import Admitted, Durable, Event, Failed, Skipped, Superseded, Waited
 
 __all__ = ["InFlight"]
@@ -30,6 +31,7 @@ class InFlight:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may read statistics meanwhile.
         counter: The largest counter that was given away.
         newest: The checkpoint that was admitted last, None before the first.
+        memory_stall: Seconds that training waited for checkpoints that are due in memory alone.
     """
 
     def __init__(self, config: EngineConfig, stream: Stream) -> None:
@@ -39,24 +41,34 @@ class InFlight:
         self.counter = -1
         self.newest: Flight | None = None
         self._in_flight: dict[Flight, None] = {}
+        self._in_memory: list[Flight] = []  # those alone there, until a newer one is on disk
+        self.memory_stall = 0.0
         self._failed: list[tuple[Flight, Exception]] = []
         self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
 
     def __len__(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def on_disk(self) -> int:
+        """How many of them are due on disk: those take the places that ``max_in_flight`` gives."""
+        with self.lock:
+            return sum(flight.on_disk for flight in self._in_flight)
+
     def checkpoints(self) -> list[Flight]:
         """Return the checkpoints admitted and not ended, oldest first."""
         with self.lock:
             return list(self._in_flight)
 
-    def add(self, step: int | None, name: str | None = None, state_seconds: float = 0.0) -> Flight:
+    def add(
+        self, step: int | None, name: str | None = None, state_seconds: float = 0.0, *, on_disk: bool = True
+    ) -> Flight:
         """Admit a checkpoint under the next counter. Called before the engine's loop gets it.
 
         ``state_seconds`` is the time that ``state_dict()`` and laying out its state took.
         """
         self.counter += 1
-        flight = Flight(self.counter if step is None else step, self.counter, name)
+        flight = Flight(self.counter if step is None else step, self.counter, name, on_disk=on_disk)
         self._stream.emit(Admitted(step=flight.step, counter=flight.counter, state_seconds=state_seconds))
         # No call from here on: an interrupt would leave one in flight without a holder.
         self.newest = flight
@@ -71,9 +83,9 @@ class InFlight:
         if self._config.on_busy != "skip":
             return None
         with self.lock:
-            if len(self._in_flight) < self._config.max_in_flight:
+            if self.on_disk < self._config.max_in_flight:
                 return None
-            newest = next(reversed(self._in_flight))
+            newest = next(flight for flight in reversed(self._in_flight) if flight.on_disk)
         return PendingCheckpoint(newest, skipped=newest.step if step is None else step)
 
     def tell_skipped(self, skipped: PendingCheckpoint, step: int | None) -> None:
@@ -99,14 +111,17 @@ class InFlight:
         """
         seconds = time.perf_counter() - start
         flight.stall += seconds
+        if not flight.on_disk:
+            self.memory_stall += seconds
         self._stream.emit(Waited(step=flight.step, counter=flight.counter, seconds=seconds, where=where))
 
     # -- their ends
 
-    def note_end(self, flight: Flight, error: Exception | None, superseded: bool, nbytes: int) -> None:
+    def note_end(self, flight: Flight, error: Exception | None, superseded: bool, info: CheckpointInfo | None) -> None:
         """Count the end of a checkpoint. Called before its waiting callers get it."""
         now, step, counter = time.monotonic(), flight.step, flight.counter
         seconds, captured, stall = now - flight.admitted_at, flight.captured_at - flight.admitted_at, flight.stall
+        nbytes = 0 if info is None else info.nbytes
         event: Event
         if error is not None:
             event = Failed(step=step, counter=counter, error=error)
@@ -125,6 +140,55 @@ class InFlight:
             elif not superseded:
                 self._reports.append(SaveReport(now=now, step=step, nbytes=nbytes, **times))
         self._stream.publish(event)
+        if error is None and not superseded:
+            self._end_in_memory(counter, info)
+
+    def note_in_memory(self, flight: Flight) -> None:
+        """Called when a checkpoint that is due in memory alone is committed there: it ends when a newer one is on disk.
+
+        One that was withdrawn has ended.
+        """
+        with self.lock:
+            if flight in self._in_flight:
+                del self._in_flight[flight]
+                self._in_memory.append(flight)
+
+    def note_saved(self, info: CheckpointInfo) -> None:
+        """Called when a checkpoint of which there was a copy in memory alone is durable on disk."""
+        with self.lock:
+            same = [flight for flight in self._in_memory if flight.counter == info.counter]
+            self._in_memory = [flight for flight in self._in_memory if flight not in same]
+        for flight in same:
+            flight.set_durable(info)
+        self._end_in_memory(info.counter, info)
+
+    def _end_in_memory(self, counter: int, info: CheckpointInfo | None) -> None:
+        """End the checkpoints in memory that are older than one on disk: it supersedes them."""
+        if not self._in_memory or info is None:
+            return
+        with self.lock:
+            older = [flight for flight in self._in_memory if flight.counter < counter]
+            self._in_memory = [flight for flight in self._in_memory if flight.counter >= counter]
+        for flight in older:  # no events: it is no sign of slow storage
+            flight.set_durable(info, superseded=True)
+
+    def fail_in_memory(self, error: Exception | None) -> None:
+        """End the checkpoints in memory that no newer one will supersede. Called when the engine closes.
+
+        ``error`` is that of writing the newest one to disk.
+        """
+        with self.lock:
+            left, self._in_memory = self._in_memory, []
+        if error is not None:
+            write("memory_unsaved", "the newest checkpoint in memory is not on disk: %s", error, error=str(error))
+        for flight in left:
+            why = "" if error is None else f" ({error})"
+            failure = CheckpointError(
+                f"the checkpoint of step {flight.step} is in memory alone: the engine closed{why}"
+            )
+            with self.lock:
+                self._failed += [] if error is None or flight is not left[-1] else [(flight, failure)]
+            flight.set_failed(failure)
 
     def take_reports(self) -> list[SaveReport]:
         """Return reports on the checkpoints that became durable since the last call."""

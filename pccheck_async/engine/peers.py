@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.memory import Memory
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
-from pccheck_async.format import Entry, Metadata, Which
+from pccheck_async.format import Entry, Metadata, Tier, Which
 from pccheck_async.format.record import FORMAT_VERSION
 from pccheck_async.state import Owners, ReplicaSample
 from pccheck_async.store import (
@@ -30,6 +31,7 @@ from pccheck_async.store import (
     choose,
     only_rejected,
 )
+from pccheck_async.telemetry import write
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Alone", "Connected", "Peers", "Private", "RestoreCandidate", "RestoreCandidates", "StepEnd"]
@@ -72,6 +74,7 @@ class RestoreCandidate:
         elsewhere: The ranks whose parts cannot be read here.
         must_verify: Whether it never was committed: it counts only if all of it is whole.
         other_world: This rank and the number of ranks, if another number of ranks saved it.
+        source: The tier that it is read from.
     """
 
     sources: Mapping[int, Source]
@@ -79,6 +82,7 @@ class RestoreCandidate:
     elsewhere: Sequence[int] = ()
     must_verify: bool = False
     other_world: tuple[int, int] | None = None
+    source: Tier = "disk"
 
 
 class RestoreCandidates(ABC):
@@ -143,10 +147,12 @@ class Peers(ABC):
         store: Store,
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
+        memory: Memory | None = None,
     ) -> Connected:
         """Connect to the others, once this engine's own store is open. Raises GroupError.
 
-        ``end_with`` ends a checkpoint that is being written with an error, by its counter.
+        ``end_with`` ends a checkpoint that is being written with an error, by its counter; ``memory`` is the tier in
+        memory, of one process only.
         """
 
     def unopened(self, error: BaseException) -> None:
@@ -217,6 +223,11 @@ class Peers(ABC):
         """Durable checkpoints, newest first."""
 
     @property
+    def in_memory(self) -> Sequence[Entry]:
+        """Checkpoints in memory that count, newest first."""
+        return ()
+
+    @property
     @abstractmethod
     def newest(self) -> Entry | None:
         """The newest checkpoint that is durable and, if there is such a one, not rejected; None: all were removed."""
@@ -263,6 +274,7 @@ class Alone(Peers):
     stopped = None
     _store: Store
     _path: str
+    _memory: Memory | None
 
     def retention(self, config: EngineConfig) -> Retention:
         return config.retention
@@ -277,9 +289,10 @@ class Alone(Peers):
         store: Store,
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
+        memory: Memory | None = None,
     ) -> Connected:
-        self._store, self._path = store, path
-        return Connected(store.committed.largest_counter, None)
+        self._store, self._path, self._memory = store, path, memory
+        return Connected(store.committed.largest_counter if memory is None else memory.largest_counter, None)
 
     def commit(self, written: Written, sample: ReplicaSample | None) -> Coroutine[Any, Any, bool]:
         return self._store.commit(written)
@@ -288,7 +301,7 @@ class Alone(Peers):
         return False
 
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
-        return _OwnCandidates(self._store, self._path, which, dry_run)
+        return _OwnCandidates(self._store, self._memory, self._path, which, dry_run)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -298,16 +311,26 @@ class Alone(Peers):
     def newest(self) -> Entry | None:
         return self._store.committed.newest
 
+    @property
+    def in_memory(self) -> Sequence[Entry]:
+        return () if self._memory is None else self._memory.entries
+
     async def pin(self, which: int | str, pinned: bool) -> Entry:
         return await self._store.pin(which, pinned)
 
     async def reject(
         self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
     ) -> list[Entry]:
-        return await self._store.reject(which, in_flight, until)
+        rejected = await self._store.reject(which, in_flight, until)
+        if self._memory is not None:
+            await self._memory.follow_disk()
+        return rejected
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        return await self._store.remove(which, force=force)
+        removed = await self._store.remove(which, force=force)
+        if self._memory is not None:
+            await self._memory.follow_disk()
+        return removed
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         return StepEnd(policy.due(report))
@@ -317,21 +340,34 @@ class Alone(Peers):
 
 
 class _OwnCandidates(RestoreCandidates):
-    """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last."""
+    """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last.
 
-    def __init__(self, store: Store, path: str, which: Which, dry_run: bool) -> None:
-        committed = store.committed
-        if error := only_rejected((*committed.record.entries, *committed.adopted), which, path):
+    Of one that is in memory, too, that copy is tried first.
+    """
+
+    def __init__(self, store: Store, memory: Memory | None, path: str, which: Which, dry_run: bool) -> None:
+        committed, in_memory = store.committed, () if memory is None else memory.entries
+        if error := only_rejected((*committed.record.entries, *committed.adopted, *in_memory), which, path):
             raise error
         self._store = store
+        self._memory = memory
+        self._passed_over: set[int] = set()  # counters of copies in memory that cannot be read
         self._which = which
         self._dry_run = dry_run
         self._fallback = Fallback(which)
+
+    def _copies(self) -> dict[int, Entry]:
+        """Return the copies in memory to try, by counter."""
+        entries = () if self._memory is None else self._memory.entries
+        return {entry.counter: entry for entry in entries if entry.counter not in self._passed_over}
 
     def _find(self) -> tuple[Entry, bool] | None:
         """Return the checkpoint to read, and whether it was superseded."""
         committed, unreadable = self._store.committed, self._fallback.unreadable
         entries, record = committed.entries, committed.record
+        if copies := self._copies():
+            there = {entry.counter: entry for entry in entries}
+            entries = tuple(sorted((copies | there).values(), key=lambda entry: -entry.counter))
         if (entry := choose(entries, self._which, unreadable, record.superseded)) is not None:
             return entry, entry not in entries
         damaged = choose(record.entries, self._which, unreadable)
@@ -341,6 +377,10 @@ class _OwnCandidates(RestoreCandidates):
         if (found := self._find()) is None:
             return None
         self._entry, self._superseded = entry, superseded = found
+        self._copy = None if superseded else self._copies().get(entry.counter)
+        if self._copy is not None:
+            assert self._memory is not None
+            return RestoreCandidate({0: OwnSlot(self._memory.store, self._copy)}, source="memory")
         if superseded and self._fallback.failure is None:
             newest, error = self._store.committed.record.entries[0], DamagedError("found damaged by an earlier restore")
             self._fallback.failure = newest, error
@@ -351,11 +391,27 @@ class _OwnCandidates(RestoreCandidates):
             return True
         if not isinstance(error, DroppedMeanwhileError | UnreadableError):
             raise error
+        if self._copy is not None:
+            await self._pass_over(caller, error)
+            return False
         damaged = isinstance(error, UnreadableError) and isinstance(error.error, DamagedError)
         if damaged and not self._superseded and not self._dry_run:
             await caller.run(self._store.note_damaged(self._entry))
         self._fallback.failed(self._entry, self._superseded, error, self._find)
         return False
+
+    async def _pass_over(self, caller: Caller, error: DroppedMeanwhileError | UnreadableError) -> None:
+        """Read the copy on disk next, or, if there is none, an older checkpoint."""
+        entry, memory = self._entry, self._memory
+        assert memory is not None
+        self._passed_over.add(entry.counter)
+        if isinstance(error, UnreadableError):
+            text = "the copy in memory of step %d cannot be read: %s"
+            write("memory_unreadable", text, entry.step, error.error, step=entry.step, counter=entry.counter)
+            if isinstance(error.error, DamagedError) and not self._dry_run:
+                await caller.run(memory.store.note_damaged(entry))
+        if not any(entry.counter == other.counter for other in self._store.committed.entries):
+            self._fallback.failed(entry, False, error, self._find)
 
     async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
         if error is not None:

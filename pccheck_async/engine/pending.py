@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pccheck_async.engine.flight import CheckpointProgress, Flight
-from pccheck_async.format import CheckpointInfo
+from pccheck_async.format import CheckpointInfo, Tier, check_tier
 
 __all__ = ["PendingCheckpoint", "flight_of"]
 
@@ -101,6 +101,29 @@ class PendingCheckpoint:
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
         return self._flight.result(timeout)
+
+    async def reached(self, tier: Tier) -> None:
+        """Wait until the checkpoint is committed in a tier: in "memory" it survives the process, on "disk" the power.
+
+        One that is due in memory alone, and its successors too, reaches the disk when a newer one does, or when the
+        engine's context is left.
+
+        Cancellation: only stops the waiting.
+
+        Raises:
+            CheckpointError: it failed; or it is on disk, and was not saved in memory.
+        """
+        await (self._flight.in_memory() if check_tier(tier) == "memory" else self._flight.durable())
+
+    def wait_reached(self, tier: Tier, timeout: float | None = None) -> None:
+        """Block until it is committed in a tier, for code that is not async (see :meth:`reached`).
+
+        Raises TimeoutError.
+        """
+        if check_tier(tier) == "memory":
+            self._flight.wait_in_memory(timeout)
+        else:
+            self._flight.result(timeout)
 
     def done(self) -> bool:
         """Return whether it is durable, superseded or failed."""

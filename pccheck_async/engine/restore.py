@@ -260,6 +260,7 @@ class Reading:
             mismatched=() if error is None else error.mismatched,
             actions=dict(zip(readable(restoration.actions), restoration.actions.values(), strict=True)),
             error=None if error is None else str(error),
+            source=self._candidate.source,
         )
 
     def release(self) -> None:
@@ -286,7 +287,8 @@ class Reading:
             )
             write("lost_gradients", text, entry.step, step=entry.step, counter=entry.counter)
         filled = sum(number for number, _ in restoration.counts.values())
-        return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
+        source = self._candidate.source
+        return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled, source=source)
 
 
 def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:

@@ -15,19 +15,24 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 
+from msgspec.structs import replace
+
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
+from pccheck_async.engine.memory import Memory, Staged
 from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.peers import Peers
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.manifest import Manifest, encode_again, version_of
-from pccheck_async.store import ChunkPlace, SlotLease, SlotWriter, Store, Written
+from pccheck_async.state import ReplicaSample
+from pccheck_async.store import ChunkPlace, OwnSlot, PartReader, SlotLease, SlotWriter, Staging, Store, Written
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
-from pccheck_async.telemetry.events import Abandoned, Captured
+from pccheck_async.telemetry.events import Abandoned, Captured, InMemory
 from pccheck_async.transfer import BufferPool, Tasks
-from pccheck_async.transfer.plan import Planner
+from pccheck_async.transfer.copying import CopyBackend
+from pccheck_async.transfer.plan import Plan, Planner
 
 __all__ = ["Job", "Scheduler"]
 
@@ -46,6 +51,8 @@ class Job:
     """Detects a torn capture; None if training waits for all of it."""
     trace: Sink | None
     """Gets spans of the work for it."""
+    in_memory: bool = False
+    """Whether it is due in memory, too (:mod:`pccheck_async.engine.memory`)."""
     captured: bool = False
     """Whether that was reported: nothing of the live state is read any more."""
     task: asyncio.Task[None] = field(init=False)
@@ -61,11 +68,13 @@ class Scheduler:
     peers: Peers
     pool: BufferPool
     planner: Planner
+    backend: CopyBackend
     max_in_flight: InitVar[int]
     in_flight: InFlight
     stream: Stream
     path: str
     """Of the store, for the log."""
+    memory: Memory | None = None
 
     def __post_init__(self, max_in_flight: int) -> None:
         self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
@@ -182,12 +191,15 @@ class Scheduler:
             try:
                 if refused is not None:
                     raise refused
-                await self._turns.acquire()
-                try:
-                    await self.peers.admitted(flight.counter)
-                    info, superseded = await self._save(job)
-                finally:
-                    self._turns.release()  # only after the slot that the commit freed is free
+                if not flight.on_disk and not await self._save_in_memory_alone(job):
+                    flight.on_disk = True  # there is no memory for it
+                if flight.on_disk:
+                    await self._turns.acquire()
+                    try:
+                        await self.peers.admitted(flight.counter)
+                        info, superseded = await self._save(job)
+                    finally:
+                        self._turns.release()  # only after the slot that the commit freed is free
             finally:
                 # Every operation on it has ended; holders of the checkpoint, or of its error, must not keep the state.
                 job.capture.release()
@@ -203,6 +215,9 @@ class Scheduler:
                 error = CheckpointError(f"the checkpoint of step {flight.step} was ended by {error!r}")
             self._end(job, error)
         else:
+            if not flight.on_disk:
+                self.in_flight.note_in_memory(flight)
+                return
             self._end(job, None, info, superseded=superseded)
             await self.store.slots.remove_surplus()  # only now: even if this fails, the checkpoint is durable
 
@@ -210,11 +225,11 @@ class Scheduler:
         self, job: Job, error: Exception | None, info: CheckpointInfo | None = None, *, superseded: bool = False
     ) -> None:
         """Count the end of a checkpoint, and then end the waiting for it, even if counting fails."""
-        flight, nbytes = job.flight, 0 if info is None else info.nbytes
+        flight = job.flight
         try:
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self.in_flight.note_end(flight, error, superseded, nbytes)
+            self.in_flight.note_end(flight, error, superseded, info)
             self.peers.ended(flight.counter, error)
         except BaseException as failure:  # noqa: BLE001 - also of a handler of the log that exits
             with suppress(BaseException):
@@ -228,33 +243,25 @@ class Scheduler:
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""
-        flight, capture, overlapped = job.flight, job.capture, job.overlapped
-        plan = await capture.begin(self.planner, None if overlapped is None else overlapped.fence.set_result)
-        flight.nbytes = plan.payload_nbytes
-        if (inline := capture.inline) is not None:
-            enter_chunk(0)
-            self.stream.clock.note("capture", *inline.seconds, plan.payload_nbytes)
-            enter_chunk(None)
-            flight.captured_nbytes = plan.payload_nbytes
-        self._note_progress(job)
-        async with SlotWriter(self.store, self.pool, plan, None if inline is None else inline.buffer) as writer:
-            if order := capture.order():
-                async with Tasks() as tasks:
-                    await writer.reserve(tasks, lambda: len(self._encode(job)))
-                    for number, index in enumerate(order):
-                        place = await writer.place(plan.chunks[index])
-                        tasks.create_task(self._save_chunk(job, index, writer, place))
-                        if number % _YIELD_EVERY == 0:
-                            await asyncio.sleep(0)  # those begin while the others are still being made
-            manifest = self._encode(job)
-            slot, rest = await writer.finish(manifest)  # from here on the commit gives it back
-            entry, start = self._entry(job, slot, manifest), time.perf_counter()
-            try:
-                check = None if overlapped is None else overlapped.check
-                flight.written_nbytes = plan.payload_nbytes
-                committed = await self.peers.commit(Written(slot, entry, rest, check), capture.sample)
-            finally:
-                self.stream.clock.note("commit", start, time.perf_counter())
+        plan = await self._begin(job)
+        staged = await self._save_in_memory(job, plan)
+        try:
+            async with SlotWriter(self.store, self.pool, plan, _only_chunk(job, plan, staged)) as writer:
+                if staged is None:
+                    await self._capture(job, plan, writer)
+                    manifest = self._encode(job)
+                else:
+                    await self._write_staged(plan, staged, writer)
+                    manifest = staged.manifest
+                slot, rest = await writer.finish(manifest)  # from here on the commit gives it back
+                check = None if job.overlapped is None or staged is not None else job.overlapped.check
+                job.flight.written_nbytes = plan.payload_nbytes
+                entry = self._entry(job, slot, manifest)
+                committed = await self._commit(Written(slot, entry, rest, check), job.capture.sample)
+        finally:
+            if staged is not None:
+                staged.release()
+        flight = job.flight
         if committed:
             return entry.info, False
         if (newest := self.peers.newest) is None:
@@ -263,6 +270,115 @@ class Scheduler:
                 f"the checkpoint of step {flight.step} was rejected, and no other is left: they were removed"
             )
         return newest.info, True
+
+    async def _begin(self, job: Job) -> Plan:
+        """Get ready to copy, and return the chunks."""
+        flight, capture, overlapped = job.flight, job.capture, job.overlapped
+        if flight.nbytes is not None:
+            return capture.plan  # it was to be saved in memory alone
+        plan = await capture.begin(self.planner, None if overlapped is None else overlapped.fence.set_result)
+        flight.nbytes = plan.payload_nbytes
+        if (inline := capture.inline) is not None:
+            enter_chunk(0)
+            self.stream.clock.note("capture", *inline.seconds, plan.payload_nbytes)
+            enter_chunk(None)
+            flight.captured_nbytes = plan.payload_nbytes
+        self._note_progress(job)
+        return plan
+
+    async def _capture(self, job: Job, plan: Plan, writer: SlotWriter) -> None:
+        """Copy the chunks that are not captured yet, and hand them to the writer."""
+        if order := job.capture.order():
+            async with Tasks() as tasks:
+                await writer.reserve(tasks, lambda: len(self._encode(job)))
+                for number, index in enumerate(order):
+                    place = await writer.place(plan.chunks[index])
+                    tasks.create_task(self._save_chunk(job, index, writer, place))
+                    if number % _YIELD_EVERY == 0:
+                        await asyncio.sleep(0)  # those begin while the others are still being made
+
+    async def _commit(self, written: Written, sample: ReplicaSample | None) -> bool:
+        start = time.perf_counter()
+        try:
+            return await self.peers.commit(written, sample)
+        finally:
+            self.stream.clock.note("commit", start, time.perf_counter())
+
+    # -- the tier in memory
+
+    async def _save_in_memory(self, job: Job, plan: Plan) -> Staged | None:
+        """Capture a checkpoint into a slot in memory, and commit it there; None if it is not due there, or no room is.
+
+        A torn capture is found here, once for both tiers. Raises its error, and those of the storage.
+        """
+        memory, capture = self.memory, job.capture
+        if memory is None or not job.in_memory:
+            return None
+        async with memory.turn:
+            await memory.begin()
+            longest = plan.payload_nbytes + len(self._encode(job)) + memory.store.block_bytes
+            if (lease := await memory.lease(longest)) is None:
+                return None
+            first = None if capture.inline is None else capture.inline.buffer
+            try:
+                async with SlotWriter(memory.store, self.pool, plan, first, lease) as writer:
+                    await self._capture(job, plan, writer)
+                    manifest = self._encode(job)
+                    slot, rest = await writer.finish(manifest)
+            except OSError as error:  # its file was cut off, say
+                memory.turn_off(error)
+                raise
+            check = None if job.overlapped is None else job.overlapped.check
+            staged = await memory.commit(Written(slot, self._entry(job, slot, manifest), rest, check), manifest)
+        job.flight.set_in_memory()
+        now = time.monotonic()
+        step, counter, nbytes = job.flight.step, job.flight.counter, plan.payload_nbytes
+        self.stream.emit(InMemory(step=step, counter=counter, nbytes=nbytes, seconds=now - job.flight.admitted_at))
+        return staged
+
+    async def _save_in_memory_alone(self, job: Job) -> bool:
+        """Save a checkpoint in memory alone; return whether there was room."""
+        staged = await self._save_in_memory(job, await self._begin(job))
+        if staged is not None:
+            staged.release()
+        return staged is not None
+
+    async def _write_staged(self, plan: Plan | Manifest, staged: Staged, writer: SlotWriter) -> None:
+        """Write a checkpoint from its slot in memory, unless it is one chunk, which the writer has."""
+        if len(plan.chunks) > 1:
+            async with Tasks() as tasks:
+                await writer.reserve(tasks, lambda: len(staged.manifest))
+                for chunk in plan.chunks:
+                    view = staged.view[chunk.offset : chunk.offset + chunk.nbytes]
+                    tasks.create_task(writer.put(ChunkPlace(chunk.offset, view, None, None)))
+
+    async def save_unsaved(self) -> None:
+        """Make the newest checkpoint in memory durable on disk, if that has none as new. Called when no more come.
+
+        Raises the errors of :meth:`Store.commit`, and DamagedError: then nothing was written.
+        """
+        memory = self.memory
+        if memory is None or (entry := memory.unsaved) is None:
+            return
+        source = OwnSlot(memory.store, entry)
+        reader = PartReader(source, self.backend, Staging(self.pool))
+        try:
+            await reader.hold()
+            await reader.verify()
+            manifest, file = reader.manifest, reader.file
+            assert file.mapping is not None
+            end = entry.manifest_offset + entry.manifest_nbytes
+            encoded = bytes(file.mapping.view[entry.manifest_offset : end])
+            staged = Staged(memory.store, entry, file.mapping.view[: manifest.payload_nbytes], encoded)
+            only = staged.view if len(manifest.chunks) == 1 else None
+            async with SlotWriter(self.store, self.pool, manifest, only) as writer:
+                await self._write_staged(manifest, staged, writer)
+                slot, rest = await writer.finish(encoded)
+                committed = await self._commit(Written(slot, replace(entry, slot=slot.slot), rest), None)
+        finally:
+            await reader.close()
+        if committed:
+            self.in_flight.note_saved(entry.info)
 
     async def _save_chunk(self, job: Job, index: int, writer: SlotWriter, place: ChunkPlace) -> None:
         """Copy a chunk, and hand it to the writer."""
@@ -326,3 +442,10 @@ class Scheduler:
             pieces=tuple(capture.pieces) if capture.has_sharded else None,
         )
         return encode_again(manifest, capture.layout.known)
+
+
+def _only_chunk(job: Job, plan: Plan, staged: Staged | None) -> memoryview | None:
+    """Return the only chunk of a checkpoint, if it was captured already; None if not, and of several chunks."""
+    if job.capture.inline is not None:
+        return job.capture.inline.buffer
+    return None if staged is None or len(plan.chunks) > 1 else staged.view

@@ -56,6 +56,8 @@ class EngineStatistics:
         stalls: Each time that training was kept waiting: in calls of "checkpoint", or, as "optimizer", those in
             ``guard_seconds``.
         pool_in_use_bytes: Staging memory in use now.
+        in_memory: Checkpoints that were committed in memory (``memory``), those that went on to the disk included.
+        memory_bytes: Bytes of all slots in memory.
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
     """
 
@@ -92,4 +94,6 @@ class EngineStatistics:
     capture_seconds: Distribution = field(default_factory=Distribution)
     stalls: Mapping[str, Distribution] = field(default_factory=dict)
     pool_in_use_bytes: int = 0
+    in_memory: int = 0
+    memory_bytes: int = 0
     events_dropped: int = 0

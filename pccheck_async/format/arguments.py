@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from pccheck_async.format.info import Which
+from pccheck_async.format.info import Tier, Which
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,6 +18,15 @@ T = TypeVar("T")
 def check_step(step: object) -> int | None:
     """Return a user's step as an int, None for None. Raises TypeError, ValueError (see :func:`whole_step`)."""
     return None if step is None else whole_step(step)
+
+
+def check_tier(tier: object) -> Tier:
+    """Return the name of a tier. Raises ValueError for any other."""
+    if tier == "memory":
+        return "memory"
+    if tier == "disk":
+        return "disk"
+    raise ValueError(f"a tier is 'memory' or 'disk', not {tier!r}")
 
 
 def which_one(step: object, name: object) -> Which:

@@ -19,6 +19,8 @@ Which: TypeAlias = int | str | None
 """Which checkpoint: the newest of a step (int), the one that has a name (str), or the newest of all (None)."""
 Action: TypeAlias = Literal["fill", "replace", "load"]
 """The ways to restore a part of a state (see :class:`Restored`)."""
+Tier: TypeAlias = Literal["memory", "disk"]
+"""A place that holds whole checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -34,6 +36,7 @@ class CheckpointInfo:
         metadata: The user's ``checkpoint(metadata=...)``.
         name: The user's ``checkpoint(name=...)``, None for none.
         rejected: Passed over by ``restore`` and ``load``, and kept by no rule (``engine.reject``).
+        tiers: Where it is, as far as the engine that lists it knows: one in memory alone is not durable.
     """
 
     step: int
@@ -44,6 +47,7 @@ class CheckpointInfo:
     metadata: Metadata = field(default_factory=dict, hash=False)
     name: str | None = None
     rejected: bool = False
+    tiers: tuple[Tier, ...] = field(default=("disk",), compare=False)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(self._facts())}>"
@@ -55,6 +59,7 @@ class CheckpointInfo:
         with suppress(OverflowError, ValueError, OSError):  # a damaged store may claim a time that no calendar has
             facts.append(f"{self.created:%Y-%m-%d %H:%M:%S} UTC")
         facts += [mark for mark in ("pinned", "rejected") if getattr(self, mark)]
+        facts += ["in memory" if "disk" in self.tiers else "in memory alone"] if "memory" in self.tiers else []
         return facts + [f"{key}={value!r}" for key, value in self.metadata.items()]
 
     @property
@@ -86,6 +91,7 @@ class Restored(CheckpointInfo):
         actions: Of a dry run: what a restore does with the parts of the state, by their paths: "fill" (an array takes
             stored bytes), "replace" (a plain value), "load" (an object loads its state).
         error: Of a dry run: the text of the StateMismatchError that a restore raises; None if it raises none.
+        source: The tier that it was read from.
     """
 
     missing: tuple[str, ...] = ()
@@ -94,6 +100,7 @@ class Restored(CheckpointInfo):
     mismatched: tuple[str, ...] = ()
     actions: Mapping[str, Action] = field(default_factory=dict)
     error: str | None = None
+    source: Tier = "disk"
 
     def _facts(self) -> list[str]:
         counts = {"filled": self.filled, "missing": len(self.missing), "unexpected": len(self.unexpected)}
@@ -102,6 +109,7 @@ class Restored(CheckpointInfo):
             f"would {action} {list(self.actions.values()).count(action)}"
             for action in dict.fromkeys(self.actions.values())
         ]
+        facts += ["from memory"] if self.source == "memory" else []
         return [*CheckpointInfo._facts(self), *facts, *([] if self.error is None else [f"error: {self.error}"])]
 
     @classmethod
@@ -116,6 +124,6 @@ class Restored(CheckpointInfo):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CheckpointInfo):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in _FACTS)
+        return all(getattr(self, name) == getattr(other, name) for name in _FACTS if name != "tiers")
 
     __hash__ = CheckpointInfo.__hash__

@@ -22,7 +22,10 @@ offset bytes field (little-endian)
              only the older record names, so that the older record is not overwritten
 40     4     CRC-32 of bytes 0..40 followed by the body (u32)
 44     20    zeros
-64     ...   body: MessagePack array of entries, newest first, at most 64; zeros up to a block
+64     ...   body: MessagePack array of entries, newest first, at most 64
+...    ...   the line, if the store has a tier in memory (:mod:`pccheck_async.format.line`): magic
+             ``LINE``, length (u32), CRC-32 seeded by that of the record (u32), and as many bytes
+             of MessagePack. Versions that do not know it pass it over; zeros up to a block
 ====== ===== ==========================================================================
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
@@ -50,6 +53,7 @@ from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import checksum
 from pccheck_async.format.arguments import matches
 from pccheck_async.format.info import CheckpointInfo, Metadata, Which
+from pccheck_async.format.line import Line
 from pccheck_async.format.parts import Parts
 
 FORMAT_VERSION = 1
@@ -62,6 +66,8 @@ GROUP_NAME = "group.json"
 MAGIC = b"PCCHKREC"
 HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")
+_LINE = struct.Struct("<4sII")
+_LINE_MAGIC = b"LINE"
 
 MIN_BLOCK = 512
 """Bytes. The smallest block size. The length of every chunk is a multiple of it, under any block size of the store."""
@@ -173,6 +179,8 @@ class Record(msgspec.Struct, frozen=True):
     """The entries of the record before this one, newest first; not part of this record's bytes."""
     parts: Parts | None = None
     """The group's data of the entries, in the store of one rank of a group; None in a store of its own."""
+    line: Line | None = None
+    """Which checkpoints in memory count; None: none does."""
 
     @property
     def version(self) -> int:
@@ -195,6 +203,7 @@ _decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
     GROUP_VERSION: msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], Parts]),
 }
 _metadata_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | None])
+_line_decoder = msgspec.msgpack.Decoder(Line)
 _identity_decoder = msgspec.json.Decoder(Identity)
 _domain_decoder = msgspec.json.Decoder(Domain)
 
@@ -327,6 +336,9 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
     checked = _CHECKED_HEADER.pack(MAGIC, record.version, len(body), store_id, record.generation)
     value = checksum.crc32(body, checksum.crc32(checked))
     data = HEADER.pack(MAGIC, record.version, len(body), store_id, record.generation, value) + body
+    if record.line is not None:
+        line = msgspec.msgpack.encode(record.line)
+        data += _LINE.pack(_LINE_MAGIC, len(line), checksum.crc32(line, value)) + line
     padded = align(len(data), block_bytes)
     if padded > REGION_NBYTES:
         raise ValueError(f"the record takes {padded} bytes, its region has {REGION_NBYTES}")
@@ -352,10 +364,25 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
         content = _decoders[version].decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    record = (
-        Record(generation, content) if version == FORMAT_VERSION else Record(generation, content[0], (), content[1])
-    )
+    entries, parts = (content, None) if version == FORMAT_VERSION else content
+    line = _decode_line(region[HEADER.size + body_nbytes :], value)
+    record = Record(generation, entries, (), parts, line)
     return record if _sane(record) else None
+
+
+def _decode_line(data: bytes | bytearray | memoryview, seed: int) -> Line | None:
+    """Return the line behind a record's body; None without one, and if it is damaged: then no memory counts."""
+    if len(data) < _LINE.size:
+        return None
+    magic, nbytes, value = _LINE.unpack_from(data)
+    encoded = bytes(data[_LINE.size : _LINE.size + nbytes])
+    if magic != _LINE_MAGIC or len(encoded) != nbytes or checksum.crc32(encoded, seed) != value:
+        return None
+    try:
+        line: Line = _line_decoder.decode(encoded)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return line if line.sane else None
 
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
@@ -439,6 +466,7 @@ def _sane(record: Record) -> bool:
         len({one.slot for one in entries}) == len(entries) <= MOST_ENTRIES
         and record.generation <= _LARGEST
         and (record.parts is None or _sane_parts(record.parts, len(entries)))
+        and (record.line is None or record.line.sane)
     )
 
 

@@ -20,6 +20,7 @@ from msgspec import structs
 from pccheck_async.engine import (
     Connected,
     EngineConfig,
+    Memory,
     Peers,
     Policy,
     RestoreCandidates,
@@ -164,7 +165,9 @@ class Ranks(Peers):
         store: Store,
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
+        memory: Memory | None = None,
     ) -> Connected:
+        assert memory is None  # refused by the engine's settings
         group, folder, self._loop = self.group, Path(path), asyncio.get_running_loop()
         self._folder, self._config, self._store, self._end_with = folder, config, store, end_with
         # On a thread of the engine's, also when the interpreter exits and loops have none any more.

@@ -72,7 +72,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         time: When this was published, in seconds since the epoch.
         in_flight: Oldest first.
         committed: The newest ones, newest first.
-        counts: By name: admitted, durable, superseded, failed, skipped, abandoned.
+        counts: By name: admitted, durable, superseded, failed, skipped, abandoned, in_memory.
         save_seconds: From admission to durable, on average; None before the first.
         stage_bytes: By stage, so far.
         stage_seconds: By stage, so far, summed over concurrent operations.

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError
-from pccheck_async.format import Entry, Record, Which, check_count, describe_which, matches
+from pccheck_async.format import Entry, Line, Record, Which, check_count, describe_which, matches
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
@@ -331,6 +331,8 @@ class Committed:
     """Counters of those whose checksums do not hold: the next record leaves them out."""
     rejected: set[int] = field(default_factory=set)
     """Counters of checkpoints that were rejected in flight: no record names them."""
+    line: Line | None = None
+    """Of the records to come. None, of a writer without a tier in memory: then no checkpoint in memory counts."""
     _without_metric: int = 0  # checkpoints so far; -1 once that was said
 
     @property
@@ -359,8 +361,8 @@ class Committed:
         """
         named, before = tuple(entries), self.record
         if self.adopted:
-            return Record(before.generation + 2, named, before.before)
-        return Record(before.generation + 1, named, before.entries)
+            return Record(before.generation + 2, named, before.before, line=self.line)
+        return Record(before.generation + 1, named, before.entries, line=self.line)
 
     def publish(self, record: Record) -> None:
         """Make ``record`` the newest one. Called when it is durable."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pccheck_async.errors import write_error
 from pccheck_async.format import align
+from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Piece
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import Store
@@ -48,18 +49,29 @@ class SlotWriter:
     Args:
         store: Of the slot.
         pool: Has the staging buffers.
-        plan: The chunks.
-        first: The only chunk, if it was captured before, and room behind it.
+        plan: The chunks, or the manifest of a checkpoint that is copied.
+        first: The only chunk, if it was captured before, and maybe room behind it.
+        lease: A slot of the store that is long enough; it is the writer's from now on. None: one is reserved.
     """
 
-    def __init__(self, store: Store, pool: BufferPool, plan: Plan, first: memoryview | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        pool: BufferPool,
+        plan: Plan | Manifest,
+        first: memoryview | None = None,
+        lease: SlotLease | None = None,
+    ) -> None:
         self._store = store
         self._medium = store.medium
         self._pool = pool
         self._plan = plan
         self._kept = first  # begins with the only chunk
         self._leases: set[BufferLease] = set()
-        self._reserving: asyncio.Task[SlotLease] | None = None
+        self._reserving: asyncio.Future[SlotLease] | None = None
+        if lease is not None:
+            self._reserving = asyncio.get_running_loop().create_future()
+            self._reserving.set_result(lease)
         self.written = 0
         """Bytes of chunks that were written."""
 
@@ -80,7 +92,7 @@ class SlotWriter:
         """
         # The last buffer is for checkpoints that have their slot: else those without a slot could hold all buffers, and
         # the one whose commit frees a slot would wait for a buffer.
-        if len(self._plan.chunks) == 1 and len(self._pool.free) > 1:
+        if self._reserving is not None or (len(self._plan.chunks) == 1 and len(self._pool.free) > 1):
             return
 
         async def reserve() -> SlotLease:

@@ -162,8 +162,14 @@ class SlotTable:
             raise ValueError(f"slot {slot} is being written, or gone")
         self._read[slot] += 1
 
+    def hold(self, slot: int) -> None:
+        """Keep a leased slot from being reused, through its commit or release, until :meth:`stop_reading`."""
+        if slot not in self.leased:
+            raise ValueError(f"slot {slot} is not leased")
+        self._read[slot] += 1
+
     def stop_reading(self, slot: int) -> None:
-        """End :meth:`start_reading`."""
+        """End :meth:`start_reading` or :meth:`hold`."""
         self._read[slot] -= 1
         if self._read[slot] <= 0:
             del self._read[slot]

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
+from msgspec.structs import replace
+
 from pccheck_async.errors import DurabilityUnknownError, StoreFailedError
-from pccheck_async.format import Entry, Record, align
+from pccheck_async.format import Entry, Line, Record, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
@@ -310,6 +312,24 @@ class Store:
         async with self.lock:
             self.latch.check()
             await self._replace_record(make(self.committed.record))
+
+    async def begin_line(self, line: Line) -> None:
+        """Write a record that names the same checkpoints and has another line, as do those after it.
+
+        It takes the place of the newest record, so that the superseded checkpoints of the one before stay readable. A
+        torn write leaves the one or the other: they differ in the header, which is one sector, and behind the body.
+
+        Durability: when this returns the line survives power loss. Raises StoreFailedError.
+        """
+        async with self.lock:
+            self.latch.check()
+            await self.take_over_once()
+            self.committed.line = line
+            record, entries = self.committed.record, self.committed.entries
+            if entries == record.entries:
+                await self._replace_record(replace(record, generation=record.generation + 2, line=line))
+            else:  # some are known to be damaged, or were adopted
+                await self._replace_record(self.committed.record_naming(entries))
 
     async def _replace_record(self, record: Record) -> None:
         async def replace() -> None:

@@ -6,6 +6,7 @@ The log has a line for those with a level (:mod:`pccheck_async.telemetry.logs` h
 
 from __future__ import annotations
 
+import re
 import time
 from typing import ClassVar, Literal
 
@@ -14,8 +15,8 @@ import msgspec
 from pccheck_async.telemetry.logs import LEVELS
 
 __all__ = [
-    "Abandoned", "Admitted", "Captured", "Closed", "Durable", "Event", "Failed", "Opened", "Restored", "Skipped",
-    "Superseded", "Waited",
+    "Abandoned", "Admitted", "Captured", "Closed", "Durable", "Event", "Failed", "InMemory", "Opened", "Restored",
+    "Skipped", "Superseded", "Waited",
 ]  # fmt: skip
 
 
@@ -35,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     time: float = msgspec.field(default_factory=time.time)
 
     def __init_subclass__(cls) -> None:
-        cls.name = cls.__name__.lower()
+        cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
         cls.level = LEVELS.get(cls.name)
 
 
@@ -95,6 +96,13 @@ class Durable(_OfCheckpoint, frozen=True, kw_only=True):
     seconds: float
     capture_seconds: float
     stall: float
+
+
+class InMemory(_OfCheckpoint, frozen=True, kw_only=True):
+    """It is committed in memory, so many seconds after it was admitted: it survives the process, not the machine."""
+
+    nbytes: int
+    seconds: float
 
 
 class Superseded(_OfCheckpoint, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from pccheck_async.engine import (
     unwrapped,
 )
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, UnsupportedStateError
-from pccheck_async.format import WINDOW_KEY, Metadata, check_metadata, new_step
+from pccheck_async.format import WINDOW_KEY, Metadata, Tier, check_metadata, new_step
 from pccheck_async.state import check_outermost, state_dicts
 from pccheck_async.state.tensor_access import accessed_since, begin_period
 from pccheck_async.telemetry import Span, write
@@ -130,6 +130,7 @@ class TrainingRun(TrainingHooks):
         self._last_ended = 0  # the period that began when it ended
         self._reported_stall = 0.0
         self._due = False
+        self._since_memory = 0  # steps since one was saved in memory
         self._postponed, self._postponed_since = 0, 0.0  # contexts in a row that ended in a window while it was due
         self._told_postponed = False  # since a window last ended
         self._said: tuple[int | None, str] | None = None
@@ -206,7 +207,7 @@ class TrainingRun(TrainingHooks):
         this.rejections = self._rejections
         this.window = self._accumulation.begin(this.state)
         this.stall_then = core.stream.totals.stall_seconds
-        this.in_flight = len(core.in_flight)
+        this.in_flight = core.in_flight.on_disk
         this.began = time.monotonic()
         this.inside = here
         self._inside[here] = this
@@ -219,15 +220,17 @@ class TrainingRun(TrainingHooks):
             del self._inside[this.inside]
             this.inside = None
 
-    def end(self, this: TrainingStep, *, failed: bool) -> bool:
-        """Called when a training step ends; returns whether to checkpoint now, and train on.
+    def end(self, this: TrainingStep, *, failed: bool) -> Tier | None:
+        """Called when a training step ends; returns the tier in which to checkpoint now; None for none.
+
+        What is due on disk is saved in memory, too, if there is that tier.
 
         Raises UnsupportedStateError after the first one if its state could not be saved.
         """
         self.leave_step(this)
         if failed:
             self._last_finished = None  # of steps side by side, too: this one may have changed their state
-            return False
+            return None
         if this.metadata:
             check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
         core = self.core
@@ -237,7 +240,9 @@ class TrainingRun(TrainingHooks):
             end = time.perf_counter()
             start = end - seconds
             core.stream.trace(Span(name="step", start=start, end=end, step=this.step))
-        due = self._is_due(this) and not self.stopping
+        due: Tier | None = "disk" if self._is_due(this) and not self.stopping else None
+        if self._is_due_in_memory(this, due):
+            due = "memory"
         first, self._state_seen = not self._state_seen, True
         if first:
             self._warn_of_state_dicts(this)
@@ -259,7 +264,7 @@ class TrainingRun(TrainingHooks):
         try:
             if this.rejections != self._rejections:
                 raise CheckpointError("checkpoints were rejected in it")
-            if this.pending is None or this.pending.skipped:
+            if this.pending is None or this.pending.skipped or not flight_of(this.pending).on_disk:
                 this.pending, _ = core.start_checkpoint(this.state, this.step, this.stored_metadata)
             await caller.run(core.wait_ended(last=True))
             if isinstance(flight_of(this.pending).error, ReplicasDifferError):  # only a checkpoint finds out
@@ -291,10 +296,10 @@ class TrainingRun(TrainingHooks):
             step=this.step,
             now=now,
             seconds=max(0.0, now - this.began - (stall - this.stall_then)),
-            stall=stall - self._reported_stall,
-            in_flight=max(this.in_flight, len(core.in_flight)),
+            stall=stall - core.in_flight.memory_stall - self._reported_stall,
+            in_flight=max(this.in_flight, core.in_flight.on_disk),
         )
-        self._reported_stall = stall
+        self._reported_stall = stall - core.in_flight.memory_stall
         wanted = (self._metric is not None and self._sets_metric(this, self._metric)) or this.wanted
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
         self._due = save or self._due or wanted
@@ -319,6 +324,18 @@ class TrainingRun(TrainingHooks):
             self._policy.skipped(report)
         saves, self._due = self._due and saves, self._due and not saves
         return saves
+
+    def _is_due_in_memory(self, this: TrainingStep, due: Tier | None) -> bool:
+        """Return whether to save a step in memory alone. Called once after every step."""
+        if (tier := self.core.config.memory) is None:
+            return False
+        self._since_memory = 0 if due is not None else self._since_memory + 1
+        if due is not None or self._since_memory < tier.interval or not self.core.saves_in_memory:
+            return False
+        if not this.whole or this.rejections != self._rejections or self.stopping:
+            return False
+        self._since_memory = 0
+        return True
 
     def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
         """Return whether to save a step for its metric (``Keep(best=...)``), which the policy may never choose.
@@ -472,9 +489,9 @@ class _Context:
         self._entered = True  # else a warning would follow
         raise TypeError(instead)
 
-    def _take(self) -> Any:
+    def _take(self, tier: Tier) -> Any:
         this, overlap = self._this, bool(self._training.core.guard.optimizers) and self._this.whole
-        return self._checkpoint(this.state, step=this.step, metadata=this.stored_metadata, overlap=overlap)
+        return self._checkpoint(this.state, step=this.step, metadata=this.stored_metadata, overlap=overlap, tier=tier)
 
     def _is_last(self) -> bool:
         """Whether a signal requested the end of the process, and it may end after this step."""
@@ -493,8 +510,8 @@ class StepContext(_Context):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         training, this = self._training, self._this
-        if training.end(this, failed=kind is not None):
-            training.note(this, self._take())
+        if (tier := training.end(this, failed=kind is not None)) is not None:
+            training.note(this, self._take(tier))
         if kind is None and self._is_last():
             block_on(training.core, training.save_and_go, this)
 
@@ -516,8 +533,8 @@ class AsyncStepContext(_Context):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         training, this = self._training, self._this
-        if training.end(this, failed=kind is not None):
-            training.note(this, await self._take())
+        if (tier := training.end(this, failed=kind is not None)) is not None:
+            training.note(this, await self._take(tier))
         if kind is None and self._is_last():
             await run(training.core, training.save_and_go, this)
             await training.let_cancel()

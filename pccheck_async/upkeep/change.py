@@ -148,6 +148,7 @@ def pin_checkpoint(
 def _set_pin(path: str | os.PathLike[str], which: int | str, pinned: bool, io: IO) -> CheckpointInfo:
     async def pin() -> CheckpointInfo:
         async with _writing(path, io) as (_, (store,)):
+            store.committed.line = store.committed.record.line  # checkpoints in memory count as before
             return (await store.pin(which, pinned)).info
 
     return call_once(pin())

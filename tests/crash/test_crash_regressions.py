@@ -13,12 +13,12 @@ from msgspec import structs
 
 from pccheck_async import Keep
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.format import Entry, Identity, Record, checksum
+from pccheck_async.format import Entry, Identity, Line, Record, checksum
 from pccheck_async.format import record as layout
 from pccheck_async.format.manifest import decode
 from pccheck_async.format.record import slot_number
 from pccheck_async.medium import File, Medium, Part
-from pccheck_async.store import Retention, Store, store, store_reader
+from pccheck_async.store import Retention, Store, Written, store, store_reader
 from pccheck_async.store.commit_file import read_record
 from pccheck_async.store.retention import Committed, Kept
 from pccheck_async.testing import DiskSnapshot, WrappingWriter
@@ -294,3 +294,24 @@ def test_what_was_fallen_back_to_is_written_over(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Store, "adopt", forget)
     assert any(explore_falling_back(seed, "flush slot").violations for seed in range(SEEDS))
+
+
+LINED = dataclasses.replace(SCENARIO, deaths=2, images=8)
+
+
+def begin_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each opening write a line before its first commit, as one with a tier in memory does."""
+    commit = Store.commit
+
+    async def with_line(self: Store, written: Written) -> bool:
+        if self.committed.line is None:
+            await self.begin_line(Line(bytes(16), self.committed.largest_counter))
+        return await commit(self, written)
+
+    monkeypatch.setattr(Store, "commit", with_line)
+
+
+def test_a_line_before_the_first_commit_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_lines(monkeypatch)
+    for seed in range(3):
+        assert not explore(dataclasses.replace(LINED, seed=seed)).violations

@@ -142,7 +142,7 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
     for aborted in (True, False):
         pending = in_flight.add(1)
         with Waiting(pending) if aborted else nullcontext():
-            in_flight.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
+            in_flight.note_end(pending, error := CheckpointError("cancelled"), superseded=False, info=None)
             pending.set_failed(error)
             with nullcontext() if aborted else pytest.raises(CheckpointError):
                 in_flight.raise_untold()
@@ -156,7 +156,7 @@ def test_a_failure_whose_waiter_is_cancelled_is_for_the_next_call(when: str) -> 
         pending = in_flight.add(1)
         waiting = asyncio.create_task(pending.captured())
         await asyncio.sleep(0)
-        in_flight.note_end(pending, error := CheckpointError("no"), superseded=False, nbytes=0)
+        in_flight.note_end(pending, error := CheckpointError("no"), superseded=False, info=None)
         in_flight.raise_untold()  # somebody waits for it
         if when == "as it is told":
             pending.set_failed(error)

@@ -131,11 +131,13 @@ async def train_async(path: Path) -> None:
     state = {"weights": torch.zeros(4), "sampler": sampler}
     keep = p.Keep(every=100, best=("loss", 2, "min"), spaced=[(timedelta(hours=1), timedelta(days=1))])
     storage = p.StorageOptions(writers=2, host_memory=1 << 24)
+    memory = p.MemoryTier(interval=1)
     async with p.CheckpointEngine(
-        path, keep_last=4, interval=timedelta(minutes=5), keep=keep, storage=storage
+        path, keep_last=4, interval=timedelta(minutes=5), keep=keep, storage=storage, memory=memory
     ) as engine:
         assert_type(await engine.restore(state), p.Restored | None)
         pending = assert_type(await engine.checkpoint(state, step=1), p.PendingCheckpoint)
+        await pending.reached("memory")
         assert_type(await pending, p.CheckpointInfo)
         async with engine.step(state, 2) as this_step:
             assert_type(this_step, p.TrainingStep)

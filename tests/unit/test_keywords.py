@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from pccheck_async import CheckpointEngine, Group, Keep, StorageOptions, SyncCheckpointEngine
+from pccheck_async import CheckpointEngine, Group, Keep, MemoryTier, StorageOptions, SyncCheckpointEngine
 from pccheck_async.api import renamed
 from pccheck_async.testing import CrashDisk, CrashWriter
 
 ENGINE = """
     max_in_flight keep_last keep save_last interval max_stall on_busy on_error allow_pickle overwrite group storage
+    memory
 """
 FIELDS = {
     Keep: "every best spaced",
+    MemoryTier: "interval keep_last path keep_after_close",
     StorageOptions: """
         medium io writers chunk_bytes host_memory gpu_capture check_captures lock_timeout exit_timeout
     """,

@@ -16,10 +16,10 @@ from pccheck_async.cli import app
 
 NAMES = {
     "pccheck_async": """
-        Adaptive CheckpointEngine CheckpointError CheckpointInfo FlatShard Group GroupError Keep NoCheckpointError
-        PendingCheckpoint Policy RNGState Restored ResumableLoader ResumableSampler Shelf StateMismatchError Stateful
-        StorageOptions SyncCheckpointEngine TornCaptureError TrainingStep list_checkpoints load load_sync
-        open_checkpoint
+        Adaptive CheckpointEngine CheckpointError CheckpointInfo FlatShard Group GroupError Keep MemoryTier
+        NoCheckpointError PendingCheckpoint Policy RNGState Restored ResumableLoader ResumableSampler Shelf
+        StateMismatchError Stateful StorageOptions SyncCheckpointEngine TornCaptureError TrainingStep list_checkpoints
+        load load_sync open_checkpoint
     """,
     "pccheck_async.errors": """
         CheckpointError ClosedError CorruptStoreError DamagedError DurabilityUnknownError GroupError

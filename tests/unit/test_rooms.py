@@ -36,8 +36,8 @@ LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OPEN = {
     "format.checksum", "format.dtypes", "format.manifest", "format.record", "format.skeleton",
     "group.actions", "group.messages",
-    "medium.files", "medium.filesystem", "medium.folder", "medium.mapping", "medium.open_medium", "medium.renaming",
-    "medium.status_file",
+    "medium.files", "medium.filesystem", "medium.folder", "medium.mapped", "medium.mapping", "medium.open_medium",
+    "medium.renaming", "medium.status_file",
     "medium.windows", "shelf.format",
     "state.ambient", "state.foreign", "state.paths", "state.restore.parts", "state.restore.tree", "state.tensor_access",
     "state.values",

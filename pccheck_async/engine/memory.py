@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory tier: a second store, on tmpfs, in which a checkpoint is captured, and from which the disk is written.
+
+It outlives the process, not the machine. It is a store like that on disk, with the same records, checks and readers;
+only the disk's line (:class:`pccheck_async.format.Line`) says which of its checkpoints count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pccheck_async.engine.config import MemoryTier
+from pccheck_async.errors import CorruptStoreError, StoreError, StoreFullError
+from pccheck_async.format import Entry, Line
+from pccheck_async.format.record import IDENTITY_NAME
+from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type, free_bytes
+from pccheck_async.medium.mapped import MappedFiles
+from pccheck_async.store import Retention, SlotLease, Store, Written, open_store
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import available_memory
+from pccheck_async.transfer.operations import Operations
+
+__all__ = ["Memory", "Staged", "memory_folder"]
+
+_ROOT = "/dev/shm"
+_GIB = 1 << 30
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A checkpoint in its slot in memory, which is not reused until :meth:`release`.
+
+    Attributes:
+        view: The payload.
+        manifest: The bytes of the manifest.
+        entry: Of the record in memory.
+    """
+
+    store: Store
+    entry: Entry
+    view: memoryview
+    manifest: bytes
+
+    def release(self) -> None:
+        """Let the slot be reused. Called once."""
+        self.store.slots.table.stop_reading(self.entry.slot)
+
+
+def memory_folder(root: Path, path: Path, store_id: str) -> Path:
+    """Return the folder in memory that belongs to the store at ``path``.
+
+    Its name has the inode of ``store.json``, too: a copy of a store has the same id, and other checkpoints.
+    """
+    try:
+        inode = os.stat(path / IDENTITY_NAME).st_ino
+    except OSError as error:
+        raise StoreError(
+            f"a tier in memory needs a store in a folder, which {path} is not: {error.strerror}"
+        ) from error
+    return root / f"pccheck-{os.geteuid()}-{store_id}-{inode:x}"
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder, for this user alone. Raises StoreError: it is there, and another user may have made it."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise StoreError(
+                f"{folder} is not a folder of this user's alone: another one may have made it, and nothing in it is "
+                "trusted; remove it, or give MemoryTier(path=...)"
+            ) from None
+
+
+class Memory:
+    """The memory tier of an open engine. Coroutines run on its loop. Made by :meth:`open`.
+
+    Attributes:
+        store: The store in memory.
+        folder: Its folder.
+        turn: Held by one checkpoint at a time, from its lease to its commit in memory.
+        off: Why checkpoints are saved here no more; empty while they are.
+    """
+
+    def __init__(self, tier: MemoryTier, disk: Store, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+        self.turn = asyncio.Lock()
+        self.off = ""
+        self._tier = tier
+        self._disk = disk
+        self._restored: int | None = None
+        self._begun = False
+        self._base = self.largest_counter
+        disk.committed.line = disk.committed.record.line
+        store.committed.line = store.committed.record.line
+        if ignored := [entry.step for entry in store.committed.entries if entry not in self.entries]:
+            text = "checkpoints of steps %s in %s do not count: the store on disk does not descend from their run"
+            write("memory_ignored", text, ignored, folder)
+
+    @classmethod
+    async def open(
+        cls, tier: MemoryTier, path: str, disk: Store, operations: Operations, max_in_flight: int, lock_timeout: float
+    ) -> Memory:
+        """Open the store in memory that belongs to ``disk``, or make it; one that is damaged is replaced.
+
+        Raises StoreError: its place is not in memory, or cannot be trusted.
+        """
+        root = Path(_ROOT if tier.path == "auto" else tier.path)
+        folder = memory_folder(root, Path(path), disk.file.identity.store_id)
+
+        def prepare() -> None:
+            if not root.is_dir() or filesystem_type(root) not in IN_MEMORY:
+                raise StoreError(f"MemoryTier needs a tmpfs, and {root} is none: give MemoryTier(path=...) one")
+            _make_folder(folder)
+
+        async def open_there() -> Store:
+            await operations.call(prepare)
+            medium = MappedFiles(folder, operations, "the memory tier")
+            try:
+                return await open_store(
+                    medium,
+                    path=folder,
+                    retention=Retention(keep_last=tier.keep_last),
+                    max_in_flight=max_in_flight + 1,  # one that is due in memory alone
+                    lock_timeout=lock_timeout,
+                )
+            except BaseException:
+                await medium.close()
+                raise
+
+        try:
+            store = await open_there()
+        except CorruptStoreError as error:
+            write("memory_damaged", "%s is damaged, and begun anew: %s", folder, error, error=str(error))
+            await operations.call(shutil.rmtree, folder)
+            store = await open_there()
+        return cls(tier, disk, store, folder)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The checkpoints in memory that the disk's line accepts, newest first."""
+        line, own = self._disk.committed.line, self.store.committed.line
+        if line is None or own is None:
+            return ()
+        return [
+            entry
+            for entry in self.store.committed.entries
+            if (run := own.run_of(entry.counter)) is not None and line.accepts(run, entry.counter)
+        ]
+
+    @property
+    def largest_counter(self) -> int:
+        """The largest one in either tier: counters of this run are larger."""
+        return max(self._disk.committed.largest_counter, self.store.committed.largest_counter)
+
+    def note_restored(self, counter: int) -> None:
+        """Called when a checkpoint was restored: this run descends from it, if it has saved none yet."""
+        self._restored = counter
+
+    async def begin(self) -> None:
+        """Make this run's line durable on disk, before its first checkpoint in any tier. Called under :attr:`turn`.
+
+        Only then is freed what no line accepts any more. Raises StoreFailedError.
+        """
+        if self._begun:
+            return
+        before, run = self._disk.committed.line, secrets.token_bytes(16)
+        base = self._base
+        line = Line(run, base) if before is None else before.descend(run, base, self._restored)
+        accepted = {entry.counter for entry in self.entries}  # by the line of before
+        await self._disk.begin_line(line)
+        own = self.store.committed.line
+        kept = {
+            counter
+            for counter in accepted
+            if own is not None and (of := own.run_of(counter)) is not None and line.accepts(of, counter)
+        }
+        self.store.committed.line = line
+        await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
+        self._begun = True
+
+    async def lease(self, nbytes: int) -> SlotLease | None:
+        """Lease a slot of at least ``nbytes``; None, and the tier is off: there is no memory for it."""
+        if self.off:
+            return None
+        try:
+            self._check_room(nbytes)
+            return await self.store.reserve(nbytes)
+        except OSError as error:
+            self.turn_off(error)
+            return None
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise StoreFullError if the slots that are missing are more than the tmpfs, or this process, can take."""
+        table = self.store.slots.table
+        missing = max(len(table.missing()), int(all(size < nbytes for size in table.sizes.values())))
+        there = min(free_bytes(self.folder), available_memory())
+        if (needed := missing * nbytes) > there:
+            total = -(-(table.most * nbytes) // _GIB)
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"{needed} bytes are needed for {missing} slots, and there are {there}; a tmpfs is enlarged by `mount "
+                f"-o remount,size={total}G {self.folder.parent}`, that of a container by --shm-size={total}g",
+                str(self.folder),
+            )
+
+    def turn_off(self, error: Exception) -> None:
+        """Save no more in memory, after an error; the disk goes on."""
+        if not self.off:
+            self.off = str(error)
+            write("memory_off", "the memory tier is off until the next opening: %s", error, error=str(error))
+
+    async def commit(self, written: Written, manifest: bytes) -> Staged:
+        """Commit a checkpoint in memory, and keep its slot from being reused. Called under :attr:`turn`.
+
+        Raises the errors of :meth:`Store.commit`; the tier is off after those of its storage.
+        """
+        lease, entry = written.lease, written.entry
+        self.store.slots.table.hold(lease.slot)
+        assert lease.file.mapping is not None
+        staged = Staged(self.store, entry, lease.file.mapping.view[: entry.nbytes], manifest)
+        try:
+            await self.store.commit(written)
+        except BaseException as error:
+            staged.release()
+            if isinstance(error, OSError):
+                self.turn_off(error)
+            raise
+        return staged
+
+    async def follow_disk(self) -> None:
+        """Drop the checkpoints that the disk no longer has, or has rejected. Called when some were removed there."""
+        there = {entry.counter for entry in self._disk.committed.entries if not entry.rejected}
+        self.store.committed.rejected |= self._disk.committed.rejected
+        async with self.turn:
+            await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in there])
+
+    @property
+    def _newer(self) -> Entry | None:
+        """The newest checkpoint in memory, if it counts and is newer than all on disk."""
+        newest, largest = next(iter(self.entries), None), self._disk.committed.largest_counter
+        return newest if newest is not None and newest.counter > largest and not newest.rejected else None
+
+    @property
+    def unsaved(self) -> Entry | None:
+        """The newest checkpoint in memory, if it is newer than all on disk and this run made or restored it."""
+        return self._newer if self._begun or self._restored is not None else None
+
+    async def close(self, operations: Operations) -> None:
+        """Close the store in memory, and remove it if the disk has all that counts."""
+        counts = self._begun or len(self.entries) == len(self.store.committed.entries)
+        removes = counts and self._newer is None and not self._tier.keep_after_close
+        await self.store.medium.close()
+        if removes:
+            await operations.call(shutil.rmtree, self.folder, True)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of a store: which run writes to it, and what that run descends from.
+
+Checkpoints in memory outlive the process that made them, and counters repeat on other hosts and after a roll-back. So
+neither a name nor a counter says whether a checkpoint in memory is part of the history that the store on disk goes on
+with. Before its first checkpoint in any tier a run writes its line into the record on disk, durably; a checkpoint in
+memory counts only if that line :meth:`~Line.accepts` its run and counter.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+__all__ = ["Line", "Link"]
+
+_MOST_LINKS = 8
+
+
+class Link(NamedTuple):
+    """The newest checkpoint of an earlier run that a run descends from."""
+
+    run: bytes
+    counter: int
+
+
+class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One run, and the checkpoints of earlier runs that it descends from.
+
+    Attributes:
+        run: 16 random bytes for each opening of an engine.
+        base: The largest counter that existed when the run began; its own are larger.
+        chain: What it restored, and what that descends from: newest first, counters falling, at most 8.
+    """
+
+    run: bytes
+    base: int
+    chain: tuple[Link, ...] = ()
+
+    def accepts(self, run: bytes, counter: int) -> bool:
+        """Return whether a checkpoint of ``run`` is this run's own, or one that it descends from."""
+        own = run == self.run and counter > self.base
+        return own or any(run == link.run and counter <= link.counter for link in self.chain)
+
+    def run_of(self, counter: int) -> bytes | None:
+        """Return the run that made the checkpoint of this counter; None if it is on no line that is known here."""
+        if counter > self.base:
+            return self.run
+        older = [*self.chain[1:], Link(b"", -1)]
+        for link, before in zip(self.chain, older, strict=True):
+            if before.counter < counter <= link.counter:
+                return link.run
+        return None
+
+    def descend(self, run: bytes, base: int, restored: int | None) -> Line:
+        """Return the line of a run that goes on from the checkpoint with the counter ``restored``; None: from none."""
+        came_from = None if restored is None else self.run_of(restored)
+        if restored is None or came_from is None:
+            return Line(run, base)
+        older = [link for link in self.chain if link.counter < restored]
+        return Line(run, base, (Link(came_from, restored), *older)[:_MOST_LINKS])
+
+    @property
+    def sane(self) -> bool:
+        """Whether a run may have written this."""
+        counters = [self.base + 1, *(link.counter for link in self.chain)]
+        return (
+            all(len(run) == 16 for run in (self.run, *(link.run for link in self.chain)))
+            and len(self.chain) <= _MOST_LINKS
+            and -1 <= self.base < 1 << 62
+            and all(newer > older >= 0 for newer, older in pairwise(counters))
+        )
