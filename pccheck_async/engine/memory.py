@@ -57,15 +57,16 @@ class Staged:
 def memory_folder(root: Path, path: Path, store_id: str) -> Path:
     """Return the folder in memory that belongs to the store at ``path``.
 
-    Its name has the inode of ``store.json``, too: a copy of a store has the same id, and other checkpoints.
+    Its name tells which file ``store.json`` is, too: a copy of a store, or a backup that was put back, has the same id,
+    and other checkpoints. It is never changed, but a filesystem may soon give its inode's number to another file.
     """
     try:
-        inode = os.stat(path / IDENTITY_NAME).st_ino
+        found = os.stat(path / IDENTITY_NAME)
     except OSError as error:
         raise StoreError(
             f"a tier in memory needs a store in a folder, which {path} is not: {error.strerror}"
         ) from error
-    return root / f"pccheck-{os.geteuid()}-{store_id}-{inode:x}"
+    return root / f"pccheck-{os.geteuid()}-{store_id}-{found.st_ino:x}-{found.st_ctime_ns:x}"
 
 
 def _make_folder(folder: Path) -> None:

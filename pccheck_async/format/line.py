@@ -48,8 +48,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         """Return the run that made the checkpoint of this counter; None if it is on no line that is known here."""
         if counter > self.base:
             return self.run
-        older = [*self.chain[1:], Link(b"", -1)]
-        for link, before in zip(self.chain, older, strict=True):
+        for link, before in pairwise((*self.chain, Link(b"", -1))):
             if before.counter < counter <= link.counter:
                 return link.run
         return None

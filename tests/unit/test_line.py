@@ -29,6 +29,7 @@ def test_a_run_accepts_its_own_and_what_it_descends_from() -> None:
 def test_the_run_of_a_counter() -> None:
     line = Line(C, 14, (Link(B, 12), Link(A, 5)))
     assert [line.run_of(counter) for counter in (15, 14, 13, 12, 6, 5, 0)] == [C, None, None, B, B, A, A]
+    assert [Line(C, 14).run_of(counter) for counter in (15, 14)] == [C, None]
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_what_came_after_it() -> None:
