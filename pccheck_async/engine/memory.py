@@ -39,6 +39,7 @@ class Staged:
     """A checkpoint in its slot in memory, which is not reused until :meth:`release`.
 
     Attributes:
+        store: The store in memory.
         view: The payload.
         manifest: The bytes of the manifest.
         entry: Of the record in memory.
@@ -50,7 +51,7 @@ class Staged:
     manifest: bytes
 
     def release(self) -> None:
-        """Let the slot be reused. Called once."""
+        """Give the slot back. Called once."""
         self.store.slots.table.stop_reading(self.entry.slot)
 
 

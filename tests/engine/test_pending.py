@@ -9,7 +9,7 @@ from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from tests.support.settings import engine_settings
 
 NAMES = """
-    captured counter done durable name nbytes progress result skipped step superseded wait_captured
+    captured counter done durable name nbytes progress reached result skipped step superseded wait_captured wait_reached
 """
 
 
