@@ -44,6 +44,13 @@ static inline void op_gather(void *argument)
     copy_gather(op->segments, op->segment_count, op->data, op->size, op->sums);
 }
 
+/* Perform a scatter: for guard_run(), as the data may be part of a mapped file. */
+static inline void op_scatter(void *argument)
+{
+    struct op *op = argument;
+    op->result = copy_scatter(op->segments, op->segment_count, op->data, op->size, op->checksum);
+}
+
 /* First in, first out. */
 struct op_list {
     struct op *first;

@@ -38,6 +38,7 @@ static int64_t perform_chain(struct op *chain)
 
 static void perform(struct op *op)
 {
+    int64_t fault;
     switch (op->kind) {
     case OP_WRITE:
         op->result = transfer_write(op->fd, op->data, op->size, op->offset);
@@ -52,7 +53,9 @@ static void perform(struct op *op)
         op->result = guard_run(op_gather, op);
         return;
     case OP_SCATTER:
-        op->result = copy_scatter(op->segments, op->segment_count, op->data, op->size, op->checksum);
+        fault = guard_run(op_scatter, op);
+        if (fault < 0)
+            op->result = fault;
         return;
     case OP_CHECKSUM:
         crc32_pieces(op->data, op->size, op->sums);

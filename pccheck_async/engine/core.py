@@ -549,8 +549,8 @@ class EngineCore:
 
     @property
     def saves_in_memory(self) -> bool:
-        """Whether there is a tier in memory, and it works."""
-        return self.assembly.memory is not None and not self.assembly.memory.off
+        """Whether there is a tier in memory, and it is ready."""
+        return self.assembly.memory is not None and self.assembly.memory.ready
 
     def _stop_capture(self, flight: Flight) -> None:
         with suppress(ClosedError):  # closing ended it

@@ -32,6 +32,8 @@ __all__ = ["Memory", "Staged", "memory_folder"]
 
 _ROOT = "/dev/shm"
 _GIB = 1 << 30
+_AT_ONCE = 16 << 20
+"""Bytes of a slot that is made while its first checkpoint waits: that takes some 10 ms at the most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +104,7 @@ class Memory:
         self._disk = disk
         self._restored: int | None = None
         self._begun = False
+        self._growing: asyncio.Task[None] | None = None
         self._base = self.largest_counter
         disk.committed.line = disk.committed.record.line
         store.committed.line = store.committed.record.line
@@ -135,6 +138,7 @@ class Memory:
                     retention=Retention(keep_last=tier.keep_last),
                     max_in_flight=max_in_flight + 1,  # one that is due in memory alone
                     lock_timeout=lock_timeout,
+                    ahead=False,
                 )
             except BaseException:
                 await medium.close()
@@ -191,21 +195,42 @@ class Memory:
         await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
         self._begun = True
 
+    @property
+    def ready(self) -> bool:
+        """Whether a checkpoint that is due in memory alone is to be made: it works, and no slot is being made."""
+        return not self.off and self._growing is None
+
     async def lease(self, nbytes: int) -> SlotLease | None:
-        """Lease a slot of at least ``nbytes``; None, and the tier is off: there is no memory for it."""
-        if self.off:
+        """Lease a slot of at least ``nbytes``; None if there is no memory for it (then the tier is off), or not yet.
+
+        The pages of a large slot are made beside training, for the next checkpoints: half a second for a GiB.
+        """
+        if self.off or self._growing is not None:
             return None
         try:
-            self._check_room(nbytes)
-            return await self.store.reserve(nbytes)
+            decision = self.store.slots.table.decide(nbytes)
+            if decision.create:
+                self._check_room(nbytes)
+                if nbytes > _AT_ONCE:
+                    self._growing = asyncio.create_task(self._grow(nbytes))
+                    return None
+            return None if decision.slot is None else await self.store.reserve(nbytes)
         except OSError as error:
             self.turn_off(error)
             return None
 
+    async def _grow(self, nbytes: int) -> None:
+        try:
+            await self.store.release(await self.store.reserve(nbytes))
+        except OSError as error:
+            self.turn_off(error)
+        finally:
+            self._growing = None
+
     def _check_room(self, nbytes: int) -> None:
         """Raise StoreFullError if the slots that are missing are more than the tmpfs, or this process, can take."""
         table = self.store.slots.table
-        missing = max(len(table.missing()), int(all(size < nbytes for size in table.sizes.values())))
+        missing = max(1, table.most - table.count)
         there = min(free_bytes(self.folder), available_memory())
         if (needed := missing * nbytes) > there:
             total = -(-(table.most * nbytes) // _GIB)
@@ -262,6 +287,8 @@ class Memory:
         """Close the store in memory, and remove it if the disk has all that counts."""
         counts = self._begun or len(self.entries) == len(self.store.committed.entries)
         removes = counts and self._newer is None and not self._tier.keep_after_close
+        if self._growing is not None:
+            await asyncio.wait((self._growing,))
         await self.store.medium.close()
         if removes:
             await operations.call(shutil.rmtree, self.folder, True)

@@ -143,6 +143,13 @@ class Medium(abc.ABC):
         """Return where these bytes of ``file`` lie, to be filled and then written; None: use memory of your own."""
         return None
 
+    def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+        """Return these bytes of ``file`` where they lie in memory, to be read there; None: use :meth:`read`.
+
+        The file may be cut off meanwhile: only operations that survive that may look at them.
+        """
+        return None
+
     @abc.abstractmethod
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         """Write all of ``data``; offset, length and address are aligned by :class:`MediumFacts`. Volatile."""

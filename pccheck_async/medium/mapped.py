@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pccheck_async.errors import DurabilityUnknownError
@@ -72,7 +73,7 @@ class MappedFiles(StepwiseMedium, Files):
     async def reserve(self, name: str, nbytes: int) -> File:
         file = await super().reserve(name, nbytes)
         try:
-            return await self._map(file)
+            return await self._map(file, is_new=True)
         except BaseException:
             await self.close(file)
             await self.remove(name)
@@ -81,19 +82,26 @@ class MappedFiles(StepwiseMedium, Files):
     async def open(self, name: str, *, writable: bool) -> File:
         file = await super().open(name, writable=writable)
         try:
-            return await self._map(file) if writable else file
+            return await self._map(file, is_new=False) if writable else file
         except BaseException:
             await self.close(file)
             raise
 
-    async def _map(self, file: File) -> File:
+    async def _map(self, file: File, *, is_new: bool) -> File:
         if file.nbytes:
             with self._errors(file.name, map_error):
-                file.mapping = await self._operations.call(Mapping, file.fd, file.nbytes, self._kind)
+                map_it = partial(Mapping, file.fd, file.nbytes, self._kind, is_new=is_new)
+                file.mapping = await self._operations.call(map_it)
         return file
 
     def stage(self, file: File, offset: int, nbytes: int) -> memoryview | None:
         return None if file.mapping is None else file.mapping.view[offset : offset + nbytes]
+
+    def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+        mapping = file.mapping
+        # Pages of the page cache would come one fault after the other.
+        in_memory = mapping is not None and mapping.durable and offset + nbytes <= file.nbytes
+        return mapping.view[offset : offset + nbytes] if mapping is not None and in_memory else None
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         mapping = file.mapping

@@ -120,11 +120,13 @@ class Mapping:
 
     settled = False
 
-    def __init__(self, fd: int, nbytes: int, kind: Kind) -> None:
+    def __init__(self, fd: int, nbytes: int, kind: Kind, *, is_new: bool) -> None:
         self.view = map_file(fd, nbytes, sync=kind == "persistent")
         self.durable = kind != "cached" and bool(INSTRUCTIONS)
         self._address = address_of(self.view)
-        if kind != "cached" and libc.madvise(self._address, nbytes, _MADV_POPULATE_WRITE) != 0:
+        # Pages of memory that an earlier process filled are there, and come into this one's view quickly enough.
+        populated = kind == "persistent" or (kind == "emulated" and is_new)
+        if populated and libc.madvise(self._address, nbytes, _MADV_POPULATE_WRITE) != 0:
             error = last_error()
             if error.errno == errno.EFAULT:  # later it would be SIGBUS
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -238,7 +238,7 @@ class WindowedFile:
         try:
             # Crash: a dead predecessor's stores were in caches only, and data that builds on them becomes durable.
             os.fsync(self.fd)
-            self._mapping = Mapping(self.fd, nbytes, self.kind)
+            self._mapping = Mapping(self.fd, nbytes, self.kind, is_new=True)
         except OSError as error:
             raise write_error(error, self.path) from error
         self.nbytes = nbytes

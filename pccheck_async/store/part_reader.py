@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, read_error
 from pccheck_async.format import Entry, align, combine, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
@@ -317,15 +317,21 @@ class PartReader:
     async def _read_run(
         self, run: _Run, buffer: memoryview, keepalive: Any = None, advance: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Read into a staging buffer, verify that, and only then copy segments of it to their places."""
-        view = buffer[: run.nbytes]
+        """Read into a staging buffer, verify that, and only then copy segments of it to their places.
+
+        Of a file that lies in memory they are verified and copied where they are.
+        """
+        medium = self.source.medium
+        by_host = run.segments.host and not run.segments.devices  # devices copy from pinned memory
+        mapped = medium.view(self._file, run.offset, run.nbytes) if by_host else None
         try:
-            if await self.source.medium.read(self._file, run.offset, view) != run.nbytes:
+            view = buffer[: run.nbytes] if mapped is None else mapped
+            if mapped is None and await medium.read(self._file, run.offset, view) != run.nbytes:
                 raise OSError(errno.EBADMSG, "the file is too short")
             await self.backend.scatter(view, run.checksum, run.segments, keepalive)
         except OSError as error:
             if error.errno != errno.EBADMSG:
-                raise
+                raise error if mapped is None else read_error(error, self._file.name) from error
             raise self._damaged(run.chunk, run.offset, run.nbytes, error.strerror) from None
         advance(run.nbytes)
 

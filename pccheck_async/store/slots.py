@@ -189,11 +189,18 @@ class SlotLease:
 
 
 async def open_slots(
-    medium: Medium, record: Record, sync_names: Callable[[], Awaitable[None]], *, in_flight: int, kept: int
+    medium: Medium,
+    record: Record,
+    sync_names: Callable[[], Awaitable[None]],
+    *,
+    in_flight: int,
+    kept: int,
+    ahead: bool = True,
 ) -> Slots:
     """Open the slots that a folder has; a slot that cannot be opened is left alone: its checkpoint is lost.
 
-    ``record`` is the newest one, ``sync_names`` makes names durable; the rest is for :class:`SlotTable`.
+    ``record`` is the newest one, ``sync_names`` makes names durable; ``ahead``: the first checkpoint makes all slots,
+    else each is made when it is needed. The rest is for :class:`SlotTable`.
     """
     files: dict[int, File] = {}
     unusable: dict[int, Exception] = {}
@@ -212,7 +219,7 @@ async def open_slots(
     named = [entry.slot for entry in record.entries]
     before = [entry.slot for entry in record.before]
     table = SlotTable(sizes, named, unusable, before, in_flight=in_flight, kept=kept)
-    return Slots(table, medium, sync_names, files, unusable)
+    return Slots(table, medium, sync_names, files, unusable, _reserved=not ahead)
 
 
 @dataclass(slots=True, eq=False)

@@ -127,11 +127,13 @@ async def open_store(
     max_in_flight: int,
     lock_timeout: float,
     version: int = FORMAT_VERSION,
+    ahead: bool = True,
 ) -> Store:
     """Lock the store, create it if there is none, and recover: the newest valid record decides.
 
     ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``version`` is that of the
-    records: a group, whose records are of another one, decides which checkpoints they name.
+    records: a group, whose records are of another one, decides which checkpoints they name. ``ahead`` is for
+    :func:`open_slots`.
 
     Durability: opening an existing store writes nothing.
 
@@ -148,7 +150,7 @@ async def open_store(
         committed.check_rules()
     latch = Latch()
     sync_names = partial(latch.flush, medium.sync_names)
-    slots = await open_slots(medium, record, sync_names, in_flight=max_in_flight, kept=retention.reserved)
+    slots = await open_slots(medium, record, sync_names, in_flight=max_in_flight, kept=retention.reserved, ahead=ahead)
     return Store(medium, file, committed, slots, latch, repairs)
 
 

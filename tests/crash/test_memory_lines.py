@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ def explore(tmp_path: Path, memory: Path, seeds: range, openings: int) -> tuple[
         in_memory.mkdir()
         history = History(disk, in_memory, seed)
         history.run(openings)
+        for folder in (disk, in_memory):
+            shutil.rmtree(folder)
         wrong += [f"seed {seed}: {each}" for each in history.wrong]
         opened += history.openings
         restored += history.from_memory
@@ -35,8 +38,9 @@ def test_some_histories(tmp_path: Path, shared_memory: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_ten_thousand_histories(tmp_path: Path, shared_memory: Path) -> None:
-    wrong, opened, restored = explore(tmp_path, shared_memory, range(1000, 11_000), 4)
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_ten_thousand_histories(tmp_path: Path, shared_memory: Path, first: int) -> None:
+    wrong, opened, restored = explore(tmp_path, shared_memory, range(100 + first, 1100 + first), 4)
     print(f"\n{opened} openings, {restored} restored from memory")
     assert wrong == []
 

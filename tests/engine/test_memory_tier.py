@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,8 @@ def test_a_slot_that_is_cut_off_while_it_runs(
 ) -> None:
     elements = 300_000
     with engine_on(tmp_path, tier) as engine:
-        engine.checkpoint(state_of(0, elements), step=0).result(60)
+        for _ in range(2):  # then no slot has to be made
+            engine.checkpoint(state_of(0, elements), step=0).result(60)
         for slot in folder_in(tier).glob("slot-*"):
             os.truncate(slot, 4096)
         with pytest.raises(CheckpointError, match="slot"):
@@ -374,6 +376,39 @@ def test_a_slot_that_is_cut_off_while_it_runs(
         engine.checkpoint(state_of(3, elements), step=3).result(60)
     assert "the memory tier is off" in caplog.text
     assert load_sync(tmp_path)["step"] == 3
+
+
+def test_a_slot_that_is_cut_off_is_not_read(tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
+    elements = 300_000
+    train(tmp_path, tier, range(2), on_disk=range(2), elements=elements)
+    with engine_on(tmp_path, tier) as engine:
+        for slot in folder_in(tier).glob("slot-*"):
+            os.truncate(slot, 4096)
+        state = state_of(-1, elements)
+        restored = engine.restore(state)
+        assert restored is not None
+        assert (restored.step, restored.source) == (1, "disk")
+        assert torch.equal(state["tensor"], state_of(1, elements)["tensor"])
+    assert "the copy in memory of step 1 cannot be read" in caplog.text
+
+
+def test_large_slots_are_made_beside_training(
+    tmp_path: Path, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, nothing_left_behind: None
+) -> None:
+    monkeypatch.setattr("pccheck_async.engine.memory._AT_ONCE", 0)
+    state: dict[str, Any] = {"tensor": torch.zeros(300_000)}
+    with SyncCheckpointEngine(tmp_path, interval=1000, memory=tier) as engine:
+        assert engine.checkpoint(state, step=0).result(60).step == 0  # through staging memory
+        for step in range(1, 200):
+            with engine.step(state, step) as this:
+                state["tensor"] += 1
+            with suppress(CheckpointError):  # it went to the disk: a slot was being made
+                if this.pending is not None:
+                    this.pending.wait_reached("memory", 60)
+        statistics = engine.statistics()
+        assert statistics.in_memory > 100
+        assert statistics.durable < 10  # one each time that a slot is made
+    assert load_sync(tmp_path)["tensor"][0] == 199
 
 
 # -- waiting, and leaving
