@@ -20,6 +20,7 @@ import typer
 from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
 from pccheck_async.cli.demo import demo
+from pccheck_async.cli.memory import memory
 from pccheck_async.cli.output import FAILED, Command, CommandGroup, complain, drop_output, flow_help
 from pccheck_async.cli.shelf import shelf
 from pccheck_async.cli.tune import tune
@@ -70,6 +71,7 @@ for name, command in (("rm", stores.remove), ("diff", stores.compare)):  # as th
     app.command(name, cls=Command, hidden=True)(command)
 flow_help(app)
 app.add_typer(shelf, rich_help_panel=LOOK)
+app.add_typer(memory, rich_help_panel=LOOK)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pccheck_async.engine.config import Auto, Decisions, EngineConfig, MemoryTie
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.engine.loop import EngineLoop, call_once
-from pccheck_async.engine.memory import Memory
+from pccheck_async.engine.memory import MEMORY_ROOT, ORIGIN_NAME, Memory, memory_folder, memory_prefix, on_the_line
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.peers import Alone, Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
@@ -22,6 +22,8 @@ from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
+    "MEMORY_ROOT",
+    "ORIGIN_NAME",
     "Alone",
     "Auto",
     "Caller",
@@ -60,7 +62,10 @@ __all__ = [
     "flight_of",
     "hooks_of",
     "hooks_of_all",
+    "memory_folder",
+    "memory_prefix",
     "note_closing_failure_on",
+    "on_the_line",
     "openmetrics",
     "run",
     "scalars",

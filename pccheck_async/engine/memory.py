@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,12 @@ from pccheck_async.telemetry import write
 from pccheck_async.transfer import available_memory
 from pccheck_async.transfer.operations import Operations
 
-__all__ = ["Memory", "Staged", "memory_folder"]
+__all__ = ["MEMORY_ROOT", "ORIGIN_NAME", "Memory", "Staged", "memory_folder", "memory_prefix", "on_the_line"]
 
-_ROOT = "/dev/shm"
+MEMORY_ROOT = "/dev/shm"
 _GIB = 1 << 30
+ORIGIN_NAME = "origin"
+"""The path of the store on disk, for people."""
 _AT_ONCE = 16 << 20
 """Bytes of a slot that is made while its first checkpoint waits: that takes some 10 ms at the most."""
 
@@ -57,10 +60,26 @@ class Staged:
         self.store.slots.table.stop_reading(self.entry.slot)
 
 
+def memory_prefix() -> str:
+    """Return how the names of this user's folders in memory begin."""
+    return f"pccheck-{os.geteuid()}-"
+
+
+def on_the_line(entries: Iterable[Entry], own: Line | None, disk: Line | None) -> list[Entry]:
+    """Return those of the ``entries`` of a store in memory, whose line is ``own``, that the disk's line accepts."""
+    if own is None or disk is None:
+        return []
+    return [
+        entry
+        for entry in entries
+        if (run := own.run_of(entry.counter)) is not None and disk.accepts(run, entry.counter)
+    ]
+
+
 def memory_folder(root: Path, path: Path, store_id: str) -> Path:
     """Return the folder in memory that belongs to the store at ``path``.
 
-    Its name tells which file ``store.json`` is, too: a copy of a store, or a backup that was put back, has the same id,
+    Its name depends on the file ``store.json``, too: a copy of a store, or a backup that was put back, has the same id,
     and other checkpoints. It is never changed, but a filesystem may soon give its inode's number to another file.
     """
     try:
@@ -69,7 +88,8 @@ def memory_folder(root: Path, path: Path, store_id: str) -> Path:
         raise StoreError(
             f"a tier in memory needs a store in a folder, which {path} is not: {error.strerror}"
         ) from error
-    return root / f"pccheck-{os.geteuid()}-{store_id}-{found.st_ino:x}-{found.st_ctime_ns:x}"
+    identity = f"{store_id} {found.st_ino} {found.st_ctime_ns}"
+    return root / f"{memory_prefix()}{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def _make_folder(folder: Path) -> None:
@@ -120,7 +140,7 @@ class Memory:
 
         Raises StoreError: its place is not in memory, or cannot be trusted.
         """
-        root = Path(_ROOT if tier.path == "auto" else tier.path)
+        root = Path(MEMORY_ROOT if tier.path == "auto" else tier.path)
         folder = memory_folder(root, Path(path), disk.file.identity.store_id)
 
         def prepare() -> None:
@@ -132,7 +152,7 @@ class Memory:
             await operations.call(prepare)
             medium = MappedFiles(folder, operations, "the memory tier")
             try:
-                return await open_store(
+                store = await open_store(
                     medium,
                     path=folder,
                     retention=Retention(keep_last=tier.keep_last),
@@ -140,6 +160,9 @@ class Memory:
                     lock_timeout=lock_timeout,
                     ahead=False,
                 )
+                if store.file.is_new:
+                    await medium.replace(ORIGIN_NAME, os.fsencode(path))
+                return store
             except BaseException:
                 await medium.close()
                 raise
@@ -155,14 +178,7 @@ class Memory:
     @property
     def entries(self) -> Sequence[Entry]:
         """The checkpoints in memory that the disk's line accepts, newest first."""
-        line, own = self._disk.committed.line, self.store.committed.line
-        if line is None or own is None:
-            return ()
-        return [
-            entry
-            for entry in self.store.committed.entries
-            if (run := own.run_of(entry.counter)) is not None and line.accepts(run, entry.counter)
-        ]
+        return on_the_line(self.store.committed.entries, self.store.committed.line, self._disk.committed.line)
 
     @property
     def largest_counter(self) -> int:
@@ -183,14 +199,8 @@ class Memory:
         before, run = self._disk.committed.line, secrets.token_bytes(16)
         base = self._base
         line = Line(run, base) if before is None else before.descend(run, base, self._restored)
-        accepted = {entry.counter for entry in self.entries}  # by the line of before
+        kept = {entry.counter for entry in on_the_line(self.entries, self.store.committed.line, line)}
         await self._disk.begin_line(line)
-        own = self.store.committed.line
-        kept = {
-            counter
-            for counter in accepted
-            if own is not None and (of := own.run_of(counter)) is not None and line.accepts(of, counter)
-        }
         self.store.committed.line = line
         await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
         self._begun = True

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pccheck memory``: the stores in memory, of ``MemoryTier``, that engines have left on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pccheck_async.cli.output import (
+    MISUSED,
+    NOTHING,
+    Command,
+    CommandGroup,
+    Json,
+    Report,
+    as_json,
+    complain,
+    flow_help,
+    printable,
+    reporting,
+    size,
+    table,
+)
+
+memory = typer.Typer(
+    name="memory",
+    cls=CommandGroup,
+    help="Look at, or remove, what engines with MemoryTier have left in memory.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+Root = Annotated[Path, typer.Option("--path", help="The tmpfs, as given to MemoryTier(path=...).")]
+SHM = Path("/dev/shm")
+
+
+@reporting
+def ls(path: Root = SHM, json: Json = False) -> Report:
+    """List this user's stores in memory.
+
+    A process that was killed leaves its own there, for its restart.
+
+    Exit status: 0 there are some, 1 it failed, 2 wrong usage, 3 there are none.
+    """
+    from pccheck_async.upkeep import list_memory
+
+    found = list_memory(path)
+    if not found:
+        complain(f"nothing in memory: {path} has no store of this user")
+        return Report([], (), NOTHING)
+    rows = table("size", "steps", "", "folder", "of the store", right=1)
+    for each in found:
+        steps = ", ".join(str(info.step) for info in each.infos) or each.problem or "none"
+        rows.add_row(size(each.nbytes), steps, "in use" if each.in_use else "", each.path.name, printable(each.origin))
+    document = [
+        {
+            "path": str(each.path),
+            "origin": each.origin,
+            "nbytes": each.nbytes,
+            "in_use": each.in_use,
+            "problem": each.problem,
+            "checkpoints": [as_json(info) for info in each.infos],
+        }
+        for each in found
+    ]
+    return Report(document, [f"In {path}:", rows])
+
+
+@reporting
+def clear(
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="As `ls` lists them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that no engine has open.")] = False,
+    path: Root = SHM,
+    json: Json = False,
+) -> Report:
+    """Remove stores in memory.
+
+    A restart then goes on from the disk. One that an engine has open stays.
+
+    Exit status: 0 removed, 1 it failed, or an engine has one of them open, 2 wrong usage.
+    """
+    from pccheck_async.upkeep import clear_memory, list_memory
+
+    if bool(folders) == everything:
+        complain("name folders, or give --all")
+        return Report({}, (), MISUSED)
+    chosen = [path / folder for folder in folders or []]  # an absolute one stays as it is
+    if everything:
+        chosen = [each.path for each in list_memory(path) if not each.in_use]
+    freed = {str(folder): clear_memory(folder) for folder in chosen}
+    return Report({"freed": freed}, [f"Removed {len(freed)} stores in memory: {size(sum(freed.values()))} are free."])
+
+
+for command in (ls, clear):
+    memory.command(command.__name__, cls=Command)(command)
+flow_help(memory)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stores in memory that engines of this user have left there, or have open: list them, and remove them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pccheck_async.engine import MEMORY_ROOT, ORIGIN_NAME, memory_folder, memory_prefix, on_the_line
+from pccheck_async.errors import CheckpointError, StoreLockedError
+from pccheck_async.format import CheckpointInfo
+from pccheck_async.format.record import COMMIT_NAME
+from pccheck_async.group import read_place
+from pccheck_async.medium.filesystem import slot_bytes
+
+__all__ = ["MemoryFolder", "clear_memory", "list_memory", "memory_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFolder:
+    """A store in memory.
+
+    Attributes:
+        path: Its folder.
+        origin: The path of the store on disk when it was made; empty if that is not known.
+        infos: Its checkpoints, newest first, whether or not the store on disk goes on from them.
+        nbytes: Memory that its slots take.
+        in_use: Whether an engine has it open.
+        problem: Why it cannot be read; empty if it can.
+    """
+
+    path: Path
+    origin: str
+    infos: tuple[CheckpointInfo, ...]
+    nbytes: int
+    in_use: bool
+    problem: str = ""
+
+
+def list_memory(root: str | os.PathLike[str] = MEMORY_ROOT) -> list[MemoryFolder]:
+    """Return this user's stores in memory, by name. Raises OSError: ``root`` cannot be listed."""
+    return [_look(Path(root, name)) for name in sorted(os.listdir(root)) if name.startswith(memory_prefix())]
+
+
+def _look(folder: Path) -> MemoryFolder:
+    infos: tuple[CheckpointInfo, ...] = ()
+    problem = origin = ""
+    with suppress(OSError):
+        origin = os.fsdecode((folder / ORIGIN_NAME).read_bytes())
+    try:
+        infos = tuple(read_place(folder).infos)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    with _locked(folder) as free:
+        return MemoryFolder(folder, origin, infos, slot_bytes(folder), not free, problem)
+
+
+def clear_memory(folder: str | os.PathLike[str]) -> int:
+    """Remove a store in memory, and return the bytes that come free.
+
+    Raises StoreLockedError: an engine has it open; ValueError: it is none of this user's.
+    """
+    path = Path(folder)
+    if not path.name.startswith(memory_prefix()) or not path.is_dir() or path.is_symlink():
+        raise ValueError(f"{path} is no store in memory of this user: `pccheck memory ls` lists them")
+    with _locked(path) as free:
+        if not free:
+            raise StoreLockedError(f"an engine has {path} open: close it first")
+        nbytes = slot_bytes(path)
+        shutil.rmtree(path)
+    return nbytes
+
+
+def memory_of(path: str | os.PathLike[str], root: str | os.PathLike[str] = MEMORY_ROOT) -> list[CheckpointInfo]:
+    """Return the checkpoints in memory that a restart of the store at ``path`` takes into account, newest first."""
+    place = read_place(path)
+    if place.of_group or not place.stores:
+        return []
+    identity, record = place.stores[0]
+    folder = memory_folder(Path(root), Path(path), identity.store_id)
+    if record.line is None or not folder.is_dir():
+        return []
+    try:
+        found = read_place(folder)
+    except (CheckpointError, OSError):
+        return []
+    own = found.stores[0][1] if found.stores else None
+    return [] if own is None else [entry.info for entry in on_the_line(own.entries, own.line, record.line)]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Yield whether no engine has a store open; none can open it meanwhile."""
+    try:
+        fd = os.open(folder / COMMIT_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(fd)
