@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # first: it reports a missing Accelerate
+from pccheck_async.integrations.accelerate_loader import (  # first: it reports a missing Accelerate
+    SAME_AGAIN,
+    AcceleratedLoader,
+    sizes,
+)
 from pccheck_async.state import RNGState
 from pccheck_async.training.epochs import Course, Epoch, EpochPlace
 
@@ -166,19 +170,37 @@ class TrackedLoader:
             "ended": position > 0 and position == self._end,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "start": self._start if position else None,
+            "sizes": sizes(self._loader),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Go to a saved position. Raises ValueError if only one of both has a seedable sampler."""
+        """Go to a saved position. Raises ValueError (see :meth:`check_state_dict`)."""
+        self.check_state_dict(state_dict)
         sampler, seed = self._loader.get_sampler(), state_dict["seed"]
-        if isinstance(sampler, SeedableRandomSampler) != (seed is not None):
-            raise ValueError("use_seedable_sampler differs from that of the run that saved the checkpoint")
         if seed is not None:
             sampler.initial_seed = seed
         number, position = state_dict["epoch"], state_dict["delivered"]
         earlier = tuple(state_dict.get("earlier", ()))
         self._course.load(EpochPlace(state_dict.get("outer", number), number, position, earlier))
         self._start, self._end = state_dict["start"], position if state_dict["ended"] else None
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
+
+        Raises:
+            ValueError: Only one of both has a seedable sampler, or inside an epoch the batches were of another size.
+        """
+        if isinstance(self._loader.get_sampler(), SeedableRandomSampler) != (state_dict["seed"] is not None):
+            raise ValueError("use_seedable_sampler differs from that of the run that saved the checkpoint")
+        if not state_dict["delivered"] or state_dict["ended"]:
+            return
+        saved, now = state_dict.get("sizes", {}), sizes(self._loader)
+        for name, what in {"batch": "samples in a batch of all ranks", "samples": "samples in the dataset"}.items():
+            if None not in (before := saved.get(name), now[name]) and before != now[name]:
+                raise ValueError(
+                    f"saved after {state_dict['delivered']} batches of epoch {state_dict['epoch']} with {before} "
+                    f"{what}, and there are {now[name]} now: {SAME_AGAIN}"
+                )
 
     def _generator_state(self) -> Any:
         generator = getattr(self._loader, "synchronized_generator", None)
@@ -196,10 +218,21 @@ class _Count:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
+        return {"step": self._accelerator.step, "window": self._accelerator.gradient_accumulation_steps}
 
     def load_state_dict(self, state_dict: Mapping[str, int], /) -> None:
+        self.check_state_dict(state_dict)
         self._accelerator.step = state_dict["step"]
+
+    def check_state_dict(self, state_dict: Mapping[str, int], /) -> None:
+        """Refuse another window after so many batches of an epoch: it would begin at another sample."""
+        now, step = self._accelerator.gradient_accumulation_steps, state_dict["step"]
+        before = state_dict.get("window", now)
+        if step and before != now:
+            raise ValueError(
+                f"saved after {step} batches of an epoch with gradient_accumulation_steps={before}, which is {now} "
+                f"now: {SAME_AGAIN}"
+            )
 
 
 def _named(name: str, objects: Iterable[Any]) -> dict[str, Any]:

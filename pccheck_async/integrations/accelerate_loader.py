@@ -9,8 +9,9 @@ would make its position wrong. So it is not passed through ``prepare``, but wrap
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import Dataset
@@ -21,11 +22,33 @@ from pccheck_async.training.data import Epoch, ResumableLoader
 require("accelerate", "1.15")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.data_loader import DataLoaderStateMixin  # noqa: E402
+from accelerate.data_loader import DataLoaderStateMixin, IterableDatasetShard  # noqa: E402
 from accelerate.state import GradientState  # noqa: E402
 from accelerate.utils import send_to_device  # noqa: E402
 
-__all__ = ["AcceleratedLoader"]
+__all__ = ["SAME_AGAIN", "AcceleratedLoader", "sizes"]
+
+SAME_AGAIN: Final = "give the same again until the epoch has ended, and change it from there on"
+"""The remedy if sizes have changed inside an epoch."""
+
+
+def sizes(loader: Any) -> dict[str, int | None]:
+    """Return what a position in batches depends on; None if the loader does not know it.
+
+    ``"batch"``: samples in one batch of all ranks together. ``"samples"``: those of the dataset.
+    """
+    if isinstance(loader, AcceleratedLoader):
+        loader = loader.loader
+    if isinstance(loader, ResumableLoader):
+        return {"batch": loader.batch_size * loader.sampler.world_size, "samples": loader.sampler.size}
+    found: dict[str, int | None] = {"batch": None, "samples": None}
+    with suppress(AttributeError, TypeError):  # a batch sampler without a size, batch_size=None
+        shard = loader.dataset
+        ranks = shard.num_processes if isinstance(shard, IterableDatasetShard) and not shard.split_batches else 1
+        found["batch"] = loader.total_batch_size * ranks
+    with suppress(AttributeError, TypeError):  # an iterable dataset
+        found["samples"] = loader.total_dataset_length
+    return found
 
 
 class AcceleratedLoader(DataLoaderStateMixin):

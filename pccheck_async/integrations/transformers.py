@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -47,7 +48,7 @@ from transformers.trainer_callback import (  # noqa: E402
 )
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args  # noqa: E402
 
-from pccheck_async.integrations.accelerate_loader import AcceleratedLoader  # noqa: E402
+from pccheck_async.integrations.accelerate_loader import SAME_AGAIN, AcceleratedLoader, sizes  # noqa: E402
 
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "PCcheckCallback"]
 
@@ -194,25 +195,39 @@ class PCcheckCallback(TrainerCallback):
     def set_initial_training_values(self, original: Callable[..., Any], args: Any, dataloader: Any) -> Any:
         """Keep the dataloader for :meth:`_init_training_state`."""
         self._dataloader = dataloader
-        return original(args, dataloader)
+        self._progress.sizes = sizes(dataloader) | {"accumulation": args.gradient_accumulation_steps}
+        self._epochs, *others = original(args, dataloader)
+        # A limit of steps ends the training by itself, and epochs of a run with larger batches had fewer.
+        return max(self._epochs, args.max_steps), *others
 
     def _init_training_state(
         self, original: Callable[..., Any], max_steps: int, per_epoch: int, epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
         """Restore everything, and return the epochs that are done, and the batches of the one underway."""
         trainer, progress = self._trainer, self._progress
-        epoch, batches = original(max_steps, per_epoch, epochs, None if resume is _STORE else resume, trial)
+        epoch, batches = original(max_steps, per_epoch, self._epochs, None if resume is _STORE else resume, trial)
         if resume is _STORE:
             # The position is needed now, and the objects to restore it with are prepared right after this.
             self._prepared = trainer._prepare_for_training(max_steps, self._dataloader, resume)
             self.restored = self.engine.restore(self._state, private=self._private)
-            if trainer.state.global_step >= max_steps or self._stays_stopped():
-                return epochs, 0
             epoch, updates = progress.position(per_epoch)
+            if progress.is_resized:
+                self._set_limits(per_epoch, epoch, updates)
+            if trainer.state.global_step >= trainer.state.max_steps or self._stays_stopped():
+                return epochs, 0
             batches = 0 if trainer.args.ignore_data_skip else updates * trainer.args.gradient_accumulation_steps
         progress.epoch, self._skips = epoch, batches > 0
         progress.began = trainer.state.global_step - batches // trainer.args.gradient_accumulation_steps
         return epoch, batches
+
+    def _set_limits(self, per_epoch: int, epoch: int, updates: int) -> None:
+        """Count from the restored epoch on: the Trainer takes all epochs for ones of today's number of updates."""
+        args, state = self._trainer.args, self._trainer.state
+        began = state.global_step - updates
+        if args.max_steps > 0:
+            state.num_train_epochs = epoch + math.ceil((args.max_steps - began) / per_epoch)
+        else:
+            state.max_steps = began + math.ceil((args.num_train_epochs - epoch) * per_epoch)
 
     def _stays_stopped(self) -> bool:
         """Whether a callback ended the restored training, and no larger limit or ``resume_stopped`` revives it."""
@@ -354,6 +369,7 @@ class _Progress:
         epoch: Epochs that are done.
         began: The global step at which the one underway began.
         generators: The global generators at that step: those of samplers and workers are seeded from them.
+        sizes: What a position inside an epoch depends on: that of :func:`.sizes`, and the ``"accumulation"``.
         preempted: Whether a signal stops the training.
         told_to_stop: Why the training that was restored ended before its ``max_steps``; empty if it did not, or
             ``max_steps`` is larger now.
@@ -365,6 +381,7 @@ class _Progress:
     def __init__(self, trainer: Any) -> None:
         self.epoch = self.began = 0
         self.generators: Mapping[str, Any] = {}
+        self.sizes: Mapping[str, int | None] = {}
         self._trainer = trainer
         self._saved: Mapping[str, Any] | None = None
 
@@ -378,6 +395,7 @@ class _Progress:
             "epoch": self.epoch,
             "began": self.began,
             "generators": self.generators,
+            "sizes": self.sizes,
             "stopped": self._why_stopped(),
             "unlogged": {name: getattr(trainer, name, None) for name in ATTRIBUTES},  # not there yet for a restore
         }
@@ -398,6 +416,27 @@ class _Progress:
             for callback, each in zip(alike, states if isinstance(states, list) else [states], strict=False):
                 for name, value in each["attributes"].items():
                     setattr(callback, name, value)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Refuse a position inside an epoch that means other samples now.
+
+        Raises:
+            ValueError: A step had another number of samples, or the dataset has.
+        """
+        before, now = state_dict.get("sizes"), self.sizes
+        if not before or self._trainer.args.ignore_data_skip:
+            return
+        updates = json.loads(state_dict["state"])["global_step"] - state_dict["began"]
+        if updates and _differ(before, now):
+            raise ValueError(
+                f"saved after {updates} steps of epoch {state_dict['epoch']}, with {_in_words(before)}, and there are "
+                f"{_in_words(now)} now: {SAME_AGAIN}"
+            )
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether batches, windows or the dataset are others than in the restored run."""
+        return self._saved is not None and self._saved.get("sizes", self.sizes) != self.sizes
 
     def position(self, per_epoch: int) -> tuple[int, int]:
         """Return the epochs that are done, and the updates of the one underway."""
@@ -430,6 +469,22 @@ class _Progress:
         return [
             each for each in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(each, ExportableState)
         ]
+
+
+def _differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether the samples of a step, or those of the dataset, are others in number, as far as it is known."""
+    pairs = {name: (before[name], now[name]) for name in before}
+    batches = (1, 1) if None in pairs["batch"] else pairs["batch"]
+    windows = {batch * window for batch, window in zip(batches, pairs["accumulation"], strict=True)}
+    return len(windows) > 1 or (None not in pairs["samples"] and len({*pairs["samples"]}) > 1)
+
+
+def _in_words(sizes: Mapping[str, Any]) -> str:
+    batch, samples = ("?" if sizes[name] is None else sizes[name] for name in ("batch", "samples"))
+    return (
+        f"{batch} samples in a batch of all ranks, gradient_accumulation_steps={sizes['accumulation']} and {samples} "
+        "samples in the dataset"
+    )
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,13 @@ REPLICATED = ["model.*.weight", "model.*.bias", "optimizer.state.*"]
 DATA = TensorDataset(torch.arange(80.0).reshape(40, 2) / 40)
 
 
-def accelerator_of(kind: str = "default") -> Any:
+def accelerator_of(kind: str = "default", window: int = 4) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # what a Trainer in this process left
     configuration = accelerate.utils.DataLoaderConfiguration(
         use_seedable_sampler=kind == "seedable", use_stateful_dataloader=kind == "stateful"
     )
     return accelerate.Accelerator(
-        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, dataloader_config=configuration
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=window, dataloader_config=configuration
     )
 
 
@@ -170,3 +172,56 @@ def test_another_kind_of_sampler_is_told() -> None:
 
     with pytest.raises(ValueError, match="use_seedable_sampler differs"):
         loader_of("default").load_state_dict(loader_of("seedable").state_dict())
+
+
+def saved_after(batches: int, folder: Path, *, size: int = 4, window: int = 4, samples: int = 40) -> Any:
+    """Restore and loop over one batch or more of an epoch, save, and return where it had begun."""
+    accelerator = accelerator_of(window=window)
+    data = torch.utils.data.Subset(DATA, range(samples))
+    model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(data, batch_size=size))
+    state = adapter.training_state(accelerator, loader)
+    with SyncCheckpointEngine(folder) as engine:
+        restored = engine.restore(state)
+        epochs = state["loader"].epochs(5)
+        epoch = next(epochs)
+        begun = epoch.number, state["loader"].state_dict()["delivered"]
+        for number, _ in enumerate(epoch, start=1):
+            with accelerator.accumulate(model):
+                pass
+            if number == batches:
+                engine.checkpoint(state, step=restored.step + 1 if restored else 0).result()
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"size": 5}, "saved after 4 batches of epoch 0 with 4 samples in a batch of all ranks, and there are 5 now"),
+        ({"window": 2}, "saved after 4 batches of an epoch with gradient_accumulation_steps=4, which is 2 now"),
+        ({"samples": 36}, "saved after 4 batches of epoch 0 with 40 samples in the dataset, and there are 36 now"),
+    ],
+)
+def test_other_sizes_are_refused_inside_an_epoch_and_taken_at_its_end(
+    change: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    assert saved_after(4, tmp_path / "inside") == (0, 0)
+    with pytest.raises(StateMismatchError) as caught:
+        saved_after(1, tmp_path / "inside", **change)
+    assert f"{words}: give the same again until the epoch has ended" in str(caught.value)
+    assert saved_after(1, tmp_path / "inside") == (0, 4)
+    assert saved_after(10, tmp_path / "whole") == (0, 0)
+    assert saved_after(1, tmp_path / "whole", **change)[0] == 0  # what the loop does at the epoch's end is done again
+
+
+def without(state_dict: Callable[[Any], dict[str, Any]], new: str) -> Callable[[Any], dict[str, Any]]:
+    """Return it as it was before it had that field."""
+    return lambda self: {name: value for name, value in state_dict(self).items() if name != new}
+
+
+def test_a_checkpoint_without_the_sizes_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, new in {"TrackedLoader": "sizes", "_Count": "window"}.items():
+        name = f"pccheck_async.integrations.accelerate.{kind}.state_dict"
+        monkeypatch.setattr(name, without(pkgutil.resolve_name(name), new))
+    saved_after(4, tmp_path)
+    monkeypatch.undo()
+    assert saved_after(1, tmp_path, size=5, window=2) == (0, 4)

@@ -186,7 +186,7 @@ def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
         )
 
     train(4, max_steps=2)
-    with pytest.raises(ValueError, match="made after 2 of 6 batches of an epoch, which has 3 now"):
+    with pytest.raises(StateMismatchError, match="made after 2 of 6 batches of an epoch, which has 3 now"):
         train(8, max_steps=6)
     with pytest.warns(UserWarning, match="accumulate_grad_batches is 2 and was 1 in the checkpoint"):
         train(4, max_steps=4, accumulate_grad_batches=2)  # ends the epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import socket
@@ -308,7 +309,7 @@ def test_a_training_goes_on_where_that_is_asked_for_or_a_signal_had_stopped_it(t
 
 @pytest.mark.slow
 def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) -> None:
-    kit.Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))
+    kit.Training(tmp_path, options={"max_steps": 3})(Journal(tmp_path / "journal"))
     other = {"max_steps": 4, "per_device_train_batch_size": 3, "logging_steps": 7}
     trainer, _ = kit.Training(tmp_path, options=other).make(Journal(tmp_path / "journal"))
     transformers.logging.set_verbosity_warning()  # until the next Trainer sets its own
@@ -316,6 +317,57 @@ def test_other_arguments_than_those_of_the_checkpoint_are_named(tmp_path: Path) 
         trainer.train()
     assert "per_device_train_batch_size: 3 (from args) != " in log.out
     assert "logging_steps: 7 (from args) != " in log.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["Noting", "Resumable"])
+def test_other_sizes_are_refused_inside_an_epoch_and_taken_at_its_end(trainer: str, tmp_path: Path) -> None:
+    def train(steps: int, **options: Any) -> int:
+        options |= {"max_steps": steps, "eval_strategy": "no"}
+        made, _ = kit.Training(tmp_path, options=options, trainer=getattr(kit, trainer)).make(
+            Journal(tmp_path / "journal")
+        )
+        return int(made.train().global_step)
+
+    assert train(2) == 2
+    for options in [{"gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 4}]:
+        if trainer == "Resumable" and "per_device_train_batch_size" in options:
+            continue  # it has a size of its own
+        with pytest.raises(StateMismatchError) as caught:
+            train(4, **options)
+        assert "saved after 2 steps of epoch 0, with 2 samples in a batch of all ranks, gradient_acc" in str(
+            caught.value
+        )
+        assert "give the same again until the epoch has ended" in str(caught.value)
+    if trainer == "Noting":  # the same samples in each step
+        assert train(3, gradient_accumulation_steps=2, per_device_train_batch_size=4) == 3
+    assert train(3) == 3
+    assert train(9, gradient_accumulation_steps=2) == 9  # an epoch of six steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "last"), [(2, 15), (8, 7), (4, 9)])
+def test_other_sizes_at_the_end_of_an_epoch_leave_the_number_of_epochs(window: int, last: int, tmp_path: Path) -> None:
+    def train(epochs: int, window: int) -> tuple[int, float]:
+        options = {"num_train_epochs": epochs, "gradient_accumulation_steps": window, "eval_strategy": "no"}
+        made, _ = kit.Training(tmp_path, options=options).make(Journal(tmp_path / "journal"))
+        made.train()
+        return made.state.global_step, made.state.epoch
+
+    assert train(1, 4) == (3, 1)
+    assert train(3, window) == (last, 3)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_the_sizes_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "pccheck_async.integrations.transformers._Progress.state_dict"
+    whole = pkgutil.resolve_name(name)
+    monkeypatch.setattr(name, lambda self: {key: value for key, value in whole(self).items() if key != "sizes"})
+    kit.Training(tmp_path, options={"max_steps": 2})(Journal(tmp_path / "journal"))
+    monkeypatch.undo()
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    trainer, _ = kit.Training(tmp_path, options=options).make(Journal(tmp_path / "journal"))
+    assert trainer.train().global_step == 3
 
 
 @pytest.mark.slow
@@ -495,11 +547,11 @@ def live_ranks(training: Any, folder: Path, die_at: tuple[int, str] | None = Non
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_although_the_losses_of_the_trainer_differ_by_rank(tmp_path: Path) -> None:
     options = {"logging_steps": 100, "eval_strategy": "no"}
-    live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 3}), tmp_path)
+    live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 4}), tmp_path)  # two epochs
     assert "trainer.unlogged._tr_loss" in stores.describe(tmp_path / "store").differing
-    (life,) = live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 4}), tmp_path, world=1)
-    assert life.keys == ["loss 3.1", "loss 3.2", "loss 3.3", "loss 3.4", "final"]
-    assert list_checkpoints(tmp_path / "store")[0].step == 4
+    (life,) = live_ranks(kit.Training(tmp_path, options=options | {"max_steps": 5}), tmp_path, world=1)
+    assert life.keys == ["loss 4.1", "loss 4.2", "loss 4.3", "loss 4.4", "final"]
+    assert list_checkpoints(tmp_path / "store")[0].step == 5
 
 
 @pytest.mark.campaign

@@ -97,7 +97,7 @@ def test_fit_after_an_error_resumes(tmp_path: Path) -> None:
 
 def test_a_position_that_the_data_does_not_have_is_named(tmp_path: Path) -> None:
     trainer(lightning.PCcheckCallback(tmp_path / "s"), steps=4).fit(kit.Counting(), loader(2))
-    with pytest.raises(ValueError, match="after 4 of 6 batches of an epoch, which has 3 now"):
+    with pytest.raises(StateMismatchError, match="after 4 of 6 batches of an epoch, which has 3 now"):
         trainer(lightning.PCcheckCallback(tmp_path / "s"), epochs=2).fit(kit.Counting(), loader())
 
 

@@ -373,7 +373,7 @@ class _Sizes:
         """Refuse another number of batches, after so many of an epoch; warn of other windows of accumulation."""
         saved, now = self._saved, self.state_dict()
         if saved.get("batches", now["batches"]) != now["batches"]:
-            raise ValueError(
+            raise StateMismatchError(
                 f"the checkpoint was made after {batches} of {saved['batches']} batches of an epoch, which has "
                 f"{now['batches']} now: give it the same data in batches of the same size, or start from the end of an "
                 "epoch"
@@ -647,7 +647,7 @@ def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
     again = draws.go_back(loop)
     for done in range(batches):
         if next(again, None) is None:
-            raise ValueError(
+            raise StateMismatchError(
                 f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
                 "give it the same data in batches of the same size"
             )
