@@ -30,9 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pccheck_async.api import SyncCheckpointEngine, renamed
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
+from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
+from pccheck_async.store import Keep
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.training.data import ResumableLoader
 from pccheck_async.training.policy import EverySteps
@@ -75,6 +77,9 @@ PROGRESS: Final = (
     "best_model_checkpoint",
 )  # fmt: skip
 """The restored fields of the TrainerState. The rest of it follows from the arguments of the run that resumes."""
+
+_TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
+"""Ends of the names of metrics that measure the machine."""
 
 _STORE: Final = "the store of PCcheckCallback"
 """Passed to the Trainer's methods as the source to resume from."""
@@ -141,6 +146,7 @@ class PCcheckCallback(TrainerCallback):
         )
         self._make_engine()  # wrong settings are refused here, and not where training begins
         self._grouped = "group" in settings
+        self._keep: Keep | None = settings.get("keep")
         self._save_last = save_last
         self._resume_stopped = resume_stopped
         self._private: Private = private if private == "modulo" else ["trainer.*", *private]
@@ -326,9 +332,9 @@ class PCcheckCallback(TrainerCallback):
             self._progress.began = state.global_step
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Put losses into the checkpoint's metadata, and numbers of the engine into the log."""
+        """Put the loss into the checkpoint's metadata, and numbers of the engine into the log."""
         if self._context is not None:
-            self._this.metadata |= {name: logs[name] for name in ("epoch", "loss", "eval_loss") if name in logs}
+            self._this.metadata |= {name: logs[name] for name in ("epoch", "loss") if name in logs}
         if "loss" in logs:  # not into the results of evaluate() and train()
             scalars = self.engine.scalars()
             logs |= {
@@ -336,6 +342,13 @@ class PCcheckCallback(TrainerCallback):
                 for name in ("checkpoint/latest_step", "checkpoint/stall_seconds")
                 if name in scalars
             }
+
+    def on_evaluate(self, *_: Any, metrics: Mapping[str, Any], **__: Any) -> None:
+        """Put what was measured after the step underway into its checkpoint's metadata."""
+        if self._context is not None:
+            measured = {name: each for name, each in metrics.items() if name != "epoch" and not name.endswith(_TIMES)}
+            numbers = {name: each for name, each in measured.items() if isinstance(each, int | float)}
+            self._this.metadata = with_metrics(self._this.metadata, numbers, self._keep)
 
 
 class _EverySteps(EverySteps):

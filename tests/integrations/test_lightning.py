@@ -200,11 +200,37 @@ def test_a_validation_leaves_its_metrics_in_the_metadata_and_the_best_is_kept(tm
     assert callback.restored is None
     found = {info.step: info.metadata for info in list_checkpoints(tmp_path)}
     assert sorted(step for step, metadata in found.items() if "validation" in metadata) == [4, 9, 14]
-    assert {"epoch", "loss", "validation"} == found[14].keys()
+    assert {"epoch", "validation"} == found[14].keys()
     shutil.rmtree(tmp_path)
     fit(adapter.PCcheckCallback(tmp_path, interval=100, keep=keep), max_epochs=3)  # such a step is saved
     best = min(float(str(metadata["validation"])) for metadata in found.values() if "validation" in metadata)
     assert best in [info.metadata.get("validation") for info in list_checkpoints(tmp_path)]
+
+
+def test_of_more_metrics_than_fit_the_best_is_first(tmp_path: Path) -> None:
+    class Measures(pl.Callback):  # type: ignore[name-defined]
+        def on_validation_epoch_end(self, trainer: Any, *_: Any) -> None:
+            for number in range(40):
+                self.log(f"a_metric_with_a_long_name_{number:02}", float(number))
+            self.log("the_best", 1.5)
+
+    saver = adapter.PCcheckCallback(tmp_path / "s", keep=Keep(best=("the_best", 1, "min")))
+    fit(saver, Measures())
+    metadata = list_checkpoints(tmp_path / "s")[0].metadata
+    assert metadata["the_best"] == 1.5
+    assert 5 < len(metadata) < 40
+
+
+def test_a_fit_that_trains_nothing_shows_the_metrics_of_its_checkpoint(tmp_path: Path) -> None:
+    class Sees(pl.Callback):  # type: ignore[name-defined]
+        def on_fit_end(self, trainer: Any, *_: Any) -> None:
+            seen.append({name: float(each) for name, each in trainer.callback_metrics.items()})
+
+    seen: list[dict[str, float]] = []
+    for _ in range(2):
+        fit(adapter.PCcheckCallback(tmp_path / "s"), Sees())
+    assert seen[0].keys() == {"loss", "validation"}
+    assert seen[0] == seen[1]
 
 
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:

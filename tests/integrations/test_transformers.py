@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import StateMismatchError, list_checkpoints, open_checkpoint, stores
+from pccheck_async import Keep, StateMismatchError, list_checkpoints, open_checkpoint, stores
 from pccheck_async.errors import ClosedError
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
@@ -497,6 +497,34 @@ def test_logs_have_what_the_engine_did_and_results_have_not(tmp_path: Path) -> N
     assert not [name for name in result.metrics if name.startswith("checkpoint/")]
     assert not [name for each in trainer.state.log_history for name in each if name.startswith("checkpoint/")]
     assert list_checkpoints(tmp_path / "store")[0].metadata["loss"] == trainer.state.log_history[-2]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measures", [0, 40])
+def test_an_evaluation_leaves_its_metrics_in_the_metadata_and_the_best_is_kept(measures: int, tmp_path: Path) -> None:
+    def measured(_: Any) -> dict[str, Any]:
+        many = {f"a_metric_with_a_long_name_{number:02}": float(number) for number in range(measures)}
+        return {**many, "words": "no number", "z": 0.5}
+
+    def train(name: str, interval: int, keep: Any) -> tuple[dict[int, Any], dict[int, float]]:
+        settings = {"keep_last": 20, "keep": keep}
+        training = kit.Training(
+            tmp_path / name, interval=interval, settings=settings, more={"compute_metrics": measured}
+        )
+        trainer, _ = training.make(Journal(tmp_path / "journal"))
+        trainer.train()
+        losses = {each["step"]: each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each}
+        return {info.step: info.metadata for info in list_checkpoints(tmp_path / name / "store")}, losses
+
+    found, losses = train("every", 1, Keep(best=("eval_z", 1, "min")))
+    assert [*losses] == [3, 6, 9]
+    assert sorted(step for step, metadata in found.items() if "eval_z" in metadata) == [3, 6, 9]
+    if not measures:
+        assert found[9].keys() == {"epoch", "eval_loss", "eval_z"}
+        assert {step: found[step]["eval_loss"] for step in losses} == losses
+        assert found[2].keys() == {"epoch", "loss"}
+        found, losses = train("best", 100, Keep(best=("eval_loss", 1, "min")))  # such a step is saved
+        assert found.keys() >= {min(losses, key=lambda step: losses[step])}
 
 
 # -- ranks

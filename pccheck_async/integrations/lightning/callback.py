@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine, renamed
 from pccheck_async.engine import Private, StorageOptions, note_closing_failure_on
-from pccheck_async.errors import StateMismatchError, UnsupportedStateError
-from pccheck_async.format import Restored, check_metadata
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.format import Restored
 from pccheck_async.group import Group
+from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState, paths
-from pccheck_async.store import Keep
 from pccheck_async.training import TrainingStep
 from pccheck_async.training.data import ResumableLoader
 
@@ -43,7 +43,7 @@ PRIVATE: Final = {
         "_num_ready_batches_reached", "_on_before_fetch", "restarting",
     ),
     "Trainer.fit_loop.epoch_loop.val_loop": (
-        "setup_data", "_combined_loader", "_should_reload_val_dl", "_last_val_dl_reload_epoch",
+        "setup_data", "_combined_loader", "_should_reload_val_dl", "_last_val_dl_reload_epoch", "_results",
     ),
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
@@ -116,7 +116,8 @@ class PCcheckCallback(Callback):
         self._state: dict[str, Any] = {}
         self._step = ExitStack()
         self._this: TrainingStep | None = None
-        self._validated = False
+        self._shown: dict[str, Any] = {}  # metrics of the restored checkpoint, until training begins
+        self._measured: dict[str, Any] = {}  # by the validation that follows the step underway
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Open the store, and restore everything but the generators."""
@@ -140,6 +141,7 @@ class PCcheckCallback(Callback):
             self.restored = _restore(engine, self._state, trainer, self._private)
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
+            self._shown = self._state["others"].metrics
             if self.restored is not None and not self._resume_stopped:
                 self._stop_again(trainer, self.restored)
         loop = trainer.fit_loop
@@ -151,6 +153,8 @@ class PCcheckCallback(Callback):
         _around(loop.epoch_loop, "_on_before_fetch", before=lambda: draws.note_fetch(loop._combined_loader))
         draws.make_again(loop, "train")
         draws.make_again(loop.epoch_loop.val_loop, "val")
+        # After the sanity check, which empties them, and where a fit that has nothing to train returns.
+        _around(loop, "setup_data", after=lambda: trainer._logger_connector._callback_metrics.update(self._shown))
 
     def _stop_again(self, trainer: Any, restored: Restored) -> None:
         """Stop the training if it had been stopped before, unless a limit is larger now."""
@@ -163,6 +167,7 @@ class PCcheckCallback(Callback):
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
         if self.engine is not None:
             _refuse_some_positions(trainer.fit_loop._combined_loader.flattened)
+        self._shown = {}
         if self._rng is None:
             return
         if trainer.ckpt_path and self.restored is not None:
@@ -172,7 +177,6 @@ class PCcheckCallback(Callback):
             )
         loop = trainer.fit_loop
         epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
-        trainer._logger_connector._callback_metrics.update(self._state["others"].metrics)
         if epoch.completed == epoch.ready:
             _forget_restart(loop)
         elif batch.completed == batch.ready:
@@ -210,8 +214,8 @@ class PCcheckCallback(Callback):
             return
         this, self._this = self._this, None
         this.metadata["epoch"] = trainer.fit_loop.epoch_progress.current.ready - 1
-        if self._validated:
-            self._add_metrics(this, trainer.callback_metrics)
+        measured, self._measured = self._measured, {}
+        this.metadata = with_metrics(this.metadata, measured, self._settings.get("keep"))
         self._step.close()
         if _ends(trainer) and self._save_last and this.pending is None:
             this.pending = self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata)
@@ -221,17 +225,10 @@ class PCcheckCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
 
-    def _add_metrics(self, this: TrainingStep, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics that a validation left to a step's metadata, as many as fit, that of ``keep`` first."""
-        self._validated = False
-        best = self._settings.get("keep", Keep()).best
-        for name in sorted(metrics, key=lambda name: best is None or name != best[0]):
-            with suppress(UnsupportedStateError):
-                this.metadata = check_metadata({**this.metadata, name: float(metrics[name])})
-
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Called after each validation: the metrics are new."""
-        self._validated = not trainer.sanity_checking
+        """Keep what the validation measured for the step's metadata."""
+        if not trainer.sanity_checking:
+            self._measured = dict(trainer.fit_loop.epoch_loop.val_loop._results.metrics(False)["callback"])
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish the saves in progress, and close."""
