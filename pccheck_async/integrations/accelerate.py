@@ -7,7 +7,8 @@ leave optimizers, generators and the data position to its blocking files: they a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from pccheck_async.integrations.accelerate_loader import (  # first: it reports a missing Accelerate
@@ -111,6 +112,10 @@ class TrackedLoader:
         self._course = Course()
         self._end: int | None = None  # of the pass underway, once its last batch was delivered
         self._start: dict[str, Any] | None = None  # the generators when that pass began
+        self._own = False  # whether the next iterator is this object's
+        self._elsewhere: set[object] = set()  # loops over the loader itself that have come to a second batch
+        inner = loader.base_dataloader
+        inner.__iter__ = partial(self._watched, inner.__iter__)  # Accelerate calls it by this name
 
     @property
     def epoch(self) -> int:
@@ -141,6 +146,7 @@ class TrackedLoader:
         elif counted:
             self._start = {"rng": self._rng.state_dict(), "sampler": self._generator_state()}
         self._loader.iteration, self._loader.skip_batches = place.number, position
+        self._own = True
         try:
             for batch in self._loader:
                 if saved is not None:
@@ -158,8 +164,32 @@ class TrackedLoader:
         finally:
             self._loader.end()  # Accelerate does not call it for a loader that is left early
 
+    def _watched(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Iterate over the loader, noting a loop that is not this object's from its second batch on.
+
+        One batch is but a look at the data. The loader fetches one more than the loop has.
+        """
+        own, self._own = self._own, False
+        loop = object()
+        try:
+            for fetched, batch in enumerate(begin(), start=1):
+                if fetched > 2 and not own:
+                    self._elsewhere.add(loop)
+                yield batch
+        finally:
+            self._elsewhere.discard(loop)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: epoch, batches that the loop got, and the generators when the pass began."""
+        """Return the position: epoch, batches that the loop got, and the generators when the pass began.
+
+        Raises:
+            RuntimeError: A loop over the loader itself is underway, whose position is unknown.
+        """
+        if self._elsewhere:
+            raise RuntimeError(
+                "the loop is over the loader that training_state was given, and the position that is saved is that of "
+                'state["loader"]: loop over this, `for epoch in state["loader"].epochs(n): for batch in epoch:`'
+            )
         sampler = self._loader.get_sampler()
         epoch, number, position, earlier = self._course.save()
         return {

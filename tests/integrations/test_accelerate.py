@@ -225,3 +225,34 @@ def test_a_checkpoint_without_the_sizes_is_restored(tmp_path: Path, monkeypatch:
     saved_after(4, tmp_path)
     monkeypatch.undo()
     assert saved_after(1, tmp_path, size=5, window=2) == (0, 4)
+
+
+def loop_over(loader: Any, engine: SyncCheckpointEngine, state: Any) -> None:
+    for step, _ in enumerate(loader, start=3):
+        with engine.step(state, step):
+            pass
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_a_loop_over_the_loader_itself_is_refused_where_it_saves(dispatched: bool, tmp_path: Path) -> None:
+    accelerator = accelerator_of()
+    accelerator.dataloader_config.dispatch_batches = dispatched
+    _, loader = accelerator.prepare(network(), DataLoader(DATA, batch_size=4))
+    assert type(loader).__name__ == f"DataLoader{'Dispatcher' if dispatched else 'Shard'}"
+    state = adapter.training_state(accelerator, loader)
+    for _ in loader:
+        pass  # measures the data
+    look = iter(loader)
+    next(look)
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.restore(state)
+        for step, _ in enumerate(state["loader"]):
+            with engine.step(state, step):
+                pass
+            if step == 2:
+                break
+        with pytest.raises(RuntimeError, match=r'loop over this, `for epoch in state\["loader"\]\.epochs\(n\)'):
+            loop_over(loader, engine, state)
+        assert engine.latest is not None
+        assert engine.latest.step <= 3
+        engine.checkpoint(state, step=9).result()
