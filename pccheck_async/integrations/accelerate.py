@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from pccheck_async.integrations.accelerate_loader import (  # first: it reports a missing Accelerate
-    SAME_AGAIN,
-    AcceleratedLoader,
-    sizes,
-)
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader, sizes  # first: reports a missing Accelerate
+from pccheck_async.integrations.mismatch import SAME_AGAIN
 from pccheck_async.state import RNGState
 from pccheck_async.training.epochs import Course, Epoch, EpochPlace
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -26,10 +26,7 @@ from accelerate.data_loader import DataLoaderStateMixin, IterableDatasetShard  #
 from accelerate.state import GradientState  # noqa: E402
 from accelerate.utils import send_to_device  # noqa: E402
 
-__all__ = ["SAME_AGAIN", "AcceleratedLoader", "sizes"]
-
-SAME_AGAIN: Final = "give the same again until the epoch has ended, and change it from there on"
-"""The remedy if sizes have changed inside an epoch."""
+__all__ = ["AcceleratedLoader", "sizes"]
 
 
 def sizes(loader: Any) -> dict[str, int | None]:

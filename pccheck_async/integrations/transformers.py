@@ -31,6 +31,7 @@ from pccheck_async.api import SyncCheckpointEngine, renamed
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.metrics import with_metrics
+from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
@@ -50,7 +51,7 @@ from transformers.trainer_callback import (  # noqa: E402
 )
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args  # noqa: E402
 
-from pccheck_async.integrations.accelerate_loader import SAME_AGAIN, AcceleratedLoader, sizes  # noqa: E402
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader, sizes  # noqa: E402
 
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "PCcheckCallback"]
 
@@ -215,7 +216,8 @@ class PCcheckCallback(TrainerCallback):
         if resume is _STORE:
             # The position is needed now, and the objects to restore it with are prepared right after this.
             self._prepared = trainer._prepare_for_training(max_steps, self._dataloader, resume)
-            self.restored = self.engine.restore(self._state, private=self._private)
+            with advise_in_trainer(self.engine.path):
+                self.restored = self.engine.restore(self._state, private=self._private)
             epoch, updates = progress.position(per_epoch)
             if progress.is_resized:
                 self._set_limits(per_epoch, epoch, updates)

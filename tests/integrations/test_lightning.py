@@ -24,6 +24,7 @@ from pccheck_async import (
     StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
+    load_sync,
 )
 from pccheck_async.errors import StoreLockedError, UnsupportedStateError
 from pccheck_async.medium.files import Files
@@ -382,8 +383,11 @@ def test_another_model_is_named(tmp_path: Path) -> None:
     before = bits(model.state_dict())
     with pytest.raises(
         StateMismatchError, match=r"nothing was restored. .*weight \(float32 \(9, 4\) here, float32 \(8, 4\)"
-    ):
+    ) as caught:
         fit(adapter.PCcheckCallback(tmp_path / "s"), model=model)
+    assert "strict" not in str(caught.value)
+    assert "; go on with what was saved, or give PCcheckCallback another folder" in str(caught.value)
+    assert load_sync(tmp_path / "s", keys=["model"])["model"].keys() == model.state_dict().keys()
     assert bits(model.state_dict()) == before
     assert steps(tmp_path / "s") == [4]
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import Keep, StateMismatchError, list_checkpoints, open_checkpoint, stores
+from pccheck_async import Keep, StateMismatchError, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.errors import ClosedError
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
@@ -415,9 +415,14 @@ def test_another_model_is_named_and_nothing_is_changed(change: str, tmp_path: Pa
     before = bits(trainer.model.state_dict())
     with pytest.raises(StateMismatchError) as caught:
         trainer.train()
-    assert {"another model": "transformer", "a renamed layer": "tail", "another width": "body"}[change] in str(
-        caught.value
+    said = str(caught.value)
+    assert {"another model": "transformer", "a renamed layer": "tail", "another width": "body"}[change] in said
+    assert "strict" not in said
+    assert said.endswith(
+        "; go on with what was saved, or give PCcheckCallback another folder to begin anew; the weights alone: "
+        f"load_sync('{tmp_path}/store', keys=[\"model\"])"
     )
+    assert load_sync(tmp_path / "store", keys=["model"])["model"].keys() == kit.Normed().state_dict().keys()
     assert bits(trainer.model.state_dict()) == before
 
 

@@ -25,6 +25,7 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.group import Group
 from pccheck_async.integrations.metrics import with_metrics
+from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
 from pccheck_async.integrations.stopped import log_stopped
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
@@ -138,7 +139,8 @@ class PCcheckCallback(Callback):
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
         if not goes_on:
-            self.restored = _restore(engine, self._state, trainer, self._private)
+            with advise_in_trainer(engine.path):
+                self.restored = _restore(engine, self._state, trainer, self._private)
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
             self._shown = self._state["others"].metrics
@@ -372,8 +374,7 @@ class _Sizes:
         if saved.get("batches", now["batches"]) != now["batches"]:
             raise StateMismatchError(
                 f"the checkpoint was made after {batches} of {saved['batches']} batches of an epoch, which has "
-                f"{now['batches']} now: give it the same data in batches of the same size, or start from the end of an "
-                "epoch"
+                f"{now['batches']} now: {SAME_AGAIN}"
             )
         if saved.get("accumulation", now["accumulation"]) != now["accumulation"]:
             text = "accumulate_grad_batches is %d and was %d in the checkpoint: windows change inside an epoch"
@@ -646,6 +647,6 @@ def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
         if next(again, None) is None:
             raise StateMismatchError(
                 f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
-                "give it the same data in batches of the same size"
+                f"{SAME_AGAIN}"
             )
     loop._data_fetcher.fetched = 0  # the loop adds the epoch's batches so far
