@@ -32,7 +32,7 @@ from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
-from pccheck_async.integrations.stopped import log_stopped
+from pccheck_async.integrations.resumed import in_words, log_stopped
 from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
 from pccheck_async.store import Keep
@@ -82,6 +82,7 @@ PROGRESS: Final = (
 _TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
 """Ends of the names of metrics that measure the machine."""
 
+_log = transformers.utils.logging.get_logger("transformers.trainer")  # of which users see the warnings
 _STORE: Final = "the store of PCcheckCallback"
 """Passed to the Trainer's methods as the source to resume from."""
 
@@ -221,7 +222,11 @@ class PCcheckCallback(TrainerCallback):
             epoch, updates = progress.position(per_epoch)
             if progress.is_resized:
                 self._set_limits(per_epoch, epoch, updates)
-            if trainer.state.global_step >= trainer.state.max_steps or self._stays_stopped():
+            ended = trainer.state.global_step >= trainer.state.max_steps
+            stopped = not ended and self._stays_stopped()
+            if self.restored is not None and not stopped and trainer.is_world_process_zero():
+                _log.warning(in_words(self.restored, self.engine.path, ended=ended))  # info is not shown by default
+            if ended or stopped:
                 return epochs, 0
             batches = 0 if trainer.args.ignore_data_skip else updates * trainer.args.gradient_accumulation_steps
         progress.epoch, self._skips = epoch, batches > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -232,6 +233,20 @@ def test_a_fit_that_trains_nothing_shows_the_metrics_of_its_checkpoint(tmp_path:
         fit(adapter.PCcheckCallback(tmp_path / "s"), Sees())
     assert seen[0].keys() == {"loss", "validation"}
     assert seen[0] == seen[1]
+
+
+def test_a_fit_that_goes_on_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    said: list[str] = []
+    for epochs in (1, 2, 2):
+        fit(adapter.PCcheckCallback(tmp_path / "s"), max_epochs=epochs)
+        said += [record.message for record in caplog.records if "PCcheckCallback" in record.message] or ["-"]
+        caplog.clear()
+    assert said == [
+        "-",
+        f"PCcheckCallback: training goes on after step 4, from {tmp_path / 's'}",
+        f"PCcheckCallback: nothing is left to train after step 9, from {tmp_path / 's'}",
+    ]
 
 
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:

@@ -532,6 +532,24 @@ def test_an_evaluation_leaves_its_metrics_in_the_metadata_and_the_best_is_kept(m
         assert found.keys() >= {min(losses, key=lambda step: losses[step])}
 
 
+@pytest.mark.slow
+def test_a_training_that_goes_on_says_so_once(tmp_path: Path) -> None:
+    said = []
+    for steps in (2, 3, 3):
+        options = {"max_steps": steps, "eval_strategy": "no"}
+        trainer, _ = kit.Training(tmp_path, options=options).make(Journal(tmp_path / "journal"))
+        transformers.logging.set_verbosity_warning()  # Hugging Face's default; until the next Trainer sets its own
+        with Lazily("transformers.testing_utils").CaptureLogger(transformers.logging.get_logger()) as log:
+            trainer.train()
+        said += [line for line in log.out.splitlines() if "PCcheckCallback" in line] or ["-"]
+    store = tmp_path / "store"
+    assert said == [
+        "-",
+        f"PCcheckCallback: training goes on after step 2, from {store}",
+        f"PCcheckCallback: nothing is left to train after step 3, from {store}",
+    ]
+
+
 # -- ranks
 
 

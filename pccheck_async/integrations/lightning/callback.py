@@ -15,7 +15,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, Timer
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +26,7 @@ from pccheck_async.format import Restored
 from pccheck_async.group import Group
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
-from pccheck_async.integrations.stopped import log_stopped
+from pccheck_async.integrations.resumed import in_words, log_stopped
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
 from pccheck_async.training.data import ResumableLoader
@@ -144,8 +144,8 @@ class PCcheckCallback(Callback):
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
             self._shown = self._state["others"].metrics
-            if self.restored is not None and not self._resume_stopped:
-                self._stop_again(trainer, self.restored)
+            if self.restored is not None and (self._resume_stopped or not self._stop_again(trainer, self.restored)):
+                rank_zero_info(in_words(self.restored, engine.path, ended=_ends(trainer)))
         loop = trainer.fit_loop
         draws: _Draws = self._state["draws"]
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
@@ -158,12 +158,15 @@ class PCcheckCallback(Callback):
         # After the sanity check, which empties them, and where a fit that has nothing to train returns.
         _around(loop, "setup_data", after=lambda: trainer._logger_connector._callback_metrics.update(self._shown))
 
-    def _stop_again(self, trainer: Any, restored: Restored) -> None:
-        """Stop the training if it had been stopped before, unless a limit is larger now."""
-        if why := self._state["sizes"].told_to_stop():
-            trainer.should_stop = True
-            if trainer.fit_loop._can_stop_early:  # else Lightning trains on to min_epochs or min_steps first
-                log_stopped(why, "max_epochs, max_steps or max_time", restored)
+    def _stop_again(self, trainer: Any, restored: Restored) -> bool:
+        """Stop the training if it had been stopped before, unless a limit is larger now; return whether it ended."""
+        if not (why := self._state["sizes"].told_to_stop()):
+            return False
+        trainer.should_stop = True
+        if not trainer.fit_loop._can_stop_early:  # Lightning trains on to min_epochs or min_steps first
+            return False
+        log_stopped(why, "max_epochs, max_steps or max_time", restored)
+        return True
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that was stopped before its limits, such as by an early stop, stays stopped when started again."""
+"""The lines that say where a training goes on, or why it does not: a stopped one stays so when started again."""
 
 from __future__ import annotations
 
 from pccheck_async.format import Restored
 from pccheck_async.telemetry import write
 
-__all__ = ["log_stopped"]
+__all__ = ["in_words", "log_stopped"]
+
+
+def in_words(restored: Restored, path: str, *, ended: bool) -> str:
+    """Return one line for the trainer's own log."""
+    what = "nothing is left to train" if ended else "training goes on"
+    return f"PCcheckCallback: {what} after step {restored.step}, from {path}"
 
 
 def log_stopped(why: str, limits: str, restored: Restored) -> None:
