@@ -8,11 +8,11 @@ from pccheck_async.api.engine import CheckpointEngine
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.api.lazy_load import Connection, OpenCheckpoint, StoredState, StoredTensor, open_checkpoint, rows
 from pccheck_async.api.loading import list_checkpoints, load, load_sync
-from pccheck_async.api.old_keywords import renamed
+from pccheck_async.api.old_keywords import renamed, renamed_path
 from pccheck_async.api.sync import SyncCheckpointEngine
 
 __all__ = [
     "CheckpointEngine", "Connection", "EngineBase", "OpenCheckpoint", "StoredState", "StoredTensor",
     "SyncCheckpointEngine", "list_checkpoints", "load", "load_sync", "open_checkpoint", "renamed",
-    "rows",
+    "renamed_path", "rows",
 ]  # fmt: skip

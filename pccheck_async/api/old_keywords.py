@@ -7,6 +7,7 @@ user's line.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from pccheck_async.group import Group
 from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import Keep
 
-__all__ = ["OldKeywords", "refuse_unknown", "renamed"]
+__all__ = ["OldKeywords", "refuse_unknown", "renamed", "renamed_path"]
 
 
 class OldKeywords(TypedDict, total=False):
@@ -92,13 +93,43 @@ def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     before = ", ".join(f"{name}={_code(value)}" for name, value in old.items())
     now = ", ".join(_spelled(keyword, given) for keyword, given in fields.items())
     text = f"{callee}({before}) is {callee}({now}) now; the old spelling goes with version 1.1"
-    warnings.warn(text, DeprecationWarning, stacklevel=1 + _depth(sys._getframe()))
+    _warn(text)
     for keyword, given in fields.items():
         if keyword in _DEFAULTS:
             new[keyword] = replace(new.get(keyword, _DEFAULTS[keyword]), **given)
         elif new.get(keyword) is not None:  # else there are no ranks that they concern
             new[keyword] = Group.of(new[keyword], **given)
     return new
+
+
+def renamed_path(
+    callee: str, path: str | os.PathLike[str] | None, old: str, settings: Mapping[str, Any]
+) -> tuple[str | os.PathLike[str], dict[str, Any]]:
+    """Return the argument ``path`` and the settings without its old name; warn if it was given by that.
+
+    Args:
+        callee: The class that the user called.
+        path: Its first argument; None if it was not given.
+        old: The name that this had in version 0.1.
+        settings: Keyword arguments, which may have that name.
+
+    Raises:
+        TypeError: the path is not given, or twice.
+    """
+    if old not in settings:
+        if path is None:
+            raise TypeError(f"{callee} takes the folder of its store as first argument, path")
+        return path, dict(settings)
+    if path is not None:
+        raise TypeError(f"{callee}: give {old}= or path=, not both")
+    given: str | os.PathLike[str] = settings[old]
+    spelled = _code(given)
+    _warn(f"{callee}({old}={spelled}) is {callee}(path={spelled}) now; the old spelling goes with version 1.1")
+    return given, {name: value for name, value in settings.items() if name != old}
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, DeprecationWarning, stacklevel=1 + _depth(sys._getframe()))
 
 
 def _is_set(given: object, field: str) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async.api import SyncCheckpointEngine, renamed
+from pccheck_async.api import SyncCheckpointEngine, renamed, renamed_path
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.metrics import with_metrics
@@ -106,7 +106,7 @@ class PCcheckCallback(TrainerCallback):
     Under ``torch.distributed`` all ranks save one checkpoint together (``group``).
 
     Args:
-        store: Folder of the store.
+        path: Folder of the store.
         interval: As for :class:`pccheck_async.CheckpointEngine`; a number is one of global steps, like ``save_steps``.
         save_last: Also save the last step.
         resume_stopped: Go on although a callback had stopped training (``should_training_stop``). Else
@@ -130,7 +130,7 @@ class PCcheckCallback(TrainerCallback):
 
     def __init__(
         self,
-        store: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
         interval: int | timedelta | Policy | None = None,
         save_last: bool = True,
@@ -138,10 +138,11 @@ class PCcheckCallback(TrainerCallback):
         private: Private = (),
         **settings: Any,
     ) -> None:
+        path, settings = renamed_path("PCcheckCallback", path, "store", settings)
         settings = renamed("PCcheckCallback", settings)
         self._make_engine = partial(
             SyncCheckpointEngine,
-            store,
+            path,
             interval=_EverySteps(interval) if type(interval) is int else interval,
             save_last=False,  # the Trainer's work at its end, such as loading the best model, is not the last step's
             **settings,
@@ -267,7 +268,7 @@ class PCcheckCallback(TrainerCallback):
             if resume is not _STORE and latest is not None and latest.step > step:
                 raise ValueError(
                     f"training resumes from {resume} at step {step}, and {engine.path} holds step {latest.step}: leave "
-                    "resume_from_checkpoint out to go on from that, or give PCcheckCallback another store"
+                    "resume_from_checkpoint out to go on from that, or give PCcheckCallback another folder"
                 )
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
@@ -311,7 +312,7 @@ class PCcheckCallback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore the values that the Trainer has just set to zero."""
         if self._trainer is None:
-            raise RuntimeError("a PCcheckCallback is attached: PCcheckCallback(store).attach(trainer)")
+            raise RuntimeError("a PCcheckCallback is attached: PCcheckCallback(path).attach(trainer)")
         self._progress.finish()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:

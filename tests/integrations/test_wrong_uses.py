@@ -50,6 +50,22 @@ def test_engine_keywords_of_before_work_with_one_warning_at_the_line_of_the_user
     room.PCcheckCallback(tmp_path, keep=Keep(every=3), storage=StorageOptions(exit_timeout=1))
 
 
+@pytest.mark.parametrize(("room", "old"), [(lightning, "folder"), (transformers, "store")], ids=["lightning", "hf"])
+def test_the_path_by_its_name_of_before_works_with_one_warning_at_the_line_of_the_user(
+    room: Any, old: str, tmp_path: Path
+) -> None:
+    where: dict[str, Any] = {old: str(tmp_path)}
+    now = rf"^PCcheckCallback\({old}='{tmp_path}'\) is PCcheckCallback\(path='{tmp_path}'\) now; the old spelling goes"
+    with pytest.warns(DeprecationWarning, match=now) as caught:
+        room.PCcheckCallback(**where)
+    assert [each.filename for each in caught] == [__file__]
+    room.PCcheckCallback(path=tmp_path)
+    with pytest.raises(TypeError, match=f"PCcheckCallback: give {old}= or path=, not both"):
+        room.PCcheckCallback(tmp_path, **where)
+    with pytest.raises(TypeError, match="PCcheckCallback takes the folder of its store as first argument, path"):
+        room.PCcheckCallback(interval=3)
+
+
 def test_engine_keywords_of_before_of_checkpoint_io(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match=r"^PCcheckIO\(writers=2\) is PCcheckIO\(storage=StorageOptions\("):
         plugin = lightning.PCcheckIO(writers=2)

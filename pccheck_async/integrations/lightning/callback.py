@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async.api import SyncCheckpointEngine, renamed
+from pccheck_async.api import SyncCheckpointEngine, renamed, renamed_path
 from pccheck_async.engine import Private, StorageOptions, note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
@@ -72,7 +72,7 @@ class PCcheckCallback(Callback):
     same Trainer and module go on with the state in memory, unless it raised. ``fast_dev_run`` saves and restores none.
 
     Args:
-        folder: Of the store.
+        path: Folder of the store.
         interval: Optimizer steps (batches, in manual optimization) between two checkpoints, a ``timedelta`` or a
             policy. The default saves as often as costs at most 3 % of the training time.
         save_last: Also save at the end of training: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
@@ -91,7 +91,7 @@ class PCcheckCallback(Callback):
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
         interval: Any = None,
         save_last: bool = True,
@@ -101,10 +101,11 @@ class PCcheckCallback(Callback):
         trusted_replicas: Sequence[str] = (),
         **settings: Any,
     ) -> None:
+        path, settings = renamed_path("PCcheckCallback", path, "folder", settings)
         settings = renamed("PCcheckCallback", settings)
         Group(0, 1, None, replicated=replicated, trusted_replicas=trusted_replicas)
-        SyncCheckpointEngine(folder, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
-        self._folder = folder
+        SyncCheckpointEngine(path, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
+        self._path = path
         self._settings = {"interval": interval, **settings}
         self._replicated, self._trusted_replicas = replicated, trusted_replicas
         self._save_last = save_last
@@ -134,7 +135,7 @@ class PCcheckCallback(Callback):
                 group = Group.of(group, replicated=_replicated(trainer.model))
             settings = {**settings, "group": group}
         goes_on = self._of == (trainer, pl_module)  # the state in memory is newer than the saved one
-        engine = SyncCheckpointEngine(self._folder, save_last=False, **{"overwrite": goes_on, **settings})
+        engine = SyncCheckpointEngine(self._path, save_last=False, **{"overwrite": goes_on, **settings})
         self._state = _state(trainer)
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
@@ -177,7 +178,7 @@ class PCcheckCallback(Callback):
             return
         if trainer.ckpt_path and self.restored is not None:
             raise ValueError(
-                f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._folder} holds step {self.restored.step}: leave "
+                f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._path} holds step {self.restored.step}: leave "
                 "ckpt_path out to resume, or give PCcheckCallback an empty folder"
             )
         loop = trainer.fit_loop
