@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from inspect import Signature, signature
@@ -109,7 +109,7 @@ class EngineBase:
         """
         if old:
             callee = type(self).__name__
-            refuse_unknown(callee, old, EngineBase.__init__.__kwdefaults__ or {})
+            refuse_unknown(callee, old, _keywords())
             given = renamed(callee, {"keep": keep, "group": group, "storage": storage, **old})
             keep, group, storage = given["keep"], given["group"], given["storage"]
         config = EngineConfig(
@@ -271,6 +271,26 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
+
+
+def _keywords() -> list[str]:
+    return ["path", *(EngineBase.__init__.__kwdefaults__ or {})]
+
+
+def engine_settings(callee: str, settings: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """Return keyword arguments for an engine, in their new spelling (see :func:`.renamed`).
+
+    Args:
+        callee: The class that the user called, which hands them on.
+        settings: Keyword arguments.
+        own: Further ones that the callee has: they are suggested for a name that is not known.
+
+    Raises:
+        TypeError: an engine has no such argument, or one is given in both spellings.
+        ValueError: a value is out of range.
+    """
+    refuse_unknown(callee, settings, [*_keywords(), *own])
+    return renamed(callee, settings)
 
 
 def _signature_of_new_keywords() -> Signature:

@@ -66,6 +66,19 @@ _NEW: Final = {
 }
 """By old keyword, the new one and the field of it."""
 
+_BEST: Final = 'keep=Keep(best=(metric, 1, "min"))'
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("save_steps", "every_n_train_steps", "every_n_epochs", "save_strategy", "save_interval"), "interval"
+    ),
+    **dict.fromkeys(("train_time_interval", "checkpoint_interval", "checkpointing_steps", "every_n_steps"), "interval"),
+    **dict.fromkeys(("save_total_limit", "total_limit", "max_to_keep", "keep_latest_k", "num_to_keep"), "keep_last"),
+    **dict.fromkeys(("save_top_k", "monitor", "mode", "metric_for_best_model", "greater_is_better"), _BEST),
+    **dict.fromkeys(("load_best_model_at_end", "save_best"), _BEST),
+    **dict.fromkeys(("dirpath", "output_dir", "checkpoint_dir", "save_dir", "directory", "folder", "store"), "path"),
+}
+"""By keyword of trainers and other libraries, the one that does the same here."""
+
 
 def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of an engine with the old ones in their new spelling; warn if there are any.
@@ -154,19 +167,23 @@ def _depth(frame: FrameType) -> int:
 
 
 def refuse_unknown(callee: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError if one of the names is no keyword of before: Python's own would name another class.
+    """Raise TypeError if one of the names is no keyword, and none of before: Python's own would name another class.
 
     Args:
         callee: The class that the user called.
-        names: Keywords that it does not have.
+        names: Keywords that it was given.
         known: Keywords that it has.
     """
     words = {one: one for one in known}
+    unknown = [name for name in names if name not in words and name not in _NEW]
     for old, (keyword, field) in _NEW.items():
         words[old] = words[field] = _spelled(keyword, {field: ...})
-    for name in names:
-        if name not in _NEW:
+    for name in unknown:
+        here = _ELSEWHERE.get(name, "")
+        if here.partition("=")[0] in words:
+            near = [here]
+        else:
             likely = [name] if name in words else get_close_matches(name, words)
-            near = dict.fromkeys(words[word] for word in likely)
-            also = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise TypeError(f"{callee} has no argument {name!r}{also}")
+            near = [*dict.fromkeys(words[word] for word in likely)]
+        also = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise TypeError(f"{callee} has no argument {name!r}{also}")

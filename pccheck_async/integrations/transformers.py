@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async.api import SyncCheckpointEngine, renamed, renamed_path
+from pccheck_async.api import SyncCheckpointEngine, engine_settings, renamed_path
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.metrics import with_metrics
@@ -138,8 +138,9 @@ class PCcheckCallback(TrainerCallback):
         private: Private = (),
         **settings: Any,
     ) -> None:
+        own = PCcheckCallback.__init__.__kwdefaults__ or {}
+        settings = engine_settings("PCcheckCallback", settings, [*own, "store"])
         path, settings = renamed_path("PCcheckCallback", path, "store", settings)
-        settings = renamed("PCcheckCallback", settings)
         self._make_engine = partial(
             SyncCheckpointEngine,
             path,

@@ -66,6 +66,29 @@ def test_the_path_by_its_name_of_before_works_with_one_warning_at_the_line_of_th
         room.PCcheckCallback(interval=3)
 
 
+@pytest.mark.parametrize("room", [lightning, transformers], ids=["lightning", "hf"])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("save_strategy", "interval"),
+        ("every_n_epochs", "interval"),
+        ("save_total_limit", "keep_last"),
+        ("metric_for_best_model", 'keep=Keep(best=(metric, 1, "min"))'),
+        ("dirpath", "path"),
+        ("resume_stoped", "resume_stopped"),
+    ],
+)
+def test_keywords_of_others_are_answered_with_ours(room: Any, wrong: str, right: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        room.PCcheckCallback(**{wrong: "x"})
+    assert str(caught.value) == f"PCcheckCallback has no argument '{wrong}'; did you mean {right}?"
+
+
+def test_an_unknown_keyword_of_checkpoint_io_names_it() -> None:
+    with pytest.raises(TypeError, match=r"^PCcheckIO has no argument 'writer'; did you mean storage="):
+        lightning.PCcheckIO(writer=3)
+
+
 def test_engine_keywords_of_before_of_checkpoint_io(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match=r"^PCcheckIO\(writers=2\) is PCcheckIO\(storage=StorageOptions\("):
         plugin = lightning.PCcheckIO(writers=2)

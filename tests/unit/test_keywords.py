@@ -135,6 +135,11 @@ def test_an_old_keyword_beside_other_fields_of_the_new_one(tmp_path: Path) -> No
         ("replicate", r"; did you mean group=Group\.of\(group, replicated=\.\.\.\)"),
         ("intervall", r"; did you mean interval\?$"),
         ("colour", "$"),
+        ("save_steps", r"; did you mean interval\?$"),
+        ("every_n_train_steps", r"; did you mean interval\?$"),
+        ("save_total_limit", r"; did you mean keep_last\?$"),
+        ("save_top_k", r'; did you mean keep=Keep\(best=\(metric, 1, "min"\)\)\?$'),
+        ("dirpath", r"; did you mean path\?$"),
     ],
 )
 @KINDS

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from pccheck_async.api import SyncCheckpointEngine, renamed, renamed_path
+from pccheck_async.api import SyncCheckpointEngine, engine_settings, renamed_path
 from pccheck_async.engine import Private, StorageOptions, note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
@@ -101,8 +101,9 @@ class PCcheckCallback(Callback):
         trusted_replicas: Sequence[str] = (),
         **settings: Any,
     ) -> None:
+        own = PCcheckCallback.__init__.__kwdefaults__ or {}
+        settings = engine_settings("PCcheckCallback", settings, [*own, "folder"])
         path, settings = renamed_path("PCcheckCallback", path, "folder", settings)
-        settings = renamed("PCcheckCallback", settings)
         Group(0, 1, None, replicated=replicated, trusted_replicas=trusted_replicas)
         SyncCheckpointEngine(path, interval=interval, save_last=save_last, **settings)  # wrong settings raise now
         self._path = path

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from pccheck_async.api import SyncCheckpointEngine, list_checkpoints, load_sync, renamed
+from pccheck_async.api import SyncCheckpointEngine, engine_settings, list_checkpoints, load_sync
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.integrations.free_slots import remove_free_slots
 from pccheck_async.integrations.lightning.in_turn import InTurn
@@ -38,7 +38,7 @@ class PCcheckIO(TorchCheckpointIO):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = {"max_in_flight": 1, "overwrite": True, **renamed("PCcheckIO", settings)}
+        self._settings = {"max_in_flight": 1, "overwrite": True, **engine_settings("PCcheckIO", settings)}
         self._turn = InTurn()
         self._unfinished: set[Path] = set()
 
