@@ -3,10 +3,28 @@
 
 from __future__ import annotations
 
+import os
+
 from pccheck_async.format import Restored
+from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.telemetry import write
 
-__all__ = ["in_words", "log_stopped"]
+__all__ = ["in_words", "log_stopped", "refuse_store"]
+
+
+def refuse_store(path: str | os.PathLike[str], argument: str) -> None:
+    """Raise ValueError if a trainer was told to resume from a store, which its own reader does not know.
+
+    Args:
+        path: The value of the argument.
+        argument: The name by which the trainer takes it.
+    """
+    if any(os.path.isfile(os.path.join(path, name)) for name in (IDENTITY_NAME, GROUP_NAME)):
+        raise ValueError(
+            f"{argument} is {os.fspath(path)!r}, a store of this package: leave {argument} out, and PCcheckCallback "
+            f"goes on by itself from the folder that it is given; the weights alone: load_sync({os.fspath(path)!r}, "
+            'keys=["model"])'
+        )
 
 
 def in_words(restored: Restored, path: str, *, ended: bool) -> str:

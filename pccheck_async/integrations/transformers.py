@@ -32,7 +32,7 @@ from pccheck_async.engine import Policy, Private, StepReport, unwrapped
 from pccheck_async.format import Restored
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
-from pccheck_async.integrations.resumed import in_words, log_stopped
+from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store
 from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
 from pccheck_async.store import Keep
@@ -56,6 +56,7 @@ from pccheck_async.integrations.accelerate_loader import AcceleratedLoader, size
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "PCcheckCallback"]
 
 METHODS: Final = {
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "set_initial_training_values": ("args", "dataloader"),
     "_init_training_state": (
@@ -188,6 +189,13 @@ class PCcheckCallback(TrainerCallback):
         return self
 
     # -- methods of the Trainer, in the order of METHODS, each with the one that it wraps
+
+    def _load_from_checkpoint(
+        self, original: Callable[..., None], resume_from_checkpoint: Any, *args: Any, **named: Any
+    ) -> None:
+        """Refuse a store, of which the Trainer would say that it is no checkpoint."""
+        refuse_store(resume_from_checkpoint, "resume_from_checkpoint")
+        original(resume_from_checkpoint, *args, **named)
 
     def _inner_training_loop(
         self, original: Callable[..., Any], *args: Any, resume_from_checkpoint: Any = None, trial: Any, **named: Any

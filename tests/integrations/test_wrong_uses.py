@@ -152,6 +152,35 @@ def test_checkpoint_io_leaves_a_callbacks_store_alone(tmp_path: Path) -> None:
     assert bits(load_sync(tmp_path / "run")["model"]) == saved
 
 
+def test_a_store_as_ckpt_path_is_answered_with_what_to_do(tmp_path: Path) -> None:
+    store = tmp_path / "run"
+    trainer(lightning.PCcheckCallback(store)).fit(kit.Counting(), loader())
+    for folder in (store, tmp_path / "new"):
+        again = trainer(lightning.PCcheckCallback(folder), epochs=2)
+        with pytest.raises(ValueError, match=r"ckpt_path is '.*run', a store of this package: leave ckpt_path out"):
+            again.fit(kit.Counting(), loader(), ckpt_path=store)
+    other = trainer(lightning.PCcheckCallback(tmp_path / "new"), plugins=[lightning.PCcheckIO()], epochs=2)
+    own = tmp_path / "own"
+    saver = trainer(plugins=[lightning.PCcheckIO()])
+    saver.fit(kit.Counting(), loader())
+    saver.save_checkpoint(own)
+    saver.strategy.checkpoint_io.teardown()
+    other.fit(model := kit.Counting(), loader(), ckpt_path=own)
+    assert model.trained == [3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_a_store_as_resume_from_checkpoint_is_answered_with_what_to_do(tmp_path: Path) -> None:
+    arguments = hf.TrainingArguments(
+        str(tmp_path / "output"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    made = hf.Trainer(Loss(), arguments, train_dataset=[{"x": x} for x in SAMPLES])
+    transformers.PCcheckCallback(tmp_path / "store").attach(made)
+    made.train()
+    with pytest.raises(ValueError, match=r"a store of this package: leave resume_from_checkpoint out, and PCcheckCal"):
+        made.train(resume_from_checkpoint=str(tmp_path / "store"))
+
+
 def test_checkpoint_io_leaves_folders_of_others_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")

@@ -24,9 +24,10 @@ from pccheck_async.engine import Private, StorageOptions, note_closing_failure_o
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.group import Group
+from pccheck_async.integrations.lightning.checkpoint_io import is_own
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
-from pccheck_async.integrations.resumed import in_words, log_stopped
+from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
 from pccheck_async.training.data import ResumableLoader
@@ -46,7 +47,7 @@ PRIVATE: Final = {
     "Trainer.fit_loop.epoch_loop.val_loop": (
         "setup_data", "_combined_loader", "_should_reload_val_dl", "_last_val_dl_reload_epoch", "_results",
     ),
-    "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
+    "Trainer._checkpoint_connector": ("_get_loops_state_dict", "resume_start"),
     "Trainer._logger_connector": ("_callback_metrics",),
 }  # fmt: skip
 """The attributes of Lightning that are used beyond its documentation, with ``Timer._duration``,
@@ -121,6 +122,19 @@ class PCcheckCallback(Callback):
         self._this: TrainingStep | None = None
         self._shown: dict[str, Any] = {}  # metrics of the restored checkpoint, until training begins
         self._measured: dict[str, Any] = {}  # by the validation that follows the step underway
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a store as ``ckpt_path``, which is known only when Lightning opens it."""
+        connector = trainer._checkpoint_connector
+        open_file = connector.resume_start
+
+        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            connector.resume_start = open_file
+            if checkpoint_path is not None and not (os.path.isdir(checkpoint_path) and is_own(checkpoint_path)):
+                refuse_store(checkpoint_path, "ckpt_path")
+            open_file(checkpoint_path, weights_only=weights_only)
+
+        connector.resume_start = resume_start
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Open the store, and restore everything but the generators."""
