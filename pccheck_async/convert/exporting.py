@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -17,7 +18,7 @@ from pccheck_async.api import Connection
 from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
 from pccheck_async.convert.selection import select_part
 from pccheck_async.convert.target import replacing
-from pccheck_async.errors import StateMismatchError, first_few
+from pccheck_async.errors import StateMismatchError, WriteError, first_few
 from pccheck_async.format import CheckpointInfo, which_one
 from pccheck_async.medium.open_medium import IO
 
@@ -130,7 +131,7 @@ def export_checkpoint(
         IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
         FileExistsError: there is something at ``out``, or with ``overwrite`` something else than such an export.
-        ReadError, WriteError: a device failed.
+        ReadError, WriteError: a device failed; WriteError also if the folder for ``out`` is missing.
         ValueError: there is no such format, or ``max_file_size`` or ``metadata`` means nothing.
     """
     formats = ("torch", "safetensors", "dcp", "lightning", "transformers")
@@ -145,6 +146,8 @@ def export_checkpoint(
             raise ValueError(f"metadata is for 'safetensors', not {to!r}")
         safetensors_file.check_metadata(metadata)
     target = Path(out)
+    if not target.parent.is_dir():
+        raise WriteError(errno.ENOENT, "there is no such folder to write into: make it first", str(target.parent))
     if overwrite:
         parts = () if to == "safetensors" and max_file_size is None else _PARTS.get(to, ())
         replaced: AbstractContextManager[Path] = replacing(target, parts)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -20,7 +22,7 @@ from pccheck_async.convert import (
 )
 from pccheck_async.convert.pickled_values import Reading, read_file
 from pccheck_async.engine import StorageOptions
-from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.errors import CheckpointError, UnsupportedStateError, first_few
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium.open_medium import IO
@@ -100,7 +102,8 @@ def import_checkpoint(
     Durability: durable when this returns.
 
     Raises:
-        FileNotFoundError: there is no such file, or an index names one that is not there.
+        FileNotFoundError: there is no such file, or an index names one that is not there; of a folder that holds
+            checkpoints further below, these are named.
         UnsupportedStateError: a value of the file cannot be saved, or not be read without running code, and is named;
             or the file is of another format, which is named.
         CorruptStoreError: the file is damaged (it ends too early, a checksum in it does not hold), or one lacks a
@@ -167,6 +170,8 @@ def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
         raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
     looks = _look(name)
     if source is None and looks is None:
+        if below := _below_in_words(name):
+            raise UnsupportedStateError(f"{name} is a folder without a checkpoint of its own{below}")
         raise UnsupportedStateError(f"the format of {name} is not recognised; give it (--from, source=...)")
     if looks is not None and source not in (None, looks, *_ALSO[name.is_dir()].get(looks, ())):
         what = (
@@ -226,8 +231,40 @@ def _check_place(name: Path, kind: Source) -> None:
         if any(name.glob(f"__*{dcp_reading.METADATA}")):
             text = f"{name} was saved with use_collectives=False: nothing in it says what belongs together"
             raise UnsupportedStateError(text)
-        raise FileNotFoundError(f"{name} is a folder without {dcp_reading.METADATA}, which such a save writes last")
+        text = f"{name} is a folder without {dcp_reading.METADATA}, which such a save writes last"
+        raise FileNotFoundError(text + _below_in_words(name))
     if kind == "transformers":
-        raise FileNotFoundError(f"{name} is a folder without {transformers_folder.TRAINER_STATE}, and without a model")
+        text = f"{name} is a folder without {transformers_folder.TRAINER_STATE}, and without a model"
+        raise FileNotFoundError(text + _below_in_words(name))
     if name.is_dir():
-        raise FileNotFoundError(f"{name} is a folder; give a file")
+        raise FileNotFoundError(f"{name} is a folder{_below_in_words(name) or '; give a file'}")
+
+
+_DEPTH: Final = 3
+"""Folders from a logger's own to the files in it: ``lightning_logs/version_0/checkpoints/last.ckpt``."""
+
+
+def _below_in_words(name: Path) -> str:
+    """Return advice with the checkpoints in a folder, by their names in it; empty if there is none."""
+    found = sorted((str(one.relative_to(name)) for one in _below(name, _DEPTH)), key=_by_numbers)
+    return f"; it is one level too high or more: give {first_few(found, 5)}" if found else ""
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield folders and files that look like checkpoints, and look into no such folder."""
+    if not folder.is_dir():
+        return
+    for one in folder.iterdir():
+        with suppress(OSError, CheckpointError):  # what cannot be read is none
+            if one.is_dir() and not one.is_symlink():
+                if _look(one) is not None:
+                    yield one
+                elif depth > 1:
+                    yield from _below(one, depth - 1)
+            elif one.suffix in (".ckpt", ".pt", ".pth", ".safetensors") and _look(one) is not None:
+                yield one
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which ``checkpoint-500`` comes before ``checkpoint-1000``."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -1685,3 +1685,38 @@ def test_a_cancelled_export_ends_its_threads_and_leaves_nothing(
 
     asyncio.run(main())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_above_checkpoints_is_answered_with_those_below(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    for step in (1000, 500):
+        (output / f"checkpoint-{step}").mkdir(parents=True)
+        (output / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (output / "runs" / "events").mkdir(parents=True)
+    logs = tmp_path / "lightning_logs"
+    (logs / "version_0" / "checkpoints").mkdir(parents=True)
+    torch.save({"state_dict": {}}, logs / "version_0" / "checkpoints" / "last.ckpt")
+    (logs / "version_0" / "hparams.yaml").write_text("{}")
+    cases: list[tuple[Path, Any, str]] = [
+        (output, None, "checkpoint-500, checkpoint-1000"),
+        (output, "transformers", "checkpoint-500, checkpoint-1000"),
+        (logs, None, "version_0/checkpoints/last.ckpt"),
+        (logs / "version_0" / "checkpoints", "lightning", "last.ckpt"),
+        (logs, "dcp", "version_0/checkpoints/last.ckpt"),
+    ]
+    for folder, source, below in cases:
+        with pytest.raises((FileNotFoundError, UnsupportedStateError)) as caught:
+            stores.import_(folder, tmp_path / "s", source=source)
+        assert str(caught.value).endswith(f"; it is one level too high or more: give {below}"), source
+    with pytest.raises(UnsupportedStateError, match="is not recognised"):
+        stores.import_(output / "runs", tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_an_export_into_a_missing_folder_names_it(to: Any, overwrite: bool, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        engine.checkpoint({"x": torch.ones(3)}).result()
+    with pytest.raises(WriteError, match=r"no such folder to write into: make it first: '.*missing'$"):
+        stores.export(tmp_path / "s", tmp_path / "missing" / "out", to=to, overwrite=overwrite)
