@@ -45,6 +45,30 @@ def test_killed_in_every_phase_of_a_mapped_store(shared_memory: Path, io: str) -
     assert outcome.acknowledged >= 0
 
 
+@pytest.mark.slow
+def test_killed_in_every_phase_with_a_tier_in_memory(tmp_path: Path, shared_memory: Path, io: str) -> None:
+    outcome = Campaign(tmp_path, io=io, elements=50_000, seed=6, memory=shared_memory).run(2 * len(PHASES))
+    assert {*outcome.kills, "recovery"} == {*PHASES}
+    assert outcome.acknowledged >= 0
+
+
+@pytest.mark.slow
+def test_killed_while_a_small_state_is_saved_in_memory(tmp_path: Path, shared_memory: Path, io: str) -> None:
+    campaign = Campaign(tmp_path, io=io, elements=500, seed=7, memory=shared_memory)
+    campaign.live("acknowledged")
+    for phase in ("flush", "record", "between") * 3:
+        campaign.live(phase)
+    campaign.live(None)
+    assert campaign.outcome.restored[-1] >= campaign.outcome.acknowledged >= 0
+
+
+@pytest.mark.campaign
+def test_a_thousand_kills_with_a_tier_in_memory(tmp_path: Path, shared_memory: Path, io: str) -> None:
+    outcome = Campaign(tmp_path, io=io, elements=60_000, seed=300, memory=shared_memory).run(1002)
+    print(f"\n{io}: kills by phase {dict(outcome.kills)}, {outcome.restarts} restarts, last {outcome.acknowledged}")
+    assert sum(outcome.kills.values()) == 1002
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("where", ["on disk", "in memory"])
 def test_five_hundred_kills_of_a_mapped_store(tmp_path: Path, shared_memory: Path, where: str, io: str) -> None:

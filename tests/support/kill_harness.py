@@ -55,11 +55,23 @@ class Outcome:
 
 
 class Campaign:
-    """Lives and deaths of one store."""
+    """Lives and deaths of one store.
+
+    With ``memory``, a folder of a tmpfs, every third checkpoint is on disk, and one in memory counts as acknowledged.
+    """
 
     def __init__(
-        self, folder: Path, *, io: str, elements: int, seed: int, in_flight: int = 2, medium: str = "files"
+        self,
+        folder: Path,
+        *,
+        io: str,
+        elements: int,
+        seed: int,
+        in_flight: int = 2,
+        medium: str = "files",
+        memory: Path | None = None,
     ) -> None:
+        self.memory = memory
         self.folder, self.io, self.elements, self.in_flight, self.medium = folder, io, elements, in_flight, medium
         self.random = random.Random(seed)
         self.phases = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the children: operations now in each phase
@@ -175,7 +187,7 @@ class _Child:
         os.write(self.writer, _MESSAGE.pack(kind, step))
 
     def run(self) -> None:
-        from pccheck_async import StorageOptions, SyncCheckpointEngine
+        from pccheck_async import MemoryTier, StorageOptions, SyncCheckpointEngine
         from pccheck_async.engine import EngineCore
         from pccheck_async.medium.files import Files
         from pccheck_async.medium.mapped import MappedFiles
@@ -192,8 +204,10 @@ class _Child:
             (EngineCore, "_open", "recovery"),
         ):
             setattr(owner, name, self._marked(getattr(owner, name), PHASES.index(phase)))
+        memory = None if campaign.memory is None else MemoryTier(path=str(campaign.memory))
         engine = SyncCheckpointEngine(
             campaign.folder,
+            memory=memory,
             max_in_flight=campaign.in_flight,
             storage=StorageOptions(
                 io=campaign.io,  # type: ignore[arg-type]
@@ -210,9 +224,15 @@ class _Child:
             waiting: list[Any] = []
             while True:
                 step += 1
-                waiting.append(engine.checkpoint(state_of(step, campaign.elements), step=step))
+                tier: Any = "disk" if memory is None or step % 3 == 0 else "memory"
+                waiting.append(engine.checkpoint(state_of(step, campaign.elements), step=step, tier=tier))
                 if len(waiting) >= campaign.in_flight:
-                    self.tell(_ACKNOWLEDGED, waiting.pop(0).result().step)
+                    first = waiting.pop(0)
+                    if memory is None:
+                        self.tell(_ACKNOWLEDGED, first.result().step)
+                    else:
+                        first.wait_reached("memory")
+                        self.tell(_ACKNOWLEDGED, first.step)
 
     def _marked(self, method: Callable[..., Awaitable[Any]], index: int) -> Callable[..., Awaitable[Any]]:
         phases = self.campaign.phases
