@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from pccheck_async import (
     Group,
     Keep,
+    MemoryTier,
     ResumableLoader,
     StateMismatchError,
     StorageOptions,
@@ -90,6 +91,17 @@ def test_it_goes_on_with_the_same_bits(tmp_path: Path, moment: str) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_draws_its_order_goes_on_with_the_same_bits(tmp_path: Path, workers: int) -> None:
     killed_at(["admitted 3"], tmp_path, "shuffled", workers, in_flight=1)
+
+
+def test_it_goes_on_from_memory(tmp_path: Path, shared_memory: Path) -> None:
+    whole = live(kit.train(tmp_path / "whole"), tmp_path / "journal")
+    training = kit.train(tmp_path / "cut", interval=100, memory=MemoryTier(path=str(shared_memory)))
+    lives = [live(training, tmp_path / "journal", "in_memory 3")]
+    assert list_checkpoints(tmp_path / "cut") == []
+    lives.append(live(training, tmp_path / "journal"))
+    assert "train 0" not in lives[1].keys
+    agree(whole, lives)
+    assert list_checkpoints(tmp_path / "cut")[0].step == 5
 
 
 @pytest.mark.campaign

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import Keep, StateMismatchError, list_checkpoints, load_sync, open_checkpoint, stores
+from pccheck_async import Keep, MemoryTier, StateMismatchError, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.errors import ClosedError
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
@@ -85,6 +85,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Life]:
 def test_killed_and_resumed(name: str, moments: tuple[str, ...], whole: Callable[[str], Life], tmp_path: Path) -> None:
     lives = killed(lambda folder: kit.Training(folder, **CONFIGURATIONS[name]), tmp_path, *moments)
     agree(whole(name), lives)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_from_memory(whole: Callable[[str], Life], tmp_path: Path, shared_memory: Path) -> None:
+    settings = {"interval": 1000, "settings": {"memory": MemoryTier(path=str(shared_memory))}}
+    lives = killed(lambda folder: kit.Training(folder, **settings), tmp_path, "in_memory 5")
+    agree(whole("gpt2"), lives)
+    assert "loss 0.0" not in lives[1].keys
+    assert len(list_checkpoints(tmp_path / "cut" / "store")) == 1  # written when training ended
 
 
 @pytest.mark.campaign

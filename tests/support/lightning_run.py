@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from pccheck_async import Group, ResumableLoader, StorageOptions
+from pccheck_async import Group, MemoryTier, ResumableLoader, StorageOptions
 from pccheck_async.integrations.lightning import PCcheckCallback
 from tests.support.killed_training import Journal
 from tests.support.ranks import meet
@@ -278,6 +278,8 @@ def train(
     *,
     model: type[Model] = Model,
     in_flight: int = 2,
+    interval: int = 1,
+    memory: MemoryTier | None = None,
     **options: Any,
 ) -> Callable[[Journal], None]:
     """Return what trains three epochs of six batches in windows of four, with two validations in each."""
@@ -285,8 +287,12 @@ def train(
     def work(journal: Journal) -> None:
         torch.manual_seed(0)
         saver = PCcheckCallback(
-            folder, interval=1, max_in_flight=in_flight, storage=StorageOptions(exit_timeout=1)
-        )  # for ranks that died
+            folder,
+            interval=interval,
+            max_in_flight=in_flight,
+            memory=memory,
+            storage=StorageOptions(exit_timeout=1),  # for ranks that died
+        )
         callbacks: list[Any] = [saver, EarlyStopping("validation", patience=100)]
         if model is Model:  # it shards nothing
             callbacks.append(EMAWeightAveraging(decay=0.9))

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine, engine_settings, renamed_path
-from pccheck_async.engine import Private, StorageOptions, note_closing_failure_on
+from pccheck_async.engine import Private, StorageOptions, flight_of, note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.group import Group
@@ -242,7 +242,7 @@ class PCcheckCallback(Callback):
             this.pending = self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata)
         if _ends(trainer):
             self.engine.wait_captured()  # callbacks may change the model when training has ended
-        if this.pending is not None:
+        if this.pending is not None and flight_of(this.pending).on_disk:
             for logger in trainer.loggers:
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
 
