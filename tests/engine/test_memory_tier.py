@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, MemoryTier, SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.errors import CheckpointError, StoreError, TornCaptureError
+from pccheck_async import (
+    CheckpointEngine,
+    MemoryTier,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+)
+from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError
 from pccheck_async.format import Identity
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
 from pccheck_async.stores import pin, reject, remove
@@ -314,6 +322,33 @@ def test_every_bit_of_a_record_in_memory(tmp_path: Path, tier: MemoryTier) -> No
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "whole", folder)
         assert restored_by(tmp_path, tier) == (1, "memory")
+
+
+def test_a_forked_child_holds_nothing(tmp_path: Path, tier: MemoryTier) -> None:
+    def work() -> int:
+        engine = engine_on(tmp_path, tier).open()
+        engine.checkpoint(state_of(1), step=1, tier="memory").wait_reached("memory", 60)
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)  # it outlives its parent
+            time.sleep(60)
+            os._exit(0)
+        return child
+
+    child = in_child(work)
+    try:
+        assert restored_by(tmp_path, tier) == (1, "memory")
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_engine_waits_for_the_first(tmp_path: Path, tier: MemoryTier) -> None:
+    with engine_on(tmp_path, tier) as engine:
+        engine.checkpoint(state_of(1), step=1, tier="memory").wait_reached("memory", 60)
+        with pytest.raises(StoreLockedError):
+            engine_on(tmp_path, tier, storage=StorageOptions(lock_timeout=0.1)).open()
+        engine.checkpoint(state_of(2), step=2, tier="memory").wait_reached("memory", 60)
+    assert load_sync(tmp_path)["step"] == 2
 
 
 # -- its place
