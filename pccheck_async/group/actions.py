@@ -130,9 +130,13 @@ class ResolveChange(Action, frozen=True):
 
 
 class MatchManifest(Action, frozen=True):
-    """Compare this rank's part of a checkpoint with the live state, changing nothing, and call ``matched``."""
+    """Compare this rank's part of a checkpoint with the live state, changing nothing, and call ``matched``.
+
+    ``why``: the one before was damaged; empty for the first.
+    """
 
     key: Key
+    why: str = ""
 
 
 class FillArrays(Action, frozen=True):

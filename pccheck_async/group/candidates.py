@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ class AgreedCandidates(RestoreCandidates):
         self._asked, self._agreed = False, False
         self._next: RestoreAction | None = None
         self._mismatch: Exception | None = None
+        self._key: Key | None = None  # of the last candidate
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
         if not self._asked:
@@ -74,7 +76,10 @@ class AgreedCandidates(RestoreCandidates):
             await caller.run(self._agree(self._ask))
         while True:
             match self._next:
-                case MatchManifest(key):
+                case MatchManifest(key, damage):
+                    if damage:
+                        self._warn_of(key, damage)
+                    self._key = key
                     if (found := self._parts.candidate(key)) is not None:
                         return found
                     why = "its part is not in its store"
@@ -86,6 +91,16 @@ class AgreedCandidates(RestoreCandidates):
                     raise (self._mismatch if reason == "mismatch" else None) or _error(reason, why)
                 case other:
                     raise GroupError(f"the restore cannot go on with {other!r}")
+
+    def _warn_of(self, older: Key, damage: str) -> None:
+        """Warn that all ranks pass over the last candidate: on rank 0, and where its part was found damaged."""
+        rank, steps = self._member.rank, [self._parts.step(key) for key in (self._key, older) if key is not None]
+        if rank == 0 or f"rank {rank}: " in damage:
+            text = (
+                f"the checkpoint of step {steps[0]} cannot be read ({damage}); all ranks fall back to step {steps[-1]}"
+            )
+            write("fell_back", "%s", text, step=steps[0], error=damage)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         outcome: MatchOutcome = "ok" if error is None else "mismatch"
@@ -165,6 +180,11 @@ class PartSources:
             prefix, name = self._prefix(rank), rank_name(rank)
             sources[own] = ReceivedPart(self._client, prefix, self._opened, self._folder, name)
         return RestoreCandidate(sources, own, elsewhere, other_world=other_world)
+
+    def step(self, key: Key) -> int | None:
+        """Return the step of a complete checkpoint; None if it is gone."""
+        part, found = self._member.parts.get(key), self._complete(key)
+        return part.entry.step if part is not None else None if found is None else found.entry.step
 
     def sendings(self, key: Key) -> Iterator[Coroutine[Any, Any, None]]:
         """Yield coroutines that send the parts that other hosts restore and only this one has."""

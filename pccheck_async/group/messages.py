@@ -63,7 +63,7 @@ __all__ = [
     "encode",
 ]  # fmt: skip
 
-VERSION = 6
+VERSION = 7
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -330,11 +330,12 @@ class RestoreRequest(Message, frozen=True):
 
 
 class Candidate(GroupDecision, frozen=True):
-    """Match the manifest of your part with your state."""
+    """Match the manifest of your part with your state. ``why``: the one before was damaged; empty for the first."""
 
     index: int
     attempt: int
     key: Key
+    why: str = ""
 
 
 MatchOutcome: TypeAlias = Literal["ok", "mismatch", "damaged", "unread"]

@@ -8,7 +8,7 @@ newest" may not exist on another is why ranks do not choose for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -101,7 +101,7 @@ class Restore:
         match decision:
             case Candidate():
                 self.attempt, self.key = decision.attempt, decision.key
-                return [MatchManifest(decision.key)]
+                return [MatchManifest(decision.key, decision.why)]
             case Verify():
                 assert self.key is not None
                 return [FillArrays(self.key)]
@@ -114,9 +114,11 @@ class Restore:
 
 
 def _text(decision: NotRestored) -> str:
-    if -1 in decision.why:
-        return decision.why[-1]
-    return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(decision.why.items()))
+    return decision.why[-1] if -1 in decision.why else _joined(decision.why)
+
+
+def _joined(why: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {each}" for rank, each in sorted(why.items()))
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +206,7 @@ class LeadRestore:
         self.candidate = whole[0]
         self.attempt += 1
         self.matches, self.verified = {}, {}
-        return [Candidate(self.index, self.attempt, self.candidate)]
+        return [Candidate(self.index, self.attempt, self.candidate, _joined(damage))]
 
     def _conclude_match(self, there: Sequence[There]) -> list[RestoreDecision]:
         damage = {rank: one.why for rank, one in self.matches.items() if one.outcome in ("damaged", "unread")}

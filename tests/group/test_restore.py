@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, Group, StateMismatchError
+from pccheck_async import CheckpointEngine, Group, StateMismatchError, SyncCheckpointEngine
+from pccheck_async.format import Entry
+from pccheck_async.format.record import decode_identity, newest_record, slot_name
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
@@ -189,3 +193,43 @@ def test_a_rank_that_gives_up_before_others_ask_stops_nobody(tmp_path: Path) -> 
     (told,), nothing = run_ranks(2, partial(cancelled, tmp_path))
     assert "rank 1: the restore ended" in told
     assert nothing == []
+
+
+def save_two(folder: Path, group: Group) -> None:
+    with SyncCheckpointEngine(folder, group=group, keep_last=2) as engine:
+        for step in (3, 7):
+            engine.checkpoint({"x": torch.arange(5000.0) + step, "step": step}, step=step).result(60)
+
+
+def restore_and_listen(folder: Path, group: Group) -> tuple[Any, list[str]]:
+    state: dict[str, Any] = {"x": torch.zeros(5000), "step": 0}
+    with warnings.catch_warnings(record=True) as caught, SyncCheckpointEngine(folder, group=group) as engine:
+        warnings.simplefilter("always")
+        restored = engine.restore(state)
+        engine.wait_captured()
+    assert restored is not None
+    assert torch.equal(state["x"], torch.arange(5000.0) + restored.step)
+    return restored.step, [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+
+
+def test_a_fall_back_is_warned_of_on_rank_0_and_where_the_damage_is(tmp_path: Path) -> None:
+    run_ranks(3, partial(save_two, tmp_path))
+    (newest, *_) = newest_of(tmp_path / "rank-00001")
+    with open(tmp_path / "rank-00001" / slot_name(newest.slot), "r+b") as slot:
+        slot.write(b"?" * 100)
+    first, second, third = run_ranks(3, partial(restore_and_listen, tmp_path))
+    assert first[0] == second[0] == third[0] == 3
+    for _, said in (first, second):
+        (text,) = said
+        assert re.fullmatch(
+            r"the checkpoint of step 7 cannot be read \(rank 1: .*slot-\d+.*damaged.*\); all ranks fall back to step 3",
+            text,
+        )
+    assert third[1] == []  # one line for each of a thousand ranks would be too many
+
+
+def newest_of(store: Path) -> tuple[Entry, ...]:
+    identity = decode_identity((store / "store.json").read_bytes())
+    record = newest_record((store / "commit").read_bytes(), identity.id_bytes)
+    assert record is not None
+    return record.entries
