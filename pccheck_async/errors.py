@@ -17,8 +17,9 @@ from typing import Self
 
 __all__ = [
     "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "DurabilityUnknownError", "GroupError",
-    "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "NoCheckpointError", "ReadError",
-    "ReplicasDifferError", "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError", "StoreLockedError",
+    "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "NewerFormatError", "NoCheckpointError",
+    "ReadError", "ReplicasDifferError", "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError",
+    "StoreLockedError",
     "TornCaptureError", "UnsupportedStateError", "WriteError",
 ]  # fmt: skip
 
@@ -99,6 +100,10 @@ class CorruptStoreError(StoreError):
 
 class DamagedError(CorruptStoreError):
     """Bytes of a checkpoint fail their checksum, or are gone: an older one is restored, the next commit drops it."""
+
+
+class NewerFormatError(CorruptStoreError):
+    """A newer version of this package made the store: it is not damaged, and must not be changed."""
 
 
 class NoCheckpointError(StoreError):

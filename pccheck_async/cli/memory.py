@@ -31,7 +31,12 @@ memory = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-Root = Annotated[Path, typer.Option("--path", help="The tmpfs, as given to MemoryTier(path=...).")]
+Root = Annotated[
+    Path,
+    typer.Option(
+        "--path", metavar="FOLDER", show_default=False, help="The tmpfs of MemoryTier(path=...), by default /dev/shm."
+    ),
+]
 SHM = Path("/dev/shm")
 
 
@@ -69,7 +74,7 @@ def ls(path: Root = SHM, json: Json = False) -> Report:
 
 @reporting
 def clear(
-    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="As `ls` lists them.")] = None,
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="FOLDER", help="As `ls` lists them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that no engine has open.")] = False,
     path: Root = SHM,
     json: Json = False,

@@ -32,6 +32,7 @@ from pccheck_async.errors import (
     CheckpointError,
     CorruptStoreError,
     IncompleteCheckpointError,
+    NewerFormatError,
     NoCheckpointError,
     ReadError,
     is_exhausted,
@@ -102,8 +103,6 @@ def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
 
 def status_of(error: Exception) -> int:
     """Return the exit status for an error."""
-    from pccheck_async.format.record import NewerFormatError
-
     if isinstance(error, NewerFormatError) or getattr(error, "unasked", False):  # it is whole
         return FAILED
     unreadable = isinstance(error, ReadError) and not (is_exhausted(error) or is_forbidden(error))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STAGES = ("capture", "write", "flush")
 """Those that a rank does by itself. In ``commit`` all wait for the slowest one."""
 _SHADES = "░▒▓█"
-_LACKING = "x"
+_LACKING, _NOT_YET = "x", "·"
 _MOST_BOXES = 8
 
 
@@ -97,6 +97,12 @@ def describe_incomplete(place: Place) -> Iterator[str]:
         yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {one.lacking}; {fate}."
 
 
+def newer_lost(place: Place) -> bool:
+    """Whether checkpoints that were complete once, and are newer than all complete ones, lack parts."""
+    newest = max((one.key for one in place.complete), default=None)
+    return any(one.committed and (newest is None or one.key > newest) for one in place.incomplete)
+
+
 # -- which rank has which box
 
 
@@ -165,21 +171,30 @@ def heat_map(path: Path) -> Report:
         complain(place.nothing(None))
         return Report(document, (), NOTHING)
     columns = [(steps[key], parts) for key, parts in nbytes.items()]
-    return Report(document, _drawn(columns, sorted(place.stores), times))
+    running = {rank for rank, one in published.items() if one is not None and one.alive}
+    return Report(document, _drawn(columns, sorted(place.stores), running, times))
 
 
 def _drawn(
-    columns: list[tuple[int, dict[int, int]]], ranks: list[int], times: Mapping[int, Mapping[str, float]]
+    columns: list[tuple[int, dict[int, int]]],
+    ranks: list[int],
+    running: Collection[int],
+    times: Mapping[int, Mapping[str, float]],
 ) -> Iterator[str | Table]:
     most = max((n for _, parts in columns for n in parts.values()), default=0)
     rows = table("rank", "newest", "bytes of each checkpoint, oldest first", right=2)
     for rank in ranks:
-        cells = "".join(_shade(parts[rank], most) if rank in parts else _LACKING for _, parts in columns)
+        last = max((number for number, (_, parts) in enumerate(columns) if rank in parts), default=-1)
+        cells = "".join(
+            _shade(parts[rank], most) if rank in parts else _NOT_YET if number > last and rank in running else _LACKING
+            for number, (_, parts) in enumerate(columns)
+        )
         newest = columns[-1][1].get(rank)
         rows.add_row(str(rank), "" if newest is None else size(newest), cells)
     yield rows
     steps = ", ".join(str(step) for step, _ in columns)
-    yield f"Steps {steps}. {_SHADES[-1]}: up to {size(most)}; {_LACKING}: no part."
+    not_yet = f"; {_NOT_YET}: not yet, the rank runs" if running else ""
+    yield f"Steps {steps}. {_SHADES[-1]}: up to {size(most)}; {_LACKING}: no part{not_yet}."
     if times:
         yield stage_table(times)
         if text := describe_slowest(times):

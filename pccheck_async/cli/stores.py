@@ -50,6 +50,7 @@ from pccheck_async.cli.ranks import (
     describe_incomplete,
     group_fault,
     heat_map,
+    newer_lost,
     on_disk,
     place_as_json,
     placement,
@@ -92,6 +93,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         notes.append(f"{fault}.")
     if not infos:
         why = place.nothing(None)
+        if not place.stores and not place.of_group:
+            raise why
         complain(f"no committed checkpoint: {why}")
         return Report(document, notes, status_of(why))
     if note := rank_of_store(place):
@@ -114,7 +117,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         notes.append(f"In memory on this machine: step {steps} (`pccheck memory ls`); a restart here takes the newest.")
     taken = on_disk(place)
     notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
-    return Report(document, [rows, *notes], DIFFERENT if gone or fault else 0)
+    return Report(document, [rows, *notes], DIFFERENT if gone or fault or newer_lost(place) else 0)
 
 
 def _restart(
@@ -311,7 +314,9 @@ def verify(
             each.info.counter: each.slot if each.rank is None else "the parts of all its ranks"
             for each in verification.checkpoints
         }
+        lines += describe_incomplete(place) if (newer := newer_lost(place)) else ()
         lines.append(f"{fault}." if fault else _restart(place.infos, lost, whole))
+        fault = fault or ("newer ones are lost" if newer else "")
     return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
 
 

@@ -24,7 +24,7 @@ from pccheck_async.convert.pickled_values import Reading, read_file
 from pccheck_async.engine import StorageOptions
 from pccheck_async.errors import CheckpointError, UnsupportedStateError, first_few
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
-from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
+from pccheck_async.format.record import COMMIT_NAME, GROUP_NAME, IDENTITY_NAME, slot_number
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import arrange, flatten
 from pccheck_async.state.values import with_article
@@ -172,6 +172,8 @@ def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
     if source is None and looks is None:
         if below := _below_in_words(name):
             raise UnsupportedStateError(f"{name} is a folder without a checkpoint of its own{below}")
+        if slot_number(name.name) is not None or name.name in (COMMIT_NAME, IDENTITY_NAME):
+            raise UnsupportedStateError(f"{name} is a file of a store: copy its folder with `pccheck copy`")
         raise UnsupportedStateError(f"the format of {name} is not recognised; give it (--from, source=...)")
     if looks is not None and source not in (None, looks, *_ALSO[name.is_dir()].get(looks, ())):
         what = (

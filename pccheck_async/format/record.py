@@ -49,7 +49,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.errors import CorruptStoreError, NewerFormatError, UnsupportedStateError
 from pccheck_async.format import checksum
 from pccheck_async.format.arguments import matches
 from pccheck_async.format.info import CheckpointInfo, Metadata, Which
@@ -94,10 +94,6 @@ _PLAIN = (str, int, float, bool, NoneType)
 _generation = attrgetter("generation")
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
 _DOMAIN = re.compile(r"[0-9a-f]{32}")
-
-
-class NewerFormatError(CorruptStoreError):
-    """A newer version of this package made the store: it is not damaged, and must not be changed."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

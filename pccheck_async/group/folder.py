@@ -20,8 +20,15 @@ from pathlib import Path
 
 from msgspec import structs
 
-from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreError, folder_error, read_error
-from pccheck_async.format import Entry, Identity, Membership, NewerFormatError, Parts, Record
+from pccheck_async.errors import (
+    CheckpointError,
+    CorruptStoreError,
+    NewerFormatError,
+    StoreError,
+    folder_error,
+    read_error,
+)
+from pccheck_async.format import Entry, Identity, Membership, Parts, Record
 from pccheck_async.format.record import (
     GROUP_NAME,
     IDENTITY_NAME,

@@ -212,8 +212,9 @@ class Ranks(Peers):
         for one in view.incomplete:
             if one.committed and one.key.counter > newest and self.member.rank == 0:
                 hosts = ", ".join(one.hosts) or "no host of this run"
-                text = "the checkpoint of step %d lacks the parts of %s (they run on %s): an older one is restored"
-                write("incomplete", text, one.step, one.lacking, hosts, store=os.fspath(self._folder))
+                text = "the checkpoint of step %d lacks the parts of %s (they run on %s): %s"
+                then = "an older one is restored" if view.complete else "no complete one is left to restore"
+                write("incomplete", text, one.step, one.lacking, hosts, then, store=os.fspath(self._folder))
 
     def unopened(self, error: BaseException) -> None:
         if self._said_hello:  # this rank leaves

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from pccheck_async.format import Entry
 from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash
-from pccheck_async.store import Retention, ranks_in_words
+from pccheck_async.store import Retention, rank_name, ranks_in_words
 
 __all__ = ["Complete", "Incomplete", "View", "kept_at_start", "view_of"]
 
@@ -216,7 +216,11 @@ def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str |
             places = " and ".join(f"rank {one.rank} in domain {one.domain}" for one in (other, store))
             return f"the stores of {places} are copies of one store: remove the one that is not in use"
         if any(part.rank != store.rank for part in store.parts):
-            return f"the store of rank {store.rank} in domain {store.domain} holds another rank's parts: it was renamed"
+            other_rank = next(part.rank for part in store.parts if part.rank != store.rank)
+            return (
+                f"{rank_name(store.rank)} (domain {store.domain}) holds rank {other_rank}'s parts: it was renamed; "
+                f"rename it back to {rank_name(other_rank)}"
+            )
     for one, before in pairwise(complete):
         if one.key.counter == before.key.counter:
             return (

@@ -33,8 +33,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pccheck_async.errors import CorruptStoreError, StoreFullError, UnsupportedStateError
-from pccheck_async.format import NewerFormatError, crc32, manifest
+from pccheck_async.errors import CorruptStoreError, NewerFormatError, StoreFullError, UnsupportedStateError
+from pccheck_async.format import crc32, manifest
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.skeleton import DictNode
 

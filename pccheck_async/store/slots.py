@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import NamedTuple
 
-from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StoreFullError, is_exhausted
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StoreFullError, is_exhausted, is_forbidden
 from pccheck_async.format import Record
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium
@@ -211,7 +211,8 @@ async def open_slots(
         try:
             files[number] = await medium.open(name, writable=True)
         except (CorruptStoreError, OSError) as error:
-            if is_exhausted(error):
+            committed = any(entry.slot == number for entry in record.entries)
+            if is_exhausted(error) or (is_forbidden(error) and committed):  # what it holds would be passed over
                 raise
             unusable[number] = error
             write("unusable_slot", "%s cannot be used: %s", name, error, error=str(error))

@@ -21,7 +21,15 @@ from pccheck_async.errors import (
     is_exhausted,
 )
 from pccheck_async.format import Entry, Identity, Record
-from pccheck_async.format.record import COMMIT_NAME, COMMIT_NBYTES, IDENTITY_NAME, is_foreign, slot_name, slot_number
+from pccheck_async.format.record import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    GROUP_NAME,
+    IDENTITY_NAME,
+    is_foreign,
+    slot_name,
+    slot_number,
+)
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.folder import open_regular
@@ -66,7 +74,10 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
         text += (
             f"; there is {first_few(files, 3)} in it: `pccheck import` makes a checkpoint of a file of another format"
         )
-    stores = sorted(each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME)))
+    identities = IDENTITY_NAME, GROUP_NAME
+    stores = sorted(
+        each.name for each in found if any(os.path.exists(os.path.join(each.path, name)) for name in identities)
+    )
     return NoCheckpointError(f"{text}; there are stores in it: {first_few(stores, 5)}" if stores else text)
 
 

@@ -54,7 +54,8 @@ def _slot_fault(path: Path, entry: Entry) -> str:
     except FileNotFoundError:
         return "is gone"
     if not stat.S_ISREG(found.st_mode):
-        return "is a directory" if stat.S_ISDIR(found.st_mode) else "is no regular file"
+        kinds = {stat.S_IFDIR: "is a directory", stat.S_IFLNK: "is a symbolic link"}
+        return kinds.get(stat.S_IFMT(found.st_mode), "is no regular file")
     end = entry.manifest_offset + entry.manifest_nbytes
     return f"has {found.st_size} of at least {end} bytes" if found.st_size < end else ""
 

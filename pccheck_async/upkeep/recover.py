@@ -17,6 +17,7 @@ from msgspec import structs
 from pccheck_async.engine import call_once
 from pccheck_async.errors import (
     CorruptStoreError,
+    NewerFormatError,
     NoCheckpointError,
     ReadError,
     StoreError,
@@ -24,7 +25,7 @@ from pccheck_async.errors import (
     is_exhausted,
     is_forbidden,
 )
-from pccheck_async.format import CheckpointInfo, Entry, Identity, NewerFormatError, Record, checksum
+from pccheck_async.format import CheckpointInfo, Entry, Identity, Record, checksum
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import DamagedError, ReadError
+from pccheck_async.errors import DamagedError, ReadError, is_forbidden
 from pccheck_async.format import CheckpointInfo, Entry, Record, which_one
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
@@ -227,6 +227,8 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
     chosen, file = held
     info, name, offset, nbytes = chosen.info, slot_name(chosen.slot), chosen.manifest_offset, chosen.manifest_nbytes
     if not isinstance(file, File):
+        if is_forbidden(file):
+            raise file  # it may be whole
         return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, str(file)),))
     read(nbytes)
     medium = reader.opened.medium

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.cli import app
-from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, StoreError
-from pccheck_async.format import NewerFormatError, crc32
+from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, NewerFormatError, StoreError
+from pccheck_async.format import crc32
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,

@@ -20,12 +20,12 @@ from pccheck_async import Shelf
 from pccheck_async.errors import (
     ClosedError,
     CorruptStoreError,
+    NewerFormatError,
     StoreFailedError,
     StoreFullError,
     StoreLockedError,
     UnsupportedStateError,
 )
-from pccheck_async.format import NewerFormatError
 from pccheck_async.medium.mapping import Mapping
 from pccheck_async.shelf import format as layout
 from pccheck_async.transfer import PAGE_BYTES

@@ -13,7 +13,13 @@ import torch
 import pccheck_async as p
 from pccheck_async import errors, policies, statistics, stores
 
-Errors = (errors.DurabilityUnknownError, errors.ReadError, errors.WriteError, errors.StoreFullError)
+Errors = (
+    errors.DurabilityUnknownError,
+    errors.ReadError,
+    errors.NewerFormatError,
+    errors.WriteError,
+    errors.StoreFullError,
+)
 Refused = (errors.ClosedError, errors.InvalidTuningError, errors.UnsupportedStateError, errors.InfeasibleError)
 Lost = (errors.CorruptStoreError, errors.DamagedError, errors.IncompleteCheckpointError, errors.ReplicasDifferError)
 Stores = (errors.StoreError, errors.StoreFailedError, errors.StoreLockedError, errors.GroupError)

@@ -112,8 +112,8 @@ def test_ls_of_nothing(tmp_path: Path, options: list[str]) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         result = runner.invoke(app, ["ls", str(path), *options])
         assert result.exit_code == 3
-        assert "no committed checkpoint" in result.stderr
-        assert result.stdout == ("[]\n" if options else "")
+        assert "holds no store" in result.stderr
+        assert (json.loads(result.stdout)["error"]["type"] == "NoCheckpointError") if options else not result.stdout
     assert os.listdir(tmp_path) == []
 
 
@@ -681,12 +681,14 @@ def test_the_commands_fit_one_screen_in_groups(width: int) -> None:
     output = runner.invoke(app, ["--help"], env={"COLUMNS": str(width), "TERM": "dumb"}).output
     assert len(output.rstrip().splitlines()) <= 36
     listed = re.findall(r"^│ ([a-z]+) ", output, re.MULTILINE)
-    assert sorted(listed) == sorted([*COMMANDS, "shelf"])
+    assert sorted(listed) == sorted([*COMMANDS, "memory", "shelf"])
     assert output.count("╭") == 5  # options, and four groups
     assert not {"rm", "diff"} & {*listed}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "", "shelf", "shelf ls", "shelf show", "shelf verify"])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, "", "shelf", "shelf ls", "shelf show", "shelf verify", "memory ls", "memory clear"]
+)
 def test_help_shows_no_types_and_explains_every_option(command: str) -> None:
     """One line of help where the terminal is wide, a metavar for a value, and nothing beside a flag."""
     output = runner.invoke(app, [*command.split(), "--help"], env={"COLUMNS": "120", "TERM": "dumb"}).output

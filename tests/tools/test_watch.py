@@ -66,7 +66,7 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
         save(engine, 7)
     closed = look(store)
     assert closed.exit_code == 4
-    assert "no engine has published anything here" in closed.stdout
+    assert "no engine runs here" in closed.stdout
     assert "step 7" in closed.stdout
     (store / "status").write_bytes(encode_status(EXAMPLE))
     died = look(store)

@@ -23,7 +23,8 @@ NAMES = {
     """,
     "pccheck_async.errors": """
         CheckpointError ClosedError CorruptStoreError DamagedError DurabilityUnknownError GroupError
-        IncompleteCheckpointError InfeasibleError InvalidTuningError NoCheckpointError ReadError ReplicasDifferError
+        IncompleteCheckpointError InfeasibleError InvalidTuningError NewerFormatError NoCheckpointError ReadError
+        ReplicasDifferError
         StateMismatchError StoreError StoreFailedError StoreFullError StoreLockedError TornCaptureError
         UnsupportedStateError WriteError
     """,

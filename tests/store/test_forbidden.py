@@ -1,0 +1,55 @@
+"""Slots that this user may not open."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from pccheck_async import StorageOptions, SyncCheckpointEngine, stores
+from pccheck_async.errors import ReadError, WriteError
+from pccheck_async.medium import File
+from pccheck_async.medium.files import Files
+from pccheck_async.testing import WrappingWriter
+from pccheck_async.transfer.operations import Operations
+
+
+class Forbidding(WrappingWriter):
+    """Lets nobody open some files."""
+
+    forbidden: ClassVar[set[str]] = set()
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        if name in self.forbidden:
+            kind = WriteError if writable else ReadError
+            raise kind(errno.EACCES, os.strerror(errno.EACCES), name)
+        return await super().open(name, writable=writable)
+
+
+def test_a_slot_that_may_not_be_opened_is_neither_passed_over_nor_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forbidding, "forbidden", set())
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint({"x": torch.zeros(1000) + step}, step=step).result(60)
+    newest, older = (stores.describe(tmp_path, step=step).slot for step in (2, 1))
+
+    def forbidding(path: str, operations: Operations) -> Forbidding:
+        return Forbidding(Files(path, operations))
+
+    options = StorageOptions(io=forbidding)
+    Forbidding.forbidden = {newest}
+    with pytest.raises(WriteError, match="Permission denied"):
+        SyncCheckpointEngine(tmp_path, keep_last=2, storage=options).open()
+    with pytest.raises(ReadError, match="Permission denied"):
+        stores.verify(tmp_path, io=forbidding)
+    Forbidding.forbidden = {"slot-077"}
+    (tmp_path / "slot-077").touch()  # one that no record names is left alone
+    with SyncCheckpointEngine(tmp_path, keep_last=2, storage=options) as engine:
+        assert [info.step for info in engine.checkpoints()] == [2, 1]
+    assert newest != older
