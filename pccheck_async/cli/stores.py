@@ -7,6 +7,7 @@ import json as jsonlib
 import re
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -57,7 +58,7 @@ from pccheck_async.cli.ranks import (
     rank_of_store,
     read_place,
 )
-from pccheck_async.errors import NoCheckpointError, first_few, plain
+from pccheck_async.errors import DamagedError, NoCheckpointError, first_few, plain
 
 if TYPE_CHECKING:
     from pccheck_async.upkeep import ShardedLeaf, StoredLeaf
@@ -138,6 +139,16 @@ def _restart(
     if newest.counter not in whole:
         return f"A restart tries step {newest.step}, which was not checked (--all checks it)."
     return f"A restart restores step {newest.step}, from {whole[newest.counter]}."
+
+
+@contextmanager
+def _naming_others(path: Path) -> Iterator[None]:
+    """Add the steps that may be whole to the error of a damaged checkpoint: nothing is taken in its place."""
+    try:
+        yield
+    except DamagedError as error:
+        steps = first_few([str(info.step) for info in read_place(path).infos])
+        raise DamagedError(f"{error}; --step takes another one of {steps}") from error
 
 
 def _marks(info: pccheck.CheckpointInfo) -> list[str]:
@@ -512,7 +523,7 @@ def copy(
         raise typer.BadParameter("--pin excludes --no-pin")
     pinned = pin if pin or no_pin else None
     start = time.perf_counter()
-    with progress_bar("copying") as progress:
+    with progress_bar("copying") as progress, _naming_others(source):
         info = pccheck.stores.copy(source, target, step=step, name=name, rank=rank, pinned=pinned, progress=progress)
     seconds = time.perf_counter() - start
     there = read_place(target)
@@ -785,18 +796,19 @@ def export(
     most = None if max_file_size is None else parse_size(max_file_size)
     if most is not None and to != "safetensors":
         raise typer.BadParameter("--max-file-size is for --to safetensors")
-    exported = pccheck.stores.export(
-        path,
-        out,
-        to=to,
-        step=step,
-        name=name,
-        rank=rank,
-        keys=keys or None,
-        root=root,
-        max_file_size=most,
-        overwrite=overwrite,
-    )
+    with _naming_others(path):
+        exported = pccheck.stores.export(
+            path,
+            out,
+            to=to,
+            step=step,
+            name=name,
+            rank=rank,
+            keys=keys or None,
+            root=root,
+            max_file_size=most,
+            overwrite=overwrite,
+        )
     document = {
         "checkpoint": as_json(exported.info),
         "path": str(exported.path),

@@ -113,6 +113,8 @@ def copy_checkpoint(
     with suppress(OSError):
         if os.path.samefile(source, target):
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
+    if Path(source).resolve() in Path(target).resolve().parents:
+        raise ValueError(f"{os.fspath(target)} lies inside {os.fspath(source)}: give a folder outside")
 
     async def copy() -> CheckpointInfo:
         async with (

@@ -727,3 +727,18 @@ def test_compare_by_name(tmp_path: Path) -> None:
     assert result.exit_code == 4
     found = json.loads(result.stdout)
     assert (found["one"]["step"], found["other"]["step"]) == (1, 2)
+
+
+def test_a_damaged_checkpoint_that_is_to_be_copied_names_the_others(tmp_path: Path) -> None:
+    save(tmp_path / "run", range(1, 4))
+    slot = pccheck_async.stores.describe(tmp_path / "run").slot
+    with open(tmp_path / "run" / slot, "r+b") as file:
+        file.write(b"?" * 50)
+    for command in (["copy", "run", "other"], ["export", "run", "out.pt", "--to=torch"]):
+        places = [str(tmp_path / each) if each in ("run", "other", "out.pt") else each for each in command]
+        said = runner.invoke(app, places)
+        assert said.exit_code == 4
+        assert "--step takes another one of 3, 2, 1" in said.stderr
+    inside = runner.invoke(app, ["copy", str(tmp_path / "run"), str(tmp_path / "run" / "copy")])
+    assert inside.exit_code == 2
+    assert "lies inside" in inside.stderr
