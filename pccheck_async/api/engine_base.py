@@ -228,7 +228,7 @@ class EngineBase:
         return self._core.latest
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return the durable checkpoints, newest first."""
+        """Return the durable checkpoints, newest first; also those in memory alone (``CheckpointInfo.tiers``)."""
         return self._core.infos
 
     def statistics(self) -> EngineStatistics:

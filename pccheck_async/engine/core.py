@@ -713,7 +713,8 @@ class EngineCore:
         """Return the status for other processes."""
         report, failure = self.training.last_report, self.assembly.store.latch.failure
         in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
-        newest, infos = self.in_flight.newest, [info for info in self.infos if not info.rejected]
+        newest = self.in_flight.newest
+        infos = [info for info in self.infos if not info.rejected and "disk" in info.tiers]
         return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
 
 

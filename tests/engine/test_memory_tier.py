@@ -459,6 +459,7 @@ def test_one_in_memory_alone_is_durable_when_the_next_one_on_disk_is(tmp_path: P
         with pytest.raises(TimeoutError, match="in memory"):
             first.result(0.01)
         assert engine.latest is None
+        assert engine._core._status().committed == []
         assert [(info.step, info.tiers) for info in engine.checkpoints()] == [(2, ("memory",))]
         third = engine.checkpoint(state_of(3), step=3)
         third.wait_reached("disk", 60)
