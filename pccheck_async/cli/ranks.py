@@ -48,12 +48,16 @@ def rank_of_store(place: Place) -> str:
 def group_fault(place: Place) -> str:
     """Return why no rank can open a group's folder, though it can be read; empty for other places."""
     from pccheck_async.group import stored_domain
+    from pccheck_async.medium.filesystem import slot_sizes
 
     try:
         if place.of_group:
             stored_domain(place.path)
     except (CorruptStoreError, ReadError) as error:
         return f"No trainer can open this group: {error}"
+    unnamed = [path.name for rank, path in (place.rank_folders or {}).items() if rank not in place.stores]
+    if lost := [name for name in unnamed if slot_sizes(place.path / name)]:
+        return f"store.json of {first_few(lost, 5)} is missing: `pccheck recover {place.path} --write` makes it again"
     return ""
 
 

@@ -695,7 +695,7 @@ def recover(
     with progress_bar("searching") as progress:
         recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
-        **pick(recovery, "needed", "missing", "lost", "problems", "identity", "record", "written", "kept"),
+        **pick(recovery, "needed", "missing", "lost", "problems", "identity", "record", "written", "kept", "unnamed"),
         "slots": [
             pick(one, "chunks", "whole", "note", slot="file")
             | {
@@ -721,11 +721,14 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
             rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
         yield rows
     yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
+    if recovery.unnamed:
+        yield f"store.json of {', '.join(recovery.unnamed)} is missing, damaged, or of a store of one process."
     steps = f"{_noun(recovery.named)} {_steps(recovery.named)}"
     if recovery.lost and not recovery.refusal:
         yield (
             "Pins and rejections are lost with the records: a run that was rejected may be restored "
-            f"again. Look with `pccheck ls {path}` after --write, and reject it again."
+            f"again. Look with `pccheck ls {path}` after --write, and reject it again. Pin again what was pinned "
+            "before a trainer starts: its first commit keeps only what its rules keep."
         )
     if recovery.missing:
         yield (

@@ -157,7 +157,12 @@ async def read_stores(opened: OpenMedium, folder: Path) -> dict[int, tuple[Ident
 
 
 def seen_store(rank: int, identity: Identity, record: Record) -> SeenStore:
-    """Return a rank's store as described by its newest record."""
+    """Return a rank's store as described by its newest record. Raises CorruptStoreError if it is no rank's."""
+    if record.parts is None:
+        raise CorruptStoreError(
+            f"{rank_name(rank)} holds a store of one process, and no rank's parts of a group's checkpoints: `pccheck "
+            "recover --write` of the folder of the group makes the rank's store again from its slots"
+        )
     applied = record.parts.applied if record.parts is not None else None
     return SeenStore(0, rank, identity.id_bytes, applied, parts_of(record))
 

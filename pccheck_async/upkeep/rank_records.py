@@ -3,24 +3,35 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
-from pccheck_async.errors import StoreLockedError
-from pccheck_async.format import Identity, Record
-from pccheck_async.format.record import COMMIT_NAME, newest_record, slot_number
+from pccheck_async.errors import CorruptStoreError, NewerFormatError, StoreLockedError
+from pccheck_async.format import Identity, Record, checksum
+from pccheck_async.format.record import (
+    COMMIT_NAME,
+    GROUP_VERSION,
+    MIN_BLOCK,
+    largest_block,
+    newest_record,
+    rebuild_identity,
+    slot_number,
+)
 from pccheck_async.group import Part, SeenStore, parts_by_key, ranks_there, record_of, seen_store
 from pccheck_async.medium.files import Files
+from pccheck_async.medium.filesystem import slot_sizes
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import lock_commit, rank_folders, rank_name, read_commit, stored_identity, unread_record
+from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
 from pccheck_async.upkeep.salvage import FoundCheckpoint, find_in_slot, record_entries
 
-__all__ = ["LostRecords", "find_parts", "lock_ranks", "read_ranks"]
+__all__ = ["LostRecords", "RankStores", "find_parts", "lock_ranks", "read_ranks"]
 
 MOST_APART = 5.0
 """Seconds between the captures of two ranks' parts of one checkpoint. No manifest names the run: a part of the same
@@ -50,23 +61,58 @@ class LostRecords:
         return first, structs.replace(first, generation=1)
 
 
-async def read_ranks(opened: OpenMedium, folder: Path) -> tuple[dict[int, SeenStore], dict[int, Identity]]:
-    """Return the ranks' stores by their newest records, and the identities of those that have no valid record.
+@dataclass(slots=True)
+class RankStores:
+    """The stores of a group's ranks, as they are found.
 
-    Raises CorruptStoreError, ReadError.
+    Attributes:
+        seen: By their newest records.
+        lost: Identities of those that have no valid record of a rank.
+        unnamed: Identities of those whose ``store.json`` is to be written anew: it is missing or damaged, or says that
+            one process made the store.
     """
-    seen, lost = dict[int, SeenStore](), dict[int, Identity]()
-    for rank in rank_folders(folder):
-        prefix = f"{rank_name(rank)}/"
-        if (identity := await stored_identity(opened.medium, prefix)) is None:
-            continue
+
+    seen: dict[int, SeenStore] = field(default_factory=dict)
+    lost: dict[int, Identity] = field(default_factory=dict)
+    unnamed: dict[int, Identity] = field(default_factory=dict)
+
+
+async def read_ranks(opened: OpenMedium, folder: Path) -> RankStores:
+    """Read the records of all ranks. Raises NewerFormatError, ReadError."""
+    stores = RankStores()
+    for rank, path in rank_folders(folder).items():
+        prefix = f"{path.name}/"
+        try:
+            identity = await stored_identity(opened.medium, prefix)
+        except NewerFormatError:
+            raise
+        except CorruptStoreError:
+            identity = None
         commit = await read_commit(opened.medium, prefix)
+        if identity is None or identity.format != GROUP_VERSION:
+            if (made := _identity_again(path, identity, commit)) is None:
+                continue
+            identity = stores.unnamed[rank] = made
         record = None if commit is None else newest_record(commit[0], identity.id_bytes)
-        if commit is None or record is None or unread_record(*commit, identity.id_bytes):
-            lost[rank] = identity
+        if commit is None or record is None or record.parts is None or unread_record(*commit, identity.id_bytes):
+            stores.lost[rank] = identity
         else:
-            seen[rank] = seen_store(rank, identity, record)
-    return seen, lost
+            stores.seen[rank] = seen_store(rank, identity, record)
+    return stores
+
+
+def _identity_again(folder: Path, found: Identity | None, commit: tuple[memoryview, object] | None) -> Identity | None:
+    """Return the identity of a rank's store that has none; None for a folder without a store.
+
+    Without a record, any id will do, and the block size is that of the offsets in the slots.
+    """
+    rebuilt = None if commit is None else rebuild_identity(commit[0])
+    if rebuilt is not None and rebuilt[0].format == GROUP_VERSION:
+        return rebuilt[0]
+    if not slot_sizes(folder):
+        return None
+    store_id = secrets.token_hex(16) if found is None else found.store_id
+    return Identity(format=GROUP_VERSION, store_id=store_id, checksum=checksum.NAME, block_bytes=MIN_BLOCK)
 
 
 async def lock_ranks(opened: OpenMedium, folder: Path, names: Collection[str]) -> None:
@@ -132,6 +178,9 @@ async def _search(
             parts.append(Part(others[0].run, rank, others[0].world, others[0].committed, marked))
         else:
             notes[entry.slot] = "the records of the other ranks do not name it"
+    if identity.block_bytes == MIN_BLOCK:  # it was not known
+        block_bytes = largest_block([part.entry for part in parts], PAGE_BYTES)
+        identity = structs.replace(identity, block_bytes=block_bytes)
     named = {part.entry.slot for part in parts}
     noted = [
         replace(one, folder=name, note=notes.get(one.slot, one.note), entry=one.entry if one.slot in named else None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import structs
 
@@ -22,6 +22,7 @@ from pccheck_async.errors import (
     ReadError,
     StoreError,
     StoreLockedError,
+    first_few,
     is_exhausted,
     is_forbidden,
 )
@@ -53,13 +54,15 @@ from pccheck_async.store import (
     is_group_folder,
     lock_commit,
     no_store,
+    rank_folders,
     rank_name,
     read_commit,
+    read_manifest,
     stored_identity,
     unread_record,
 )
 from pccheck_async.transfer import PAGE_BYTES
-from pccheck_async.upkeep.rank_records import LostRecords, find_parts, lock_ranks, read_ranks
+from pccheck_async.upkeep.rank_records import LostRecords, RankStores, find_parts, lock_ranks, read_ranks
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_slots
 from pccheck_async.upkeep.salvage import BUSY, FoundCheckpoint, find_in_slot, record_entries
 from pccheck_async.upkeep.verify import examine_records
@@ -84,6 +87,7 @@ class Recovery:
         missing: Slots that a valid record names and that are gone, cut short, or no regular files: their checkpoints
             are lost.
         problems: What else is lost or damaged, in sentences.
+        unnamed: Of a group, the folders of ranks whose ``store.json`` is missing or damaged.
         refusal: Why ``write`` writes nothing; empty if it may.
     """
 
@@ -97,11 +101,12 @@ class Recovery:
     missing: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     refusal: str = ""
+    unnamed: tuple[str, ...] = ()
 
     @property
     def needed(self) -> bool:
         """Whether a trainer could not open the store as it was found."""
-        return self.identity != "valid" or self.record != "valid"
+        return self.identity != "valid" or self.record != "valid" or bool(self.unnamed)
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -170,8 +175,7 @@ def recover_store(
         if not numbers and (commit is None or foreign):
             return await _recover_group(opened, Path(path), names, write, search or slots is not None, progress)
         facts = await medium.prepare(create=False)
-        identity_state, identity = await _identity(medium)
-        record, store_id = (None, None) if commit is None else _record(*commit, identity)
+        identity_state, identity, record, store_id, problems = await _read(medium, commit)
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
         found: list[FoundCheckpoint] = []
         if record is None or search:
@@ -190,14 +194,14 @@ def recover_store(
         else:
             entries = list(record.entries)
         before = record.entries if record else ()
-        version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
+        version = _version(Path(path), identity, record)
         recovery = Recovery(
             identity_state,
             record_state,
             tuple(found),
             tuple(entry.info for entry in entries),
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
-            problems=tuple(_lost_record(*commit, store_id) if commit and record and store_id else ()),
+            problems=problems,
             refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
         )
         if not write:
@@ -245,13 +249,13 @@ async def _recover_group(
             raise
         state = "damaged"
     await opened.medium.prepare(create=False)
-    seen, lost = await read_ranks(opened, folder)
-    if write and lost:
-        await lock_ranks(opened, folder, [rank_name(rank) for rank in (*seen, *lost)])
-        seen, lost = await read_ranks(opened, folder)
-    if lost:
-        found = await find_parts(opened, folder, seen, lost, progress)
-        recovery = _without_records(state, seen, found)
+    stores = await read_ranks(opened, folder)
+    if write and (stores.lost or stores.unnamed):
+        await lock_ranks(opened, folder, [rank_name(rank) for rank in (*stores.seen, *stores.lost)])
+        stores = await read_ranks(opened, folder)
+    if stores.lost or stores.unnamed:
+        found = await find_parts(opened, folder, stores.seen, stores.lost, progress)
+        recovery = _without_records(state, stores, found)
     else:
         found, place = {}, read_place(folder)
         faults = lost_slots(place)
@@ -263,19 +267,20 @@ async def _recover_group(
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, search=False)
-    files = {
-        f"{rank_name(rank)}/{COMMIT_NAME}": _commit_file(each.identity, each.records(seen.values()))
-        for rank, each in found.items()
-    }
+    files: dict[str, bytes] = {}
     kept: list[str] = []
-    for rank in found:
-        medium = Files(folder / rank_name(rank), opened.operations)
+    for rank in sorted({*found, *stores.unnamed}):
+        medium, own = Files(folder / rank_name(rank), opened.operations), dict[str, bytes]()
+        if (each := found.get(rank)) is not None:
+            own[COMMIT_NAME] = _commit_file(each.identity, each.records(stores.seen.values()))
+        if rank in stores.unnamed:  # last, after the records of the store that it names
+            own[IDENTITY_NAME] = encode_identity(stores.unnamed[rank] if each is None else each.identity)
         try:
             there = await medium.names()
-            data = files[f"{rank_name(rank)}/{COMMIT_NAME}"]
-            kept += [f"{rank_name(rank)}/{name}" for name in await _replace_files(medium, there, {COMMIT_NAME: data})]
+            kept += [f"{rank_name(rank)}/{name}" for name in await _replace_files(medium, there, own)]
         finally:
             await medium.close()
+        files |= {f"{rank_name(rank)}/{name}": data for name, data in own.items()}
     if state != "valid":
         # Any number will do: ranks that open this folder together only compare the numbers that they read.
         files[GROUP_NAME] = encode_domain(secrets.token_hex(16))
@@ -283,9 +288,9 @@ async def _recover_group(
     return replace(recovery, written=tuple(files), kept=tuple(kept))
 
 
-def _without_records(identity: FileState, seen: Mapping[int, SeenStore], found: Mapping[int, LostRecords]) -> Recovery:
+def _without_records(identity: FileState, ranks: RankStores, found: Mapping[int, LostRecords]) -> Recovery:
     """Return the recovery of a group of which some ranks lost their records, from what was found in their slots."""
-    stores = [*seen.values()]
+    stores = [*ranks.seen.values()]
     stores += [SeenStore(0, rank, each.identity.id_bytes, None, each.parts) for rank, each in found.items()]
     by_key = parts_by_key(stores)
     infos = [
@@ -295,7 +300,79 @@ def _without_records(identity: FileState, seen: Mapping[int, SeenStore], found: 
     slots = tuple(one for each in found.values() for one in each.found)
     names = ", ".join(rank_name(rank) for rank in found)
     problems = () if infos else (f"The slots of {names} hold no part of a checkpoint that all other ranks have.",)
-    return Recovery(identity, "damaged", slots, tuple(infos), identity_name=GROUP_NAME, problems=problems)
+    return Recovery(
+        identity,
+        "damaged" if ranks.lost else "valid",
+        slots,
+        tuple(infos),
+        identity_name=GROUP_NAME,
+        problems=problems if found else (),
+        unnamed=tuple(rank_name(rank) for rank in ranks.unnamed),
+    )
+
+
+def _is_of_group(folder: Path) -> bool:
+    """Whether a folder is that of a rank, in the folder of a group: its own files do not tell."""
+    parent = folder.absolute().parent
+    return folder.name in {each.name for each in rank_folders(parent).values()} and is_group_folder(parent)
+
+
+async def _names_a_slot(medium: Medium, identity: Identity, record: Record) -> bool:
+    """Whether a slot holds the manifest that a record names: then the record belongs to this folder."""
+    for entry in record.entries:
+        try:
+            file = await medium.open(slot_name(entry.slot), writable=False)
+        except (CorruptStoreError, OSError):
+            continue
+        try:
+            await read_manifest(medium, file, entry, identity.block_bytes)
+        except (CorruptStoreError, ReadError):
+            continue
+        finally:
+            await medium.close(file)
+        return True
+    return False
+
+
+def _version(folder: Path, identity: Identity | None, record: Record | None) -> int:
+    """Return the format of a store: its files tell, or the folder that it is in."""
+    if record is not None:
+        return record.version
+    if identity is not None:
+        return identity.format
+    return GROUP_VERSION if _is_of_group(folder) else FORMAT_VERSION
+
+
+class _Read(NamedTuple):
+    """The identity and the newest record of a store, as far as they are valid; ``store_id`` is that of the record."""
+
+    identity_state: FileState
+    identity: Identity | None
+    record: Record | None = None
+    store_id: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+async def _read(medium: Medium, commit: tuple[memoryview, dict[int, ReadError]] | None) -> _Read:
+    """Read both files. If one of them is of another store, the slots tell which."""
+    state, identity = await _identity(medium)
+    if commit is None:
+        return _Read(state, identity)
+    record, store_id = _record(*commit, identity)
+    if record is not None and store_id is not None:
+        return _Read(state, identity, record, store_id, tuple(_lost_record(*commit, store_id)))
+    other = None if identity is None else rebuild_identity(commit[0])
+    if identity is None or other is None or other[0].store_id == identity.store_id:
+        return _Read(state, identity, record, store_id)
+    text = (
+        f"{IDENTITY_NAME} is of store {identity.store_id[:8]}..., all records are of store {other[0].store_id[:8]}...: "
+        "one of them was copied from elsewhere. "
+    )
+    if await _names_a_slot(medium, *other):
+        text += f"The slots are those that the records name: --write makes {IDENTITY_NAME} anew, and keeps the records."
+        return _Read("damaged", None, other[1], other[0].store_id, (text,))
+    text += "No slot is one that the records name: --write makes the records anew, from the slots."
+    return _Read(state, identity, record, store_id, (text,))
 
 
 async def _has_slot(medium: Medium, entry: Entry) -> bool:
@@ -332,6 +409,11 @@ def _only_by_its_group(folder: Path) -> str:
 
 def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
     """Raise StoreError, NoCheckpointError where nothing is to be written."""
+    if not recovery.needed and not search and (lost := [*recovery.missing, *recovery.problems]):
+        raise CorruptStoreError(
+            f"nothing can be written: the records of {name} are valid, and what is lost cannot be made again "
+            f"({first_few(lost, 3)})"
+        )
     if not recovery.needed and not search:
         raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
     if recovery.refusal:

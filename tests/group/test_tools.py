@@ -628,6 +628,59 @@ def test_the_records_of_a_rank_are_made_again(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("identity", ["gone", "damaged"])
+@pytest.mark.parametrize("records", ["gone", "damaged", "whole"])
+def test_a_rank_that_lost_its_identity_too_is_made_again(folder: Path, records: str, identity: str) -> None:
+    before, store = list_checkpoints(folder), folder / "rank-00001"
+    if records == "gone":
+        (store / "commit").unlink()
+    elif records == "damaged":
+        (store / "commit").write_bytes(bytes(1 << 18))
+    (store / "store.json").unlink()
+    if identity == "gone":
+        assert "store.json of rank-00001 is missing" in pccheck("ls", folder, status=4)
+    else:
+        (store / "store.json").write_bytes(b"?" * 20)
+    if records == "gone":
+        with pytest.raises(StoreError, match=f"`pccheck recover --write {folder}` makes these again"):
+            stores.recover(store, write=True)  # it would become a store of one process
+    said = pccheck("recover", folder, status=4)
+    assert "store.json of rank-00001 is missing, damaged" in said
+    assert "With --write the store names steps 3, 2, 1" in said
+    said = pccheck("recover", folder, "--write")
+    assert f"rank-00001/{'store.json' if records == 'whole' else 'commit, rank-00001/store.json'}" in said
+    assert list_checkpoints(folder) == before
+    assert stores.verify(folder, every=True).whole
+    save_in_group(folder, 2, 4, 5, keep_last=2)
+    assert [info.step for info in list_checkpoints(folder)] == [5, 4, 1]
+    assert "Nothing is missing" in pccheck("recover", folder)
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_made_a_store_of_one_process_is_named_and_made_again(folder: Path) -> None:
+    store, elsewhere = folder / "rank-00001", folder.parent / "elsewhere"
+    before = list_checkpoints(folder)
+    shutil.copytree(store, elsewhere, ignore=shutil.ignore_patterns("store.json", "commit"))
+    stores.recover(elsewhere, write=True)
+    for name in ("store.json", "commit"):
+        shutil.copyfile(elsewhere / name, store / name)
+    for command in ("ls", "verify"):
+        assert "rank-00001 holds a store of one process" in pccheck(command, folder, status=4).replace("\n", " ")
+    assert "With --write the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
+    pccheck("recover", folder, "--write")
+    assert list_checkpoints(folder) == before
+    save_in_group(folder, 2, 4, keep_last=4)
+
+
+@pytest.mark.slow
+def test_what_is_lost_cannot_be_written(folder: Path) -> None:
+    (folder / "rank-00001" / stores.describe(folder, rank=1).slot).unlink()
+    said = pccheck("recover", folder, "--write", status=4)
+    assert "nothing can be written: the records of" in said
+    assert "LOST: step 3" in said
+
+
+@pytest.mark.slow
 def test_no_part_of_another_run_is_taken_for_that_of_a_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

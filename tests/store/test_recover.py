@@ -588,3 +588,23 @@ def test_nothing_but_an_identity_is_left(tmp_path: Path) -> None:
             path.unlink()
     with pytest.raises(NoCheckpointError, match="holds no store, nor parts of one"):
         stores.recover(tmp_path)
+
+
+@pytest.mark.parametrize("foreign", ["store.json", "commit"])
+def test_a_file_of_another_store_is_named(tmp_path: Path, foreign: str) -> None:
+    for name in ("one", "other"):
+        save(tmp_path / name, 1, 2, 3)
+    stores.pin(tmp_path / "one", step=1)
+    (tmp_path / "one" / foreign).write_bytes((tmp_path / "other" / foreign).read_bytes())
+    found = stores.recover(tmp_path / "one")
+    (problem,) = found.problems
+    assert "one of them was copied from elsewhere" in problem
+    written = stores.recover(tmp_path / "one", write=True)
+    if foreign == "store.json":
+        assert "--write makes store.json anew, and keeps the records" in problem
+        assert written.written == ("store.json",)
+        assert [info.step for info in list_checkpoints(tmp_path / "one") if info.pinned] == [1]
+    else:
+        assert "--write makes the records anew, from the slots" in problem
+        assert written.written == ("commit",)
+    check(tmp_path / "one", 3, 2, 1)
