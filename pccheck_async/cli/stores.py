@@ -86,7 +86,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
     """
-    from pccheck_async.upkeep import lost_slots, memory_of  # and torch
+    from pccheck_async.upkeep import lost_records, lost_slots, memory_of  # and torch
 
     place = read_place(path)
     infos, document, notes, gone = place.infos, place_as_json(place), [*describe_incomplete(place)], dict[int, str]()
@@ -114,11 +114,18 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         )
         name = [printable(info.name or "")] if names else []
         rows.add_row(*_columns(info), captured_at(info), ", ".join(_marks(info)), *name, metadata)
+    for folder in (torn := lost_records(place)):
+        whose = "" if folder == "." else f"{folder}: "
+        notes.append(
+            f"LOST?: {whose}both copies of a commit record are damaged, or were cut short by a power failure. It may "
+            "have named a newer checkpoint: before the next save, copy the folder and see "
+            f"`pccheck recover {path} --search`."
+        )
     if steps := ", ".join(str(info.step) for info in memory_of(path)):
         notes.append(f"In memory on this machine: step {steps} (`pccheck memory ls`); a restart here takes the newest.")
     taken = on_disk(place)
     notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
-    return Report(document, [rows, *notes], DIFFERENT if gone or fault or newer_lost(place) else 0)
+    return Report(document, [rows, *notes], DIFFERENT if gone or fault or torn or newer_lost(place) else 0)
 
 
 def _restart(

@@ -237,7 +237,8 @@ def decode_identity(data: bytes) -> Identity:
         identity = _identity_decoder.decode(data)
         id_nbytes = len(identity.id_bytes)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: {error}") from None
+        text = f"{IDENTITY_NAME} is damaged ({error}): `pccheck recover --write` of its folder makes it anew"
+        raise CorruptStoreError(text) from None
     if identity.format not in (FORMAT_VERSION, GROUP_VERSION):
         kind = NewerFormatError if identity.format > GROUP_VERSION else CorruptStoreError
         raise kind(
@@ -379,6 +380,14 @@ def _decode_line(data: bytes | bytearray | memoryview, seed: int) -> Line | None
     except (msgspec.MsgspecError, RecursionError):
         return None
     return line if line.sane else None
+
+
+def generation_of(region: bytes | bytearray | memoryview) -> int | None:
+    """Return the generation in the header of a copy of a record, valid or not; None if it is none."""
+    if len(region) < HEADER.size:
+        return None
+    magic, _, _, _, generation, _ = HEADER.unpack_from(region)
+    return int(generation) if magic == MAGIC else None
 
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:

@@ -23,7 +23,13 @@ Invariants, as comments name them:
 
 from pccheck_async.store.checkpoint_reader import CheckpointReader, check_descriptors
 from pccheck_async.store.chunks import ChunkRun, Staging, check_chunks
-from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
+from pccheck_async.store.commit_file import (
+    lock_commit,
+    may_lack_the_newest,
+    read_commit,
+    stored_identity,
+    unread_record,
+)
 from pccheck_async.store.differing import ranks_in_words, warn_of_others
 from pccheck_async.store.fallback import (
     DroppedMeanwhileError,
@@ -72,6 +78,7 @@ __all__ = [
     "choose",
     "is_group_folder",
     "lock_commit",
+    "may_lack_the_newest",
     "no_store",
     "only_rejected",
     "open_store",

@@ -37,6 +37,7 @@ from pccheck_async.format.record import (
     encode_identity,
     encode_record,
     entries_before,
+    generation_of,
     is_foreign,
     names_checkpoints,
     newest_record,
@@ -52,7 +53,7 @@ from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 
 __all__ = ["CommitFile", "lock_commit", "open_commit", "read_commit", "read_identity", "read_record"]
-__all__ += ["stored_identity", "unread_record"]
+__all__ += ["may_lack_the_newest", "stored_identity", "unread_record"]
 
 
 async def stored_identity(medium: Medium, folder: str = "") -> Identity | None:
@@ -127,6 +128,17 @@ async def _read_records(medium: Medium, commit: File, identity: Identity) -> mem
     return view[:got]
 
 
+def may_lack_the_newest(commit: memoryview, *, identity: Identity, record: Record) -> bool:
+    """Return whether neither copy of a record that may be newer than the newest valid one is valid.
+
+    That of a writer that is at work may be in the middle of both: look again.
+    """
+    copies = [commit[start : start + REGION_NBYTES] for start in region_offsets(record.generation + 1)]
+    if any(decode_record(copy, identity.id_bytes) is not None or not any(bytes(copy)) for copy in copies):
+        return False
+    return any(generation_of(copy) not in range(record.generation) for copy in copies)
+
+
 async def read_record(medium: Medium, commit: File, identity: Identity) -> Record:
     """Return the newest valid record, which also has the entries of the one before it.
 
@@ -183,6 +195,13 @@ class CommitFile:
         def record_at(start: int) -> Record | None:
             return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes)
 
+        if may_lack_the_newest(view, identity=self.identity, record=record):
+            text = (
+                "both copies of a commit record are damaged, or were cut short by a power failure: it may have named a "
+                "newer checkpoint than %s; before the next save, copy the folder and see `pccheck recover --search`"
+            )
+            there = f"step {record.entries[0].step}" if record.entries else "any that is known"
+            write("record_lost", text, there)
         pieces = []
         for start in region_offsets(record.generation + 1):
             if record_at(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):

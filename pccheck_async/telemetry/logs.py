@@ -72,6 +72,7 @@ no_metric           WARNING  a checkpoint has other metadata than the number tha
                              16 have none; once
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
+record_lost         WARNING  no copy of a commit record is valid, and it may have been the newest; when it is opened
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes
 incomplete          WARNING  a checkpoint of a group was complete once, and lacks parts now: which ranks, on which hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,11 @@ from pccheck_async.engine import call_once
 from pccheck_async.errors import readable
 from pccheck_async.format import CheckpointInfo, Entry, which_one
 from pccheck_async.format.manifest import ChunkEntry
-from pccheck_async.format.record import slot_name
+from pccheck_async.format.record import COMMIT_NAME, newest_record, slot_name
 from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state.restore.parts import stored_boxes
-from pccheck_async.store import CheckpointReader
+from pccheck_async.store import CheckpointReader, may_lack_the_newest
 from pccheck_async.upkeep.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 
 __all__ = [
@@ -27,9 +28,11 @@ __all__ = [
     "Progress",
     "counting",
     "describe_checkpoint",
+    "lost_records",
     "lost_slots",
 ]
 
+_LOOKS = 10
 LOCK_SECONDS = 1.0
 """The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
 
@@ -46,6 +49,29 @@ def lost_slots(place: Place) -> dict[int, str]:
             if fault := _slot_fault(place.path / name, part.entry):
                 faults.setdefault(one.key.counter, []).append(f"{name} {fault}")
     return {counter: ", ".join(each) for counter, each in faults.items()}
+
+
+def lost_records(place: Place) -> list[str]:
+    """Return the folders of stores that may have lost their newest record: none of its two copies is valid.
+
+    A writer may be in the middle of both, so that is looked at again for half a second.
+    """
+    return [place.folder(rank) or "." for rank in place.stores if _may_lack_the_newest(place, rank)]
+
+
+def _may_lack_the_newest(place: Place, rank: int) -> bool:
+    identity, _ = place.stores[rank]
+    for look in range(_LOOKS):
+        try:
+            commit = memoryview((place.path / place.folder(rank) / COMMIT_NAME).read_bytes())
+        except OSError:
+            return False
+        record = newest_record(commit, identity.id_bytes)
+        if record is None or not may_lack_the_newest(commit, identity=identity, record=record):
+            return False
+        if look + 1 < _LOOKS:
+            time.sleep(0.5 / _LOOKS)
+    return True
 
 
 def _slot_fault(path: Path, entry: Entry) -> str:

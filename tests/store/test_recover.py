@@ -17,10 +17,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from pccheck_async import NoCheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync, stores
+from pccheck_async.cli import app
 from pccheck_async.errors import CorruptStoreError, StoreError, StoreLockedError
 from pccheck_async.format import Entry
+from pccheck_async.format import record as layout
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
@@ -608,3 +611,41 @@ def test_a_file_of_another_store_is_named(tmp_path: Path, foreign: str) -> None:
         assert "--write makes the records anew, from the slots" in problem
         assert written.written == ("commit",)
     check(tmp_path / "one", 3, 2, 1)
+
+
+def test_a_newest_record_that_may_be_lost_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2, 3, keep_last=1)
+    commit = bytearray((tmp_path / "commit").read_bytes())
+    newest = generation_in(tmp_path) % 2
+    for copy, byte in ((0, 80), (1, 90)):
+        commit[(2 * newest + copy) * (1 << 16) + byte] ^= 1
+    (tmp_path / "commit").write_bytes(commit)
+    said = CliRunner().invoke(app, ["ls", str(tmp_path)])
+    assert said.exit_code == 4
+    assert "LOST?: both copies of a commit record are damaged" in said.stdout
+    assert "pccheck recover" in said.stdout
+    with SyncCheckpointEngine(tmp_path):
+        pass
+    assert "it may have named a newer checkpoint than step 2" in caplog.text
+    stores.recover(tmp_path, search=True, write=True)
+    assert list_checkpoints(tmp_path)[0].step == 3
+
+
+def test_an_older_record_that_is_lost_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2, 3)
+    commit = bytearray((tmp_path / "commit").read_bytes())
+    older = 1 - generation_in(tmp_path) % 2
+    for copy in (0, 1):
+        commit[(2 * older + copy) * (1 << 16) + 80] ^= 1
+    (tmp_path / "commit").write_bytes(commit)
+    assert CliRunner().invoke(app, ["ls", str(tmp_path)]).exit_code == 0
+    with SyncCheckpointEngine(tmp_path, keep_last=8):
+        pass
+    assert "newer checkpoint" not in caplog.text
+
+
+def generation_in(store: Path) -> int:
+    identity = layout.decode_identity((store / "store.json").read_bytes())
+    record = layout.newest_record((store / "commit").read_bytes(), identity.id_bytes)
+    assert record is not None
+    return record.generation
