@@ -83,7 +83,7 @@ PROGRESS: Final = (
 _TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
 """Ends of the names of metrics that measure the machine."""
 
-_log = transformers.utils.logging.get_logger("transformers.trainer")  # of which users see the warnings
+_trainers_log = transformers.utils.logging.get_logger("transformers.trainer")  # of which users see the warnings
 _STORE: Final = "the store of PCcheckCallback"
 """Passed to the Trainer's methods as the source to resume from."""
 
@@ -235,7 +235,7 @@ class PCcheckCallback(TrainerCallback):
             ended = trainer.state.global_step >= trainer.state.max_steps
             stopped = not ended and self._stays_stopped()
             if self.restored is not None and not stopped and trainer.is_world_process_zero():
-                _log.warning(in_words(self.restored, self.engine.path, ended=ended))  # info is not shown by default
+                _trainers_log.warning(in_words(self.restored, self.engine.path, ended=ended))  # info is not shown by default
             if ended or stopped:
                 return epochs, 0
             batches = 0 if trainer.args.ignore_data_skip else updates * trainer.args.gradient_accumulation_steps
