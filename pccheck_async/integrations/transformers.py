@@ -235,7 +235,8 @@ class PCcheckCallback(TrainerCallback):
             ended = trainer.state.global_step >= trainer.state.max_steps
             stopped = not ended and self._stays_stopped()
             if self.restored is not None and not stopped and trainer.is_world_process_zero():
-                _trainers_log.warning(in_words(self.restored, self.engine.path, ended=ended))  # info is not shown by default
+                # Information is not shown by default.
+                _trainers_log.warning(in_words(self.restored, self.engine.path, ended=ended))
             if ended or stopped:
                 return epochs, 0
             batches = 0 if trainer.args.ignore_data_skip else updates * trainer.args.gradient_accumulation_steps
