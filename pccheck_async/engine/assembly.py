@@ -21,7 +21,7 @@ from pccheck_async.errors import CheckpointError
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
-from pccheck_async.store import open_store
+from pccheck_async.store import KnownBytes, can_hash, open_store
 from pccheck_async.telemetry import Stream
 from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
@@ -80,6 +80,7 @@ class EngineParts:
                 max_in_flight=config.max_in_flight,
                 lock_timeout=options.lock_timeout,
                 version=peers.record_version,
+                known=_known_bytes(config, opened),
             )
             block_bytes = store.block_bytes
             if config.memory is not None:
@@ -181,3 +182,13 @@ class EngineParts:
     def _stop_publishing(self, seconds: float) -> None:
         if self.publisher is not None:
             self.publisher.close(seconds)  # while the store is locked
+
+
+def _known_bytes(config: EngineConfig, opened: OpenMedium) -> KnownBytes | None:
+    """Return what learns the bytes in slots; None if all chunks are to be written."""
+    wanted = config.storage.skip_unchanged
+    if wanted == "auto":
+        wanted = can_hash() and config.keep_last != "all"  # else no slot is taken again
+    if not wanted or opened.medium.stages:
+        return None
+    return KnownBytes(opened.medium, opened.operations.call, lasting=config.storage.skip_unchanged is True)

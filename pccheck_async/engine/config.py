@@ -9,7 +9,7 @@ from typing import Literal
 
 from pccheck_async.format import align, check_count
 from pccheck_async.medium.open_medium import IO, MediumName, check_io
-from pccheck_async.store import Keep, KeepAll, Retention
+from pccheck_async.store import Keep, KeepAll, Retention, can_hash
 from pccheck_async.transfer.copying import DeviceMode
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "MemoryTier", "StorageOptions", "check_flag", "decide"]
@@ -47,11 +47,15 @@ class StorageOptions:
             the memory. "stream": never.
         check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
             costs the time and the memory of that copy.
+        skip_unchanged: Whether bytes that a slot still holds from an older checkpoint, as those of frozen layers, are
+            not written again. "auto": if xxhash is installed, and until 8 checkpoints in a row had none. True: always.
+            For states of more than one chunk that are not ``mapped`` and not captured in memory first.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
         exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.
 
     Raises:
         ValueError: an option is out of range.
+        ImportError: ``skip_unchanged=True``, and xxhash is not installed.
     """
 
     medium: MediumName = "auto"
@@ -61,6 +65,7 @@ class StorageOptions:
     host_memory: int | Auto = "auto"
     gpu_capture: DeviceMode = "auto"
     check_captures: bool = False
+    skip_unchanged: bool | Auto = "auto"
     lock_timeout: float = 5.0
     exit_timeout: float = 60.0
 
@@ -74,6 +79,10 @@ class StorageOptions:
         if self.gpu_capture not in ("auto", "snapshot", "stream"):
             raise ValueError(f"gpu_capture is 'auto', 'snapshot' or 'stream', not {self.gpu_capture!r}")
         check_flag("check_captures", self.check_captures)
+        if self.skip_unchanged != "auto":
+            check_flag("skip_unchanged", self.skip_unchanged)
+        if self.skip_unchanged is True and not can_hash():
+            raise ImportError('skip_unchanged=True needs xxhash: pip install "pccheck-async[unchanged]"', name="xxhash")
         _check_seconds("lock_timeout", self.lock_timeout)
         _check_seconds("exit_timeout", self.exit_timeout)
 

@@ -702,6 +702,7 @@ class EngineCore:
                 slots=store.slots,
                 slot_bytes=store.slot_bytes,
                 memory_bytes=0 if parts.memory is None else parts.memory.store.statistics().slot_bytes,
+                unchanged_bytes=store.unchanged_bytes,
                 plan_hits=parts.planner.hits,
                 plan_misses=parts.planner.misses,
                 latest=self.latest,

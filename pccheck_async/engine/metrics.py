@@ -92,6 +92,7 @@ METRICS = (
     Metric("slots", "gauge", "Slots on storage.", lambda s: s.slots),
     Metric("slots_bytes", "gauge", "Bytes of the slots.", lambda s: s.slot_bytes),
     Metric("memory_bytes", "gauge", "Bytes of the slots in memory.", lambda s: s.memory_bytes),
+    Metric("unchanged_bytes", "counter", "Bytes a slot still held, not written.", lambda s: s.unchanged_bytes),
     Metric("plan_lookups", "counter", "Saves by whether the last plan served.", _lookups, "result"),
     Metric("interval_steps", "gauge", "Steps between checkpoints.", lambda s: s.interval.interval),
     Metric("interval_seconds", "gauge", "Time between checkpoints.", lambda s: s.interval.seconds),

@@ -150,6 +150,10 @@ class Medium(abc.ABC):
         """
         return None
 
+    def stamp(self, file: File) -> object:
+        """Return a value that differs once anyone changed the file, as far as its times tell; None: there is none."""
+        return None
+
     @abc.abstractmethod
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         """Write all of ``data``; offset, length and address are aligned by :class:`MediumFacts`. Volatile."""

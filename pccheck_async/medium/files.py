@@ -141,6 +141,13 @@ class Files(Medium):
         except OSError as error:
             raise write_error(error, self._folder.path / file.name) from error
 
+    def stamp(self, file: File) -> object:
+        try:
+            facts = os.fstat(file.fd)
+        except OSError:
+            return None
+        return facts.st_size, facts.st_nlink, facts.st_mtime_ns, facts.st_ctime_ns
+
     def write(self, file: File, offset: int, data: memoryview) -> Coroutine[Any, Any, None]:
         return self._transfer("write", file, offset, data)
 

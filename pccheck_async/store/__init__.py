@@ -39,11 +39,11 @@ from pccheck_async.store.fallback import (
     only_rejected,
     unreadable_errors,
 )
+from pccheck_async.store.known_bytes import KnownBytes, SlotLease, can_hash
 from pccheck_async.store.part_reader import PartReader, Source, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, Keep, KeepAll, Retention, SpaceNeeded
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
-from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, Written, open_store
 from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store
@@ -59,6 +59,7 @@ __all__ = [
     "FolderPart",
     "Keep",
     "KeepAll",
+    "KnownBytes",
     "OwnSlot",
     "PartReader",
     "Retention",
@@ -73,6 +74,7 @@ __all__ = [
     "UnreadableError",
     "Written",
     "at_once",
+    "can_hash",
     "check_chunks",
     "check_descriptors",
     "choose",

@@ -14,7 +14,7 @@ from pccheck_async.errors import write_error
 from pccheck_async.format import align
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Piece
-from pccheck_async.store.slots import SlotLease
+from pccheck_async.store.known_bytes import SlotLease
 from pccheck_async.store.store import Store
 from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Chunk, Plan
@@ -73,7 +73,7 @@ class SlotWriter:
             self._reserving = asyncio.get_running_loop().create_future()
             self._reserving.set_result(lease)
         self.written = 0
-        """Bytes of chunks that were written."""
+        """Bytes of chunks that are in the slot: written, or known to be there."""
 
     async def __aenter__(self) -> SlotWriter:
         return self
@@ -132,7 +132,11 @@ class SlotWriter:
             return
         assert self._reserving is not None
         slot = self._reserving.result() if self._reserving.done() else await asyncio.shield(self._reserving)
-        await self._medium.write(slot.file, place.offset, place.view)
+        parts, known = [(0, len(place.view))], self._store.slots.known
+        if known is not None and place.lease is not None:
+            parts = await known.changed(slot, place.offset, place.view)
+        for start, end in parts:
+            await self._medium.write(slot.file, place.offset + start, place.view[start:end])
         self.written += len(place.view)
         if place.lease is not None:
             self._leases.remove(place.lease)

@@ -20,10 +20,11 @@ from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, Sto
 from pccheck_async.format import Record
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium
+from pccheck_async.store.known_bytes import KnownBytes, SlotLease
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 
-__all__ = ["SlotDecision", "SlotLease", "SlotTable", "Slots", "open_slots"]
+__all__ = ["SlotDecision", "SlotTable", "Slots", "open_slots"]
 
 
 class SlotDecision(NamedTuple):
@@ -180,14 +181,6 @@ class SlotTable:
         return sorted(self.free(), key=self._rank)[:beyond] if beyond > 0 else []
 
 
-@dataclass(slots=True, eq=False)
-class SlotLease:
-    """A slot that one checkpoint writes into; exclusive, also against other processes. Given back exactly once."""
-
-    slot: int
-    file: File
-
-
 async def open_slots(
     medium: Medium,
     record: Record,
@@ -196,6 +189,7 @@ async def open_slots(
     in_flight: int,
     kept: int,
     ahead: bool = True,
+    known: KnownBytes | None = None,
 ) -> Slots:
     """Open the slots that a folder has; a slot that cannot be opened is left alone: its checkpoint is lost.
 
@@ -220,7 +214,7 @@ async def open_slots(
     named = [entry.slot for entry in record.entries]
     before = [entry.slot for entry in record.before]
     table = SlotTable(sizes, named, unusable, before, in_flight=in_flight, kept=kept)
-    return Slots(table, medium, sync_names, files, unusable, _reserved=not ahead)
+    return Slots(table, medium, sync_names, files, unusable, known, _reserved=not ahead)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +226,8 @@ class Slots:
     _sync_names: Callable[[], Awaitable[None]]
     _files: dict[int, File]
     _unusable: Mapping[int, Exception]
+    known: KnownBytes | None = None
+    """None: all chunks are written."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a slot is looked for or removed."""
     reader_waits: int = 0
@@ -262,7 +258,10 @@ class Slots:
                 continue
             if not create:
                 self.table.lease(slot)
-                return SlotLease(slot, self._files[slot])
+                lease = SlotLease(slot, self._files[slot])
+                if self.known is not None:
+                    self.known.take(lease)
+                return lease
             if old is not None:
                 await self._remove_slot(old)
             await uninterrupted(self._create_slot(slot, nbytes))
@@ -345,6 +344,8 @@ class Slots:
         """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
         self.table.removed(number)  # before anything is awaited: a restore might begin to read it
         file = self._files.pop(number)
+        if self.known is not None:
+            self.known.forget_slot(number)
 
         async def remove() -> None:
             await self._medium.close(file)

@@ -23,8 +23,9 @@ from pccheck_async.format import Entry, Line, Record, align
 from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
+from pccheck_async.store.known_bytes import KnownBytes, SlotLease
 from pccheck_async.store.retention import Committed, Retention
-from pccheck_async.store.slots import SlotLease, Slots, open_slots
+from pccheck_async.store.slots import Slots, open_slots
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import aligned_buffer, uninterrupted
 
@@ -42,8 +43,9 @@ class Latch:
         failure: That error, None while there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownBytes | None = None) -> None:
         self.failure: BaseException | None = None
+        self._known = known
 
     def failed(self, error: BaseException) -> StoreFailedError:
         """Refuse commits from now on because of ``error``, and return the error to raise from it.
@@ -52,6 +54,8 @@ class Latch:
         """
         if self.failure is None:
             self.failure = error
+            if self._known is not None:
+                self._known.forget_all()
             write("store_failed", "the store takes no more commits: %s", error, error=str(error))
         return _failed(error)
 
@@ -99,6 +103,8 @@ class StoreStatistics:
     """Checkpoints that newer ones made pointless."""
     reader_waits: int
     """Times that a checkpoint waited for other processes' readers."""
+    unchanged_bytes: int
+    """Bytes that were not written, as their slot still held them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +134,13 @@ async def open_store(
     lock_timeout: float,
     version: int = FORMAT_VERSION,
     ahead: bool = True,
+    known: KnownBytes | None = None,
 ) -> Store:
     """Lock the store, create it if there is none, and recover: the newest valid record decides.
 
     ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``version`` is that of the
-    records: a group, whose records are of another one, decides which checkpoints they name. ``ahead`` is for
-    :func:`open_slots`.
+    records: a group, whose records are of another one, decides which checkpoints they name. ``ahead`` and ``known``
+    are for :func:`open_slots`.
 
     Durability: opening an existing store writes nothing.
 
@@ -148,9 +155,11 @@ async def open_store(
     committed = Committed(record, retention)
     if version == FORMAT_VERSION:  # else a group decides which are dropped
         committed.check_rules()
-    latch = Latch()
+    latch = Latch(known)
     sync_names = partial(latch.flush, medium.sync_names)
-    slots = await open_slots(medium, record, sync_names, in_flight=max_in_flight, kept=retention.reserved, ahead=ahead)
+    slots = await open_slots(
+        medium, record, sync_names, in_flight=max_in_flight, kept=retention.reserved, ahead=ahead, known=known
+    )
     return Store(medium, file, committed, slots, latch, repairs)
 
 
@@ -275,6 +284,8 @@ class Store:
         async def give_back() -> None:
             try:
                 if manifest_offset is not None:
+                    if self.slots.known is not None:
+                        self.slots.known.forget(lease)
                     # Flushed, as the manifest may have been; if the device fails here too, no more can be done.
                     zeros = aligned_buffer(self.file.identity.block_bytes)
                     with suppress(OSError):
@@ -437,6 +448,8 @@ class Store:
             await self.medium.make_durable([(lease.file, rest)])
         except DurabilityUnknownError as error:
             raise self.latch.failed(error) from error
+        if self.slots.known is not None:
+            self.slots.known.note_flushed(lease)
 
     async def write_record(self, record: Record, data: Sequence[Part] = ()) -> None:
         """Write a record over the older one of the two and make it durable; before it ``data``, if that is not yet.
@@ -470,4 +483,5 @@ class Store:
             commits=self.commits,
             superseded=self.superseded,
             reader_waits=self.slots.reader_waits,
+            unchanged_bytes=0 if self.slots.known is None else self.slots.known.unchanged_nbytes,
         )

@@ -41,6 +41,8 @@ class Inode:
     durable: bytes = b""
     unflushed: list[Change] = field(default_factory=list)
     volatile: bytearray = field(default_factory=bytearray)
+    writes: int = 0
+    """Changes with each; the time of the last change."""
     locks: dict[object, bool] = field(default_factory=dict)
     """Open files that hold ``flock``, and writes that their dead process left in the kernel's queue; True: shared."""
 
@@ -195,6 +197,7 @@ class CrashDisk:
         """Start a write: half of it lands at once, the rest with :meth:`complete_write`."""
         with self._guard:
             change = Written(offset, data, extends=offset + len(data) > len(file.volatile))
+            file.writes += 1
             file.unflushed.append(change)
             dataclasses.replace(change, data=data[: len(data) // 2]).apply(file.volatile)
             return change
@@ -375,6 +378,10 @@ class CrashWriter(StepwiseMedium):
 
     async def unlock(self, file: File) -> None:
         self.disk.unlock(self._inode(file), file)
+
+    def stamp(self, file: File) -> object:
+        inode = self._inodes.get(file)
+        return None if inode is None else (len(inode.volatile), inode.writes)
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         def begin(_: None) -> tuple[Inode, Written]:

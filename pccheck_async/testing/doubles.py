@@ -87,6 +87,9 @@ class WrappingWriter(StepwiseMedium):
     write = _passed(Medium.write)
     read = _passed(Medium.read)
 
+    def stamp(self, file: File) -> object:
+        return self.inner.stamp(file)
+
     async def flush(self, file: File) -> None:
         await self.perform(Access("flush", file.name), lambda: self.inner.make_durable([(file, ())]))
 

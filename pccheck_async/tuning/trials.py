@@ -122,6 +122,7 @@ async def run_trial(folder: Path, io: IO, point: Point, sample: TrialSample, hos
             writers=point.writers,
             chunk_bytes=point.chunk_bytes,
             host_memory=staging_bytes(sample.nbytes, point, host_memory),
+            skip_unchanged=False,  # of the sample every block changes
         ),
     )
     async with _engine(folder, config) as core:

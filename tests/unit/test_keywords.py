@@ -23,7 +23,8 @@ FIELDS = {
     Keep: "every best spaced",
     MemoryTier: "interval keep_last path keep_after_close",
     StorageOptions: """
-        medium io writers chunk_bytes host_memory gpu_capture check_captures lock_timeout exit_timeout
+        medium io writers chunk_bytes host_memory gpu_capture check_captures skip_unchanged lock_timeout
+        exit_timeout
     """,
 }
 KINDS = pytest.mark.parametrize("kind", [CheckpointEngine, SyncCheckpointEngine])
