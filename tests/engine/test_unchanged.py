@@ -165,6 +165,16 @@ def test_a_failed_write_leaves_its_slot_unknown() -> None:
         assert equal(load_sync("memory", io=CrashWriter(disk, turns=0, read_only=True)), 5)
 
 
+def test_nothing_is_known_of_slots_that_are_gone(tmp_path: Path) -> None:
+    with engine_on(tmp_path) as engine:
+        save(engine, 0, 1, 2)
+        for step in range(3, 7):  # each slot is too small
+            engine.checkpoint({"tower": torch.zeros(FROZEN), "step": step}, step=step).result(60)
+        slots = probe(engine).store.slots
+        assert slots.known is not None
+        assert slots.known._slots.keys() <= slots.table.sizes.keys()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"skip_unchanged": False}, {"medium": "mapped"}, {"chunk_bytes": 2 * FROZEN}],
