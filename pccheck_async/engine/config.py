@@ -48,7 +48,7 @@ class StorageOptions:
         check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
             costs the time and the memory of that copy.
         skip_unchanged: Whether bytes that a slot still holds from an older checkpoint, as those of frozen layers, are
-            not written again. "auto": if xxhash is installed, and until 8 checkpoints in a row had none. True: always.
+            not written again. "auto": if xxhash is installed, and until 3 checkpoints in a row had none. True: always.
             For states of more than one chunk that are not ``mapped`` and not captured in memory first.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
         exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.

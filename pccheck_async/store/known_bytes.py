@@ -33,12 +33,14 @@ except ImportError:
 
 __all__ = ["Hashes", "KnownBytes", "SlotLease", "can_hash"]
 
-PIECE_NBYTES: Final = 1 << 20
-"""Small tensors that are trained lie among large frozen ones (LoRA): all chunks of 16 MiB would have changed."""
+PIECE_NBYTES: Final = 256 << 10
+"""A whole number of blocks. Small tensors that are trained lie among large frozen ones (LoRA): of 168 such pairs in 537
+MiB, 6 % of the bytes, 15 % were written; 38 % in pieces of a MiB, and all of it in whole chunks."""
 REWRITTEN: Final = 1 / 64
 """Share of the known pieces that is written all the same, so that rot does not last."""
-IDLE: Final = 8
-"""Checkpoints without any known piece after which hashing ends, unless it was asked for: a dense state has none."""
+IDLE: Final = 3
+"""Checkpoints without any known piece after which hashing ends, unless it was asked for: a dense state has none, and is
+durable 2 to 7 % later while it is hashed; frozen layers match at once, unless the bounds of chunks move."""
 
 Hashes: TypeAlias = dict[tuple[int, int], list[bytes]]
 """Of the pieces of chunks, by offset and length of the chunk."""
