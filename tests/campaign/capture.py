@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from examples.paper.lab.medians import summary
-from pccheck_async import SyncCheckpointEngine, _ext
+from pccheck_async import StorageOptions, SyncCheckpointEngine, _ext
 from pccheck_async.transfer import address_of, aligned_buffer
 from tests.campaign.speed import build, change
 
@@ -79,7 +79,7 @@ def main() -> None:
     stall = []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(folder, max_in_flight=1) as engine,
+        SyncCheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(skip_unchanged=False)) as engine,
     ):
         for step in range(2):
             engine.checkpoint(state, step=step).result()

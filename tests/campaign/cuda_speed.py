@@ -137,7 +137,7 @@ def measure_engine(
 ) -> None:
     nbytes = max(sum(tensor.nbytes for tensor in state["t"]) for state in states.values())
     for mode in ("stream", "snapshot"):
-        storage = StorageOptions(gpu_capture=mode, host_memory=nbytes + GIB, **knobs)
+        storage = StorageOptions(gpu_capture=mode, host_memory=nbytes + GIB, skip_unchanged=False, **knobs)
         with SyncCheckpointEngine(folder / mode, max_in_flight=1, storage=storage) as engine:
             for round_number in range(-2, rounds):
                 for tensors, state in states.items():

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from pccheck_async import Group, SyncCheckpointEngine
+from pccheck_async import Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.bench.machine import survey
 from pccheck_async.bench.methods import flush_dcp
 from pccheck_async.bench.report import quartiles
@@ -97,7 +97,11 @@ def serve(folder: Path, world: int, nbytes: int, rank: int) -> Iterator[Callable
         engines, stagers = {}, {}
         for arrangement in ARRANGEMENTS:
             alike = ["*"] if arrangement == "replicated" else []
-            engine = SyncCheckpointEngine(folder / arrangement, group=Group.of(dist.group.WORLD, replicated=alike))
+            engine = SyncCheckpointEngine(
+                folder / arrangement,
+                group=Group.of(dist.group.WORLD, replicated=alike),
+                storage=StorageOptions(skip_unchanged=False),
+            )
             engines[arrangement] = stack.enter_context(engine)
             stagers[arrangement] = stack.enter_context(closing(DefaultStager(blocking)))
 

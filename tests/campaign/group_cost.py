@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pccheck_async import Group, SyncCheckpointEngine
+from pccheck_async import Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Ok
 from pccheck_async.group.ranks import Ranks
@@ -52,7 +52,9 @@ def serve(
         engine.checkpoint(state, step=step).result()
         return Seconds(time.perf_counter() - start, votes[-1] if votes else 0.0)
 
-    with SyncCheckpointEngine(folder, group=group, max_in_flight=1) as engine:
+    with SyncCheckpointEngine(
+        folder, group=group, max_in_flight=1, storage=StorageOptions(skip_unchanged=False)
+    ) as engine:
         save(0)
         yield save
 

@@ -72,7 +72,9 @@ def save(folder: Path, group: Group, nbytes: int) -> Seen:
     """Save three checkpoints on one rank, and tell of the last."""
     seen = observe()
     state = {f"t{n}": torch.ones(nbytes // 32) for n in range(8)}
-    with SyncCheckpointEngine(folder, group=group, storage=StorageOptions(chunk_bytes=nbytes // 8)) as engine:
+    with SyncCheckpointEngine(
+        folder, group=group, storage=StorageOptions(chunk_bytes=nbytes // 8, skip_unchanged=False)
+    ) as engine:
         for step in range(2):
             engine.checkpoint(state, step=step).result()
         del seen.records[:], seen.learnt[:]

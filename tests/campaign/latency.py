@@ -29,7 +29,9 @@ def main() -> None:
     bare, ours, beyond = [], [], []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, storage=StorageOptions(io=args.io)) as engine,
+        SyncCheckpointEngine(
+            Path(folder) / "store", max_in_flight=1, storage=StorageOptions(io=args.io, skip_unchanged=False)
+        ) as engine,
         BareSequence(Path(folder), args.kib << 10) as sequence,
     ):
         for step in range(args.pairs + 10):

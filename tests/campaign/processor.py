@@ -68,7 +68,9 @@ def main() -> None:
     spent: dict[str, float] = defaultdict(float)
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, storage=StorageOptions(io=args.io)) as engine,
+        SyncCheckpointEngine(
+            Path(folder) / "store", max_in_flight=1, storage=StorageOptions(io=args.io, skip_unchanged=False)
+        ) as engine,
     ):
         for step in range(2):
             engine.checkpoint(state, step=step).result()

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import fully_shard
 
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import StorageOptions, SyncCheckpointEngine
 from pccheck_async.bench.machine import survey
 from pccheck_async.bench.methods import flush_dcp
 from tests.campaign.group_beside_dcp import arguments, figures, spread
@@ -85,7 +85,12 @@ def serve(folder: Path, world: int, nbytes: int, rank: int) -> Iterator[Callable
     def of_dcp() -> dict[str, Any]:
         return {"model": trainer.model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    with closing(stager), SyncCheckpointEngine(folder / "run", group=dist.group.WORLD) as engine:
+    with (
+        closing(stager),
+        SyncCheckpointEngine(
+            folder / "run", group=dist.group.WORLD, storage=StorageOptions(skip_unchanged=False)
+        ) as engine,
+    ):
         state: dict[str, Any] = {"model": trainer.model, "optimizer": optimizer}
 
         def start(turn: Command) -> Callable[[], object]:

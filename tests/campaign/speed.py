@@ -181,7 +181,9 @@ def main() -> None:
     busy: list[float] = []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        SyncCheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(host_memory=memory, io=args.io)) as engine,
+        SyncCheckpointEngine(
+            folder, max_in_flight=1, storage=StorageOptions(host_memory=memory, io=args.io, skip_unchanged=False)
+        ) as engine,
     ):
         store, disk = Path(folder), RawDisk(nbytes)
         reset_peak_rss()

@@ -45,7 +45,7 @@ def spinning() -> Iterator[None]:
 
 async def measure(folder: str, state: dict[str, torch.Tensor], pairs: int, io: Any) -> None:
     blocked, spun = [], []
-    async with CheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(io=io)) as engine:
+    async with CheckpointEngine(folder, max_in_flight=1, storage=StorageOptions(io=io, skip_unchanged=False)) as engine:
         for step in range(2):
             await (await engine.checkpoint(state, step=step))
         for pair in range(pairs):
