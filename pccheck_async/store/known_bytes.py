@@ -40,7 +40,8 @@ REWRITTEN: Final = 1 / 64
 """Share of the known pieces that is written all the same, so that rot does not last."""
 IDLE: Final = 3
 """Checkpoints without any known piece after which hashing ends, unless it was asked for: a dense state has none, and is
-durable 2 to 7 % later while it is hashed; frozen layers match at once, unless the bounds of chunks move."""
+durable later while it is hashed (up to a sixth on a busy machine with a fast disk). Frozen layers match at once, unless
+the bounds of chunks move."""
 
 Hashes: TypeAlias = dict[tuple[int, int], list[bytes]]
 """Of the pieces of chunks, by offset and length of the chunk."""
