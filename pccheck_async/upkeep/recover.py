@@ -63,13 +63,17 @@ from pccheck_async.store import (
 )
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.rank_records import LostRecords, RankStores, find_parts, lock_ranks, read_ranks
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_slots
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_records, lost_slots
 from pccheck_async.upkeep.salvage import BUSY, FoundCheckpoint, find_in_slot, record_entries
 from pccheck_async.upkeep.verify import examine_records
 
 __all__ = ["Recovery", "recover_store"]
 
 FileState = Literal["valid", "missing", "damaged"]
+_BOTH_COPIES = (
+    "Both copies of a record in {} are damaged, or were cut short by a power failure. It may have been the newest: then "
+    "what is named here is older"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +266,7 @@ async def _recover_group(
         problems = (
             *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
             *(f"LOST: step {info.step}: {faults[info.counter]}." for info in place.infos if info.counter in faults),
+            *(f"{_BOTH_COPIES.format(name)}." for name in lost_records(place)),
         )
         recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME, problems=problems)
     if not write:
@@ -391,10 +396,7 @@ def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:
     """Yield a sentence if the record beside the newest one has no valid copy: it may have been the newest."""
     states = [copy.state for copy in examine_records(commit, bytes.fromhex(store_id))]
     if ["damaged"] * 2 in (states[:2], states[2:]):
-        yield (
-            f"Both copies of a record in {COMMIT_NAME!r} are damaged, or were cut short by a power failure. It may "
-            "have been the newest: then what is named here is older; --search finds newer ones, and dropped ones."
-        )
+        yield f"{_BOTH_COPIES.format(repr(COMMIT_NAME))}; --search finds newer ones, and dropped ones."
 
 
 def _only_by_its_group(folder: Path) -> str:

@@ -224,7 +224,9 @@ def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[
     notes: dict[int, str] = {}
     for entry in whole:
         if kept and kept[-1].counter == entry.counter:
-            notes[entry.slot] = f"counter {entry.counter} again, captured earlier: never committed"
+            notes[entry.slot] = (
+                f"counter {entry.counter} again, captured earlier: never committed, or of another run (--slot)"
+            )
         elif len(kept) == MOST_ENTRIES:
             notes[entry.slot] = f"a record names {MOST_ENTRIES}"
         else:

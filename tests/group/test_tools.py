@@ -40,7 +40,7 @@ from pccheck_async.errors import (
     StoreLockedError,
 )
 from pccheck_async.format import Identity, Record
-from pccheck_async.format.record import region_offsets
+from pccheck_async.format.record import decode_identity, newest_record, region_offsets
 from pccheck_async.group import Applied, Group, Part, Place, place, read_place
 from pccheck_async.group.folder import record_of, seen_stores, write_parts
 from pccheck_async.medium import File
@@ -670,6 +670,17 @@ def test_a_rank_that_was_made_a_store_of_one_process_is_named_and_made_again(fol
     pccheck("recover", folder, "--write")
     assert list_checkpoints(folder) == before
     save_in_group(folder, 2, 4, keep_last=4)
+
+
+@pytest.mark.slow
+def test_a_ranks_newest_record_may_be_lost(folder: Path) -> None:
+    commit = folder / "rank-00001" / "commit"
+    identity = decode_identity((commit.parent / "store.json").read_bytes())
+    newest = newest_record(commit.read_bytes(), identity.id_bytes)
+    assert newest is not None
+    flip(commit, *(offset + 80 for offset in region_offsets(newest.generation)))
+    assert "Both copies of a record of rank-00001 are damaged" in pccheck("recover", folder, status=4)
+    assert "LOST?: rank-00001: both copies" in pccheck("ls", folder, status=4)
 
 
 @pytest.mark.slow
