@@ -71,8 +71,8 @@ __all__ = ["Recovery", "recover_store"]
 
 FileState = Literal["valid", "missing", "damaged"]
 _BOTH_COPIES = (
-    "Both copies of a record in {} are damaged, or were cut short by a power failure. It may have been the newest: then "
-    "what is named here is older"
+    "Both copies of a record in {} are damaged, or were cut short by a power failure. It may have been the newest: "
+    "then what is named here is older"
 )
 
 
