@@ -605,7 +605,8 @@ class EngineCore:
         for flight in self.in_flight.checkpoints():
             if matches(which, flight.step, flight.name):
                 await caller.wait(flight.ended_future())
-        await caller.run(self.assembly.scheduler.save_unsaved())
+        if self.assembly.memory is not None:  # the disk has all of them then
+            await caller.run(self.assembly.scheduler.save_unsaved())
         return (await caller.run(self.peers.pin(which, pinned))).info
 
     async def remove(self, caller: Caller, which: int | str, *, force: bool) -> list[CheckpointInfo]:
@@ -616,7 +617,8 @@ class EngineCore:
         for flight in in_flight:
             if matches(which, flight.step, flight.name) or not others:
                 await caller.wait(flight.ended_future())
-        await caller.run(self.assembly.scheduler.save_unsaved())
+        if self.assembly.memory is not None:  # the disk has all of them then
+            await caller.run(self.assembly.scheduler.save_unsaved())
         removed = await caller.run(self.peers.remove(which, force=force))
         self._unrestored = [info for info in self._unrestored if not matches(which, info.step, info.name)]
         return [entry.info for entry in removed]
@@ -627,7 +629,8 @@ class EngineCore:
         with self.in_flight.lock:
             until = self.in_flight.counter
             in_flight = {flight.counter: (flight.step, flight.name) for flight in self.in_flight.checkpoints()}
-        await caller.run(self.assembly.scheduler.save_unsaved())
+        if self.assembly.memory is not None:  # the disk has all of them then
+            await caller.run(self.assembly.scheduler.save_unsaved())
         rejected = await caller.run(self.peers.reject(which, in_flight, until))
         self.training.rejected()
         counters = {entry.counter for entry in rejected}

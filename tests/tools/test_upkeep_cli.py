@@ -481,7 +481,7 @@ def test_nothing_there_is_3(tmp_path: Path, arguments: list[str]) -> None:
     command, *options = arguments
     more: dict[str, list[object]] = {
         "compare": [tmp_path],
-        "copy": [tmp_path / "new"],
+        "copy": [tmp_path.with_name("new")],
         "remove": ["--step=1", "-y"],
         "pin": ["--step=1"],
         "unpin": ["--step=1"],
