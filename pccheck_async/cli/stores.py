@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 _MOST_LEAVES = 8
 _MOST_CHANGES = 20
+_IN_MEMORY = "In memory on this machine: step {} (`pccheck memory ls`); a restart here takes the newest."
 _PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
 
 
@@ -96,6 +97,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         why = place.nothing(None)
         if not place.stores and not place.of_group:
             raise why
+        if steps := ", ".join(str(info.step) for info in memory_of(path)):
+            return Report(document, [f"On disk is none yet. {_IN_MEMORY.format(steps)}"])
         complain(f"no committed checkpoint: {why}")
         return Report(document, notes, status_of(why))
     if note := rank_of_store(place):
@@ -122,7 +125,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
             f"`pccheck recover {path} --search`."
         )
     if steps := ", ".join(str(info.step) for info in memory_of(path)):
-        notes.append(f"In memory on this machine: step {steps} (`pccheck memory ls`); a restart here takes the newest.")
+        notes.append(_IN_MEMORY.format(steps))
     taken = on_disk(place)
     notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
     return Report(document, [rows, *notes], DIFFERENT if gone or fault or torn or newer_lost(place) else 0)

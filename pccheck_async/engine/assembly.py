@@ -13,7 +13,7 @@ from pccheck_async.engine.config import EngineConfig, decide
 from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
-from pccheck_async.engine.memory import Memory
+from pccheck_async.engine.memory import Memory, warn_of_memory
 from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
@@ -83,6 +83,8 @@ class EngineParts:
                 known=_known_bytes(config, opened),
             )
             block_bytes = store.block_bytes
+            if config.memory is None and store.committed.record.line is not None:
+                warn_of_memory(path, store.file.identity.store_id)
             if config.memory is not None:
                 self.memory = await Memory.open(
                     config.memory, path, store, opened.operations, config.max_in_flight, options.lock_timeout

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,16 @@ from pccheck_async.telemetry import write
 from pccheck_async.transfer import available_memory
 from pccheck_async.transfer.operations import Operations
 
-__all__ = ["MEMORY_ROOT", "ORIGIN_NAME", "Memory", "Staged", "memory_folder", "memory_prefix", "on_the_line"]
+__all__ = [
+    "MEMORY_ROOT",
+    "ORIGIN_NAME",
+    "Memory",
+    "Staged",
+    "memory_folder",
+    "memory_prefix",
+    "on_the_line",
+    "warn_of_memory",
+]
 
 MEMORY_ROOT = "/dev/shm"
 _GIB = 1 << 30
@@ -90,6 +100,18 @@ def memory_folder(root: Path, path: Path, store_id: str) -> Path:
         ) from error
     identity = f"{store_id} {found.st_ino} {found.st_ctime_ns}"
     return root / f"{memory_prefix()}{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+def warn_of_memory(path: str, store_id: str) -> None:
+    """Log that a store was used with a tier in memory, which is still there, by an engine that has none."""
+    with suppress(StoreError):
+        folder = memory_folder(Path(MEMORY_ROOT), Path(path), store_id)
+        if folder.is_dir():
+            text = (
+                "%s was used with memory=MemoryTier(), and newer checkpoints may be in %s (`pccheck memory ls`): this "
+                "engine has no memory=, and goes on from the disk; after its first save they do not count any more"
+            )
+            write("memory_ignored", text, path, folder)
 
 
 def _make_folder(folder: Path) -> None:

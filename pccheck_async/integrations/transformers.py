@@ -493,7 +493,9 @@ class _Progress:
                 worse = each.early_stopping_patience_counter
                 if worse >= each.early_stopping_patience:
                     return f"{type(each).__name__}: {worse} evaluations without a better metric"
-        return "a callback set should_training_stop"
+        # At the last step the Trainer's own callback sets it.
+        ended = self._trainer.state.global_step >= self._trainer.state.max_steps
+        return "" if ended else "a callback set should_training_stop"
 
     def _callbacks(self) -> list[Any]:
         trainer = self._trainer

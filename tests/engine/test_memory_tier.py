@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import shutil
 import signal
@@ -662,7 +661,21 @@ def test_wrong_use(tmp_path: Path, tier: MemoryTier) -> None:
 def test_the_log_says_what_does_not_count(tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, tier, range(5), on_disk=range(2, 3))
     train(tmp_path, None, range(3, 4))
-    with caplog.at_level(logging.INFO, "pccheck_async"), engine_on(tmp_path, tier):
+    with engine_on(tmp_path, tier):
         pass
     assert "checkpoints of steps [4]" in caplog.text
     assert "do not count" in caplog.text
+
+
+def test_an_engine_without_the_tier_says_that_there_was_one(
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccheck_async.engine.memory.MEMORY_ROOT", tier.path)
+    train(tmp_path, tier, range(5), on_disk=range(2, 3))
+    with engine_on(tmp_path, None) as engine:
+        assert "was used with memory=MemoryTier()" in caplog.text
+        engine.restore(state_of(-1))
+        engine.checkpoint(state_of(3), step=3)
+    caplog.clear()
+    with engine_on(tmp_path, None):
+        assert "MemoryTier" not in caplog.text

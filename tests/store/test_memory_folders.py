@@ -94,6 +94,10 @@ def test_what_counts_for_a_store(tmp_path: Path, tier: MemoryTier) -> None:
 
 def test_ls_says_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: MemoryTier) -> None:
     monkeypatch.setattr("pccheck_async.upkeep.memory_of", lambda path: memory_of(path, tier.path))
+    train(tmp_path / "new", tier, range(4))
+    said = pccheck("ls", tmp_path / "new")
+    assert said.exit_code == 0
+    assert "On disk is none yet. In memory on this machine: step 3" in said.stdout.replace("\n", " ")
     train(tmp_path, tier, range(4), on_disk=range(1, 2))
     said = pccheck("ls", tmp_path).stdout
     assert "In memory on this machine: step 3" in said
