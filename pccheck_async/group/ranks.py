@@ -81,6 +81,8 @@ _REFUSED = {"missing": NoCheckpointError, "refused": StoreError, "lost": GroupEr
 _FAILURES = {"failed": GroupError, "differs": ReplicasDifferError, "torn": TornCaptureError}
 _GOODBYE_SECONDS: Final = 60.0
 """Seconds that rank 0 waits for the others to leave before it takes the log away."""
+_LAST_WORDS_SECONDS: Final = 0.5
+"""The same, of a group that is broken or was never opened."""
 
 
 @dataclass(slots=True, eq=False)
@@ -249,8 +251,10 @@ class Ranks(Peers):
         if client is not None:
             await uninterrupted(self._call(client.close))
         if server is not None:
-            wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
-            if (remaining := await uninterrupted(self._call(server.close, wait))) and wait:
+            well = self.member.view is not None and self.member.stopped is None
+            # Else the others read why before the connection is gone, as this process may end now.
+            wait = limit if well else min(limit, _LAST_WORDS_SECONDS)
+            if (remaining := await uninterrupted(self._call(server.close, wait))) and well:
                 text = "rank 0 of the group of %s goes although ranks %s have not left"
                 write("group_left", text, self._folder, ", ".join(map(str, remaining)))
 
