@@ -385,7 +385,7 @@ class Ranks(Peers):
 
         Cancellation: raised when it has ended: the others wait for this rank's second request.
         """
-        before = [entry for entry in self.entries if not entry.rejected]
+        before = self.entries
 
         async def reject() -> None:
             await self._change(partial(self.member.reject, which, until))
@@ -394,8 +394,10 @@ class Ranks(Peers):
             await self._change(partial(self.member.was_rejected, which, until))
 
         await uninterrupted(reject())
-        rejected = {key.counter for key in self.member.rejected}  # the next save may have dropped them by now
-        return [entry.as_rejected() for entry in before if entry.counter in rejected]
+        # The next save may have dropped some by now, and some in flight may have been committed before the decision.
+        there = {entry.counter: entry for entry in (*before, *self.entries)}
+        rejected = {key.counter for key in self.member.rejected} - {each.counter for each in before if each.rejected}
+        return [there[counter].as_rejected() for counter in sorted(rejected & there.keys(), reverse=True)]
 
     async def _change(self, ask: Callable[[], list[Action]]) -> Sequence[Entry]:
         """Request a change; returns the checkpoints that it left, newest first, when this rank's record has it.
