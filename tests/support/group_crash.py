@@ -112,17 +112,35 @@ class Scenario:
 
 
 class Promises(NamedTuple):
-    """What was acknowledged: the newest step, those that were not superseded, the pinned ones, the rejected ones."""
+    """What was acknowledged, and what was given up: steps of the run.
 
-    newest: int = -1
+    Attributes:
+        durable: What ``durable()`` returned.
+        saved: Those of them that were not superseded.
+        pinned: Pinned ones.
+        rejected: Rejected ones.
+        given_up: Those that a user asked to reject. From then on they may be gone: one that is rejected counts for no
+            rule, and the next commit, also of an older step in flight, drops it before the call returns.
+    """
+
+    durable: frozenset[int] = frozenset()
     saved: frozenset[int] = frozenset()
     pinned: frozenset[int] = frozenset()
     rejected: frozenset[int] = frozenset()
+    given_up: frozenset[int] = frozenset()
 
     @classmethod
     def joined(cls, every: Iterable[Promises]) -> Promises:
-        newest, *sets = zip(*every, strict=True)
-        return cls(max(newest), *(frozenset().union(*each) for each in sets))
+        return cls(*(frozenset().union(*each) for each in zip(*every, strict=True)))
+
+    @property
+    def newest(self) -> int:
+        """The newest step that has to be there, or a newer one; -1: none."""
+        return max(self.durable - self.given_up, default=-1)
+
+    def left(self, keep_last: int) -> frozenset[int]:
+        """Return the newest ``keep_last``, without those given up: so many have to be there at least."""
+        return frozenset(sorted(self.saved)[-keep_last:]) - self.given_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +367,7 @@ class Verdict:
             return self.error
         if next(iter(self.complete), -1) < promised.newest:
             return f"the newest of {self.complete} is older than the acknowledged step {promised.newest}"
-        if len(self.complete) < min(keep_last, len(promised.saved)):
+        if len(self.complete) < len(promised.left(keep_last)):
             return f"only {self.complete} are left of {sorted(promised.saved)}"
         if lost := promised.pinned - self.pinned:
             return f"the pinned steps {sorted(lost)} are lost"
@@ -476,7 +494,8 @@ class Exploration:
                 if isinstance(error, WriteError) and not isinstance(error, StoreFailedError):
                     self._failed.add(step)
             else:
-                acknowledge(rank, Promises(info.step, frozenset(() if pending.superseded else (step,))))
+                saved = frozenset(() if pending.superseded else (step,))
+                acknowledge(rank, Promises(frozenset((info.step,)), saved))
 
         async with asyncio.TaskGroup() as waiting:
             for index, step in enumerate(steps):
@@ -493,6 +512,7 @@ class Exploration:
                     acknowledge(rank, Promises(pinned=frozenset((step,))))
                 if index == life.reject:
                     await saved
+                    acknowledge(rank, Promises(given_up=frozenset((step,))))
                     assert [info.step for info in await engine.reject(step=step)] == [step]
                     acknowledge(rank, Promises(rejected=frozenset((step,))))
                     self.events["rejected on a rank"] += 1
