@@ -22,6 +22,9 @@ __all__ = ["InFlight"]
 
 _MOST_REPORTS = 64
 """Reports on durable checkpoints that wait for the end of the next training step; older ones are dropped."""
+_MOST_TORN = 10
+"""Torn checkpoints of ``engine.step`` in a row, beside those in flight, of which is only warned: what was torn twice is
+captured before the step ends, so more of them mean that nothing is saved any more."""
 
 
 class InFlight:
@@ -44,6 +47,7 @@ class InFlight:
         self._in_memory: list[Flight] = []  # those alone there, until a newer one is on disk
         self.memory_stall = 0.0
         self._failed: list[tuple[Flight, Exception]] = []
+        self._torn = 0  # of those that engine.step made, since one was captured whole
         self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
 
     def __len__(self) -> int:
@@ -135,6 +139,10 @@ class InFlight:
                 return  # it was withdrawn, and its end is delivered
             del self._in_flight[flight]
             self._stream.totals.add(event)
+            if error is None:
+                self._torn = 0
+            elif _chosen_and_torn(flight, error):
+                self._torn += 1
             if error is not None:
                 self._failed.append((flight, error))
             elif not superseded:
@@ -199,11 +207,12 @@ class InFlight:
         if not self._failed:
             return
         with self.lock:
+            warned_of = self._torn <= _MOST_TORN + self._config.max_in_flight
             failed = [
                 (flight, error)
                 for flight, error in self._failed
                 if not flight.failure_told
-                and not (flight.overlap_was_chosen and isinstance(error, TornCaptureError))
+                and not (warned_of and _chosen_and_torn(flight, error))
                 and not isinstance(error, ReplicasDifferError)  # the next one saves each rank's own
             ]
             # A waiting caller will get its failure, or be cancelled before that: then it is for the next call.
@@ -214,6 +223,8 @@ class InFlight:
             return
         (told, first), *others = untold
         told.failure_told = True
+        if not warned_of:
+            first.add_note(f"{self._torn} checkpoints in a row were torn: nothing is saved any more")
         for flight, error in others:
             flight.failure_told = True
             first.add_note(f"the checkpoint of step {flight.step} failed too: {error}")
@@ -226,3 +237,8 @@ class InFlight:
         flight.failure_told = True
         warnings.warn(f"the checkpoint of step {flight.step} failed: {error}", RuntimeWarning, stacklevel=3)
         return True
+
+
+def _chosen_and_torn(flight: Flight, error: Exception) -> bool:
+    """Whether a capture is torn that ``engine.step`` chose to overlap: that is warned of, and the next are eager."""
+    return flight.overlap_was_chosen and isinstance(error, TornCaptureError)

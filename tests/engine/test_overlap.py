@@ -33,6 +33,7 @@ from pccheck_async.engine.capture import StateReader
 from pccheck_async.errors import UnsupportedStateError, WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
+from pccheck_async.state.save.torn import TornLeaves
 from pccheck_async.testing import FailingWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES, uninterrupted
@@ -1209,11 +1210,15 @@ def test_a_failure_nobody_saw_is_raised_at_the_next_context(tmp_path: Path) -> N
         this.pending.result()
 
 
+@pytest.mark.parametrize("nested", [False, True])
 def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nested: bool
 ) -> None:
-    """That the engine's choice to overlap was wrong is warned of, and raised only where the checkpoint is awaited."""
-    model, io = nn.Linear(300, 300), Device()
+    """That the engine's choice to overlap was wrong is warned of, and raised only where the checkpoint is awaited.
+
+    The paths of parameters in nested modules have dots inside their keys.
+    """
+    model, io = nn.Sequential(nn.Linear(300, 300)) if nested else nn.Linear(300, 300), Device()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pending, want = [], []
     with SyncCheckpointEngine(tmp_path, interval=1, storage=StorageOptions(io=io, **SMALL)) as engine:
@@ -1221,7 +1226,7 @@ def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
         for step in range(4):
             with engine.step({"model": model}, step) as this:
                 with torch.no_grad():
-                    model.weight.add_(0.1)
+                    next(model.parameters()).add_(0.1)
                 io.medium.release()
                 model(torch.ones(1, 300)).sum().backward()
                 optimizer.step()
@@ -1237,6 +1242,33 @@ def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
     assert equal(saved(tmp_path), want[3])
     events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
     assert sorted(events) == ["captured_eagerly", "failed", "failed"]
+
+
+def test_a_run_of_which_nothing_is_saved_any_more_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should capturing before the step ends not help: a warning for each would be a run without checkpoints."""
+    monkeypatch.setattr(TornLeaves, "sources", lambda *_: [])
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+
+    def train() -> None:
+        nonlocal steps
+        with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+            engine.attach(optimizer)
+            for steps in range(40):
+                with engine.step({"model": model}, steps):
+                    model(torch.ones(1, 300)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with torch.no_grad():
+                    model.weight.add_(0.1)
+
+    with pytest.raises(TornCaptureError, match="is torn") as raised:
+        train()
+    assert 10 < steps < 20
+    assert raised.value.__notes__[0].endswith(" checkpoints in a row were torn: nothing is saved any more")
 
 
 @pytest.mark.slow

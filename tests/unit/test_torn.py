@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import Versions
 from pccheck_async.state.save.torn import TornLeaves
 
@@ -71,6 +72,20 @@ def test_what_is_torn_in_two_captures_in_a_row_is_eager_then(caplog: pytest.LogC
     (line,) = caplog.records
     assert line.getMessage().startswith("code outside the steps of attached optimizers changes a, b, c while checkpoin")
     assert "the next 100 checkpoints capture that before engine.step ends" in line.getMessage()
+
+
+def test_a_dot_inside_a_key_is_none_in_the_error_that_names_it() -> None:
+    torn = TornLeaves()
+    error = TornCaptureError("torn", paths=[r"model.0\.weight"])
+    torn.note(error.paths, [])
+    torn.note(error.paths, [])
+    assert torn.sources([r"model.0\.weight", r"model.0\.bias"], [0, 1]) == [0]
+
+
+def test_a_constant_with_a_dot_inside_its_key_is_eager_after_one_capture() -> None:
+    torn = TornLeaves()
+    torn.note(["model.0.weight"], [r"model.0\.weight"])
+    assert torn.sources([r"model.0\.weight"], [0]) == [0]
 
 
 def test_what_is_torn_twice_among_eight_is_eager_then(caplog: pytest.LogCaptureFixture) -> None:

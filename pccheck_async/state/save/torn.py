@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.errors import TornCaptureError
+from pccheck_async.errors import TornCaptureError, plain
 from pccheck_async.state.leaves import HOST, PackedSource, Sources, device_bytes
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
@@ -135,6 +135,8 @@ class TornLeaves:
     twice among eight, are captured eagerly: a loop that changes weights by hand (sharpness-aware minimisation) would
     never get a checkpoint otherwise. That code may end, so after 100 captures overlap is tried again; a leaf that
     is torn then is eager at once.
+
+    Leaves are told apart by their paths without escapes, as a TornCaptureError names them.
     """
 
     def __init__(self) -> None:
@@ -149,8 +151,8 @@ class TornLeaves:
         Those of ``constants`` were lazy only because they had not changed so far: once is enough for them.
         """
         self._ended += 1
-        now, last = frozenset(torn), self._recent[-1]
-        again = now.intersection(chain(constants, self._eager_since, *self._recent))
+        now, last = frozenset(map(plain, torn)), self._recent[-1]
+        again = now.intersection(chain(map(plain, constants), self._eager_since, *self._recent))
         if now and last:
             again = now | last
         self._recent.append(now)
@@ -173,7 +175,7 @@ class TornLeaves:
         eager = self._eager()
         if not eager:
             return []
-        return [source for path, source in zip(paths, source_of, strict=True) if source >= 0 and path in eager]
+        return [source for path, source in zip(paths, source_of, strict=True) if source >= 0 and plain(path) in eager]
 
     def _eager(self) -> set[str]:
         """Return the paths of the leaves that are captured eagerly now."""
