@@ -127,10 +127,11 @@ class EngineBase:
         if memory is not None and group is not None:
             raise ValueError("memory= is for one process: a group has no tier in memory")
         policy = make_policy(interval, max_in_flight)
+        in_memory = None if memory is None else make_policy(memory.interval, max_in_flight=1)  # one at a time
         check_flag("save_last", save_last)
         self._core = EngineCore(path, config, None if group is None else Ranks(Group.of(group)))
         self._core.facade = weakref.ref(self)
-        self._training = TrainingRun(self._core, policy, save_last=save_last)
+        self._training = TrainingRun(self._core, policy, in_memory, save_last=save_last)
 
     def __repr__(self) -> str:
         core: EngineCore | None = vars(self).get("_core")  # none yet, in the traceback of wrong settings

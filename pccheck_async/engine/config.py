@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from numbers import Real
 from typing import Literal
 
+from pccheck_async.engine.policy import Policy
 from pccheck_async.format import align, check_count
 from pccheck_async.medium.open_medium import IO, MediumName, check_io
 from pccheck_async.store import Keep, KeepAll, Retention, can_hash
@@ -93,11 +95,12 @@ class MemoryTier:
 
     A checkpoint is captured right into memory, and the disk is written from there. So ``engine.step`` can save far more
     often than the disk takes; a restart on this machine goes on from the newest one, if the store on disk descends from
-    its run. Memory is taken for ``keep_last + max_in_flight + 1`` states. Leaving the engine's context makes the newest
-    one durable on disk.
+    its run. What a checkpoint in memory costs is the copy, by cores that training may need. Memory is taken for
+    ``keep_last + max_in_flight + 1`` states. Leaving the engine's context makes the newest one durable on disk.
 
     Args:
-        interval: ``engine.step`` saves in memory every so many steps.
+        interval: When ``engine.step`` saves in memory: as that of the engine. None: as often as 3 % of the training
+            time allow, beside what the disk takes.
         keep_last: How many are kept in memory.
         path: A tmpfs. "auto": ``/dev/shm``.
         keep_after_close: Leave them in memory when the engine is closed, for processes that read them there.
@@ -106,13 +109,12 @@ class MemoryTier:
         ValueError: an option is out of range.
     """
 
-    interval: int = 1
+    interval: int | timedelta | Policy | None = None
     keep_last: int = 1
     path: str = "auto"
     keep_after_close: bool = False
 
     def __post_init__(self) -> None:
-        check_count("interval", self.interval)
         check_count("keep_last", self.keep_last)
         if not isinstance(self.path, str) or not self.path:
             raise ValueError(f'path is "auto" or the folder of a tmpfs, not {self.path!r}')
@@ -139,7 +141,7 @@ class EngineConfig:
         _check_kind("keep", self.keep, Keep, "Keep(every=1000)")
         _check_kind("storage", self.storage, StorageOptions, "StorageOptions(writers=8)")
         if self.memory is not None:
-            _check_kind("memory", self.memory, MemoryTier, "MemoryTier(interval=1)")
+            _check_kind("memory", self.memory, MemoryTier, "MemoryTier()")
         _ = self.retention
         if self.on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")

@@ -692,6 +692,7 @@ class EngineCore:
                 in_flight=len(self.in_flight),
                 guard_fences=self.guard.fenced,
                 interval=self.training.decision,
+                memory_interval=self.training.decision_in_memory,
                 stages=self.stream.clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
                 decisions=replace(parts.decisions, reasons=reasons),
                 io=f"{io.backend}, {'direct' if io.direct else 'buffered'}: {io.why}",

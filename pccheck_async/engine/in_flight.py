@@ -14,7 +14,7 @@ from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, TornCaptureError
-from pccheck_async.format import CheckpointInfo
+from pccheck_async.format import CheckpointInfo, Tier
 from pccheck_async.telemetry import Stream, write
 from pccheck_async.telemetry.events import Admitted, Durable, Event, Failed, Skipped, Superseded, Waited
 
@@ -48,7 +48,10 @@ class InFlight:
         self.memory_stall = 0.0
         self._failed: list[tuple[Flight, Exception]] = []
         self._torn = 0  # of those that engine.step made, since one was captured whole
-        self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
+        self._reports: dict[Tier, deque[SaveReport]] = {
+            "disk": deque(maxlen=_MOST_REPORTS),
+            "memory": deque(maxlen=_MOST_REPORTS),
+        }
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -58,6 +61,12 @@ class InFlight:
         """How many of them are due on disk: those take the places that ``max_in_flight`` gives."""
         with self.lock:
             return sum(flight.on_disk for flight in self._in_flight)
+
+    @property
+    def in_memory_alone(self) -> int:
+        """How many of them are due in memory alone."""
+        with self.lock:
+            return sum(not flight.on_disk for flight in self._in_flight)
 
     def checkpoints(self) -> list[Flight]:
         """Return the checkpoints admitted and not ended, oldest first."""
@@ -146,7 +155,7 @@ class InFlight:
             if error is not None:
                 self._failed.append((flight, error))
             elif not superseded:
-                self._reports.append(SaveReport(now=now, step=step, nbytes=nbytes, **times))
+                self._reports["disk"].append(SaveReport(now=now, step=step, nbytes=nbytes, **times))
         self._stream.publish(event)
         if error is None and not superseded:
             self._end_in_memory(counter, info)
@@ -156,10 +165,14 @@ class InFlight:
 
         One that was withdrawn has ended.
         """
+        now, since = time.monotonic(), flight.admitted_at
+        captured, nbytes = max(0.0, flight.captured_at - since), flight.nbytes or 0
+        report = SaveReport(flight.step, now, now - since, captured, flight.stall, nbytes)
         with self.lock:
             if flight in self._in_flight:
                 del self._in_flight[flight]
                 self._in_memory.append(flight)
+                self._reports["memory"].append(report)
 
     def note_saved(self, info: CheckpointInfo) -> None:
         """Called when a checkpoint of which there was a copy in memory alone is durable on disk."""
@@ -198,9 +211,10 @@ class InFlight:
                 self._failed += [] if error is None or flight is not left[-1] else [(flight, failure)]
             flight.set_failed(failure)
 
-    def take_reports(self) -> list[SaveReport]:
-        """Return reports on the checkpoints that became durable since the last call."""
-        return [self._reports.popleft() for _ in range(len(self._reports))]
+    def take_reports(self, tier: Tier) -> list[SaveReport]:
+        """Return reports on the checkpoints that became durable, or were saved in memory alone, since the last call."""
+        reports = self._reports[tier]
+        return [reports.popleft() for _ in range(len(reports))]
 
     def raise_untold(self) -> None:
         """Raise the first failure that was not awaited (or warn of it), with the others as notes on it."""

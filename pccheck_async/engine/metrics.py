@@ -60,6 +60,10 @@ def _lookups(statistics: EngineStatistics) -> dict[str, int]:
     return {"hit": statistics.plan_hits, "miss": statistics.plan_misses}
 
 
+def _memory_interval(statistics: EngineStatistics) -> int | None:
+    return None if statistics.memory_interval is None else statistics.memory_interval.interval
+
+
 def _by_stage(statistics: EngineStatistics, what: str) -> dict[str, float]:
     return {name: getattr(stage, what) for name, stage in statistics.stages.items()}
 
@@ -96,6 +100,7 @@ METRICS = (
     Metric("plan_lookups", "counter", "Saves by whether the last plan served.", _lookups, "result"),
     Metric("interval_steps", "gauge", "Steps between checkpoints.", lambda s: s.interval.interval),
     Metric("interval_seconds", "gauge", "Time between checkpoints.", lambda s: s.interval.seconds),
+    Metric("memory_interval_steps", "gauge", "Steps between checkpoints in memory.", _memory_interval),
     Metric("events_dropped", "counter", "Events that a slow hook did not get.", lambda s: s.events_dropped),
     Metric("engine", "info", "How the engine works.", lambda s: {"io": s.io, "loop": s.loop}),
 )

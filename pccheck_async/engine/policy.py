@@ -101,6 +101,9 @@ class TrainingHooks:
     decision: Decision = Decision(None, None, "no policy")
     """The policy's last decision: data for statistics, which any thread reads, under locks of the engine."""
 
+    decision_in_memory: Decision | None = None
+    """The last decision of the policy of the tier in memory; None without that."""
+
     @property
     def patience(self) -> float | None:
         """Seconds until the process exits on a signal; None if no signal came."""

@@ -58,6 +58,7 @@ class EngineStatistics:
         pool_in_use_bytes: Staging memory in use now.
         in_memory: Checkpoints that were committed in memory (``memory``), those that went on to the disk included.
         memory_bytes: Bytes of all slots in memory.
+        memory_interval: The decision of the policy of the tier in memory, and why; None without that.
         unchanged_bytes: Bytes that were not written, as their slot still held them (``skip_unchanged``).
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
     """
@@ -97,5 +98,6 @@ class EngineStatistics:
     pool_in_use_bytes: int = 0
     in_memory: int = 0
     memory_bytes: int = 0
+    memory_interval: Decision | None = None
     unchanged_bytes: int = 0
     events_dropped: int = 0

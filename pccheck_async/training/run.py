@@ -18,6 +18,7 @@ import torch
 
 from pccheck_async.engine import (
     Caller,
+    Decision,
     EngineCore,
     PendingCheckpoint,
     Policy,
@@ -71,7 +72,7 @@ class TrainingStep:
         self.why_not_whole = ""
         self.began = time.monotonic()
         self.stall_then = 0.0
-        self.in_flight = 0
+        self.in_flight: dict[Tier, int] = {}
         self.window = 0
         self.counter = -1
         self.mark: Mark | None = None
@@ -120,20 +121,21 @@ class TrainingRun(TrainingHooks):
     With ``save_last``, leaving the engine's context saves the last finished step.
     """
 
-    def __init__(self, core: EngineCore, policy: Policy, *, save_last: bool) -> None:
+    def __init__(self, core: EngineCore, policy: Policy, in_memory: Policy | None, *, save_last: bool) -> None:
         self.core = core
         self.preemption = Preemption(core)
         self._policy = policy
+        self._in_memory = in_memory  # the policy of the tier in memory, if there is that
         self._save_last = save_last
         self._accumulation = Accumulation(core.guard, core.path)
         self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
         self._last_ended = 0  # the period that began when it ended
-        self._reported_stall = 0.0
+        self._reported_stall: dict[Tier, float] = {"disk": 0.0, "memory": 0.0}
         self._due = False
-        self._since_memory = 0  # steps since one was saved in memory
+        self._due_in_memory = False
         self._postponed, self._postponed_since = 0, 0.0  # contexts in a row that ended in a window while it was due
         self._told_postponed = False  # since a window last ended
-        self._said: tuple[int | None, str] | None = None
+        self._said: dict[Tier, tuple[int | None, str]] = {}
         self._state_seen = False
         self._rejections = 0
         collective, best = core.peers.collective, core.config.retention.best
@@ -148,6 +150,7 @@ class TrainingRun(TrainingHooks):
 
     def opened(self) -> None:
         self.decision = self._policy.decision()
+        self.decision_in_memory = None if self._in_memory is None else self._in_memory.decision()
 
     @property
     def patience(self) -> float | None:
@@ -207,7 +210,7 @@ class TrainingRun(TrainingHooks):
         this.rejections = self._rejections
         this.window = self._accumulation.begin(this.state)
         this.stall_then = core.stream.totals.stall_seconds
-        this.in_flight = core.in_flight.on_disk
+        this.in_flight = {"disk": core.in_flight.on_disk, "memory": core.in_flight.in_memory_alone}
         this.began = time.monotonic()
         this.inside = here
         self._inside[here] = this
@@ -288,24 +291,14 @@ class TrainingRun(TrainingHooks):
 
     def _is_due(self, this: TrainingStep) -> bool:
         """Report a step to the policy; return whether to checkpoint after it."""
-        now, core = time.monotonic(), self.core
-        stall = core.stream.totals.stall_seconds
-        for saved in core.in_flight.take_reports():
-            self._policy.saved(saved)
-        report = self.last_report = StepReport(
-            step=this.step,
-            now=now,
-            seconds=max(0.0, now - this.began - (stall - this.stall_then)),
-            stall=stall - core.in_flight.memory_stall - self._reported_stall,
-            in_flight=max(this.in_flight, core.in_flight.on_disk),
-        )
-        self._reported_stall = stall - core.in_flight.memory_stall
+        core = self.core
+        report = self.last_report = self._report(this, self._policy, "disk")
         wanted = (self._metric is not None and self._sets_metric(this, self._metric)) or this.wanted
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
         self._due = save or self._due or wanted
         if last:
             self.preemption.follow()
-        self._say()
+        self.decision = self._say("disk", self._policy)
         this.why_not_whole = self._accumulation.end(this.step, this.window)
         this.whole = not this.why_not_whole
         if this.rejections != self._rejections:  # its state may be rejected, or have been restored since
@@ -316,7 +309,7 @@ class TrainingRun(TrainingHooks):
         if this.whole:
             self._told_postponed = False
         elif self._due or self.stopping:
-            this.inside_window = self._waited_too_long(this, now)
+            this.inside_window = self._waited_too_long(this, report.now)
         saves = this.whole or this.inside_window
         if saves:
             self._postponed = 0
@@ -326,16 +319,40 @@ class TrainingRun(TrainingHooks):
         return saves
 
     def _is_due_in_memory(self, this: TrainingStep, due: Tier | None) -> bool:
-        """Return whether to save a step in memory alone. Called once after every step."""
-        if (tier := self.core.config.memory) is None:
+        """Report a step to the policy of the tier in memory; return whether to save it there alone.
+
+        Called once after every step, after :meth:`_is_due`, which returned ``due``.
+        """
+        policy, core = self._in_memory, self.core
+        if policy is None or not core.saves_in_memory:
             return False
-        self._since_memory = 0 if due is not None else self._since_memory + 1
-        if due is not None or self._since_memory < tier.interval or not self.core.saves_in_memory:
-            return False
-        if not this.whole or this.rejections != self._rejections or self.stopping:
-            return False
-        self._since_memory = 0
-        return True
+        report = self._report(this, policy, "memory")
+        self._due_in_memory = policy.due(report) or self._due_in_memory
+        self.decision_in_memory = self._say("memory", policy)
+        if due is None and self._due_in_memory and not self.stopping:
+            if this.whole and this.rejections == self._rejections:
+                self._due_in_memory = False
+                return True
+            policy.skipped(report)
+        self._due_in_memory = self._due_in_memory and due is None  # what is due on disk is saved in memory, too
+        return False
+
+    def _report(self, this: TrainingStep, policy: Policy, tier: Tier) -> StepReport:
+        """Report the new checkpoints of a tier to its policy, and return the report on the step for that."""
+        now, in_flight = time.monotonic(), self.core.in_flight
+        stall, in_memory = self.core.stream.totals.stall_seconds, in_flight.memory_stall
+        for saved in in_flight.take_reports(tier):
+            policy.saved(saved)
+        on_disk = stall - in_memory, in_flight.on_disk
+        own, flying = on_disk if tier == "disk" else (in_memory, in_flight.in_memory_alone)
+        before, self._reported_stall[tier] = self._reported_stall[tier], own
+        return StepReport(
+            step=this.step,
+            now=now,
+            seconds=max(0.0, now - this.began - (stall - this.stall_then)),
+            stall=own - before,
+            in_flight=max(this.in_flight.get(tier, 0), flying),
+        )
 
     def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
         """Return whether to save a step for its metric (``Keep(best=...)``), which the policy may never choose.
@@ -381,13 +398,15 @@ class TrainingRun(TrainingHooks):
             write("inside_window", text, this.step, self._postponed, this.why_not_whole, **fields)
         return True
 
-    def _say(self) -> None:
-        decision = self.decision = self._policy.decision()
+    def _say(self, tier: Tier, policy: Policy) -> Decision:
+        """Return the policy's decision; log it where it is another than before."""
+        decision = policy.decision()
         said = decision.interval, decision.reason  # the seconds follow every step that is measured
-        if said != self._said:
-            self._said = said
+        if said != self._said.get(tier):
+            self._said[tier] = said
             fields = {"interval": decision.interval, "seconds": decision.seconds, "store": self.core.path}
-            write("interval", "%s", decision.reason, **fields)
+            write("interval", "%s", decision.reason if tier == "disk" else f"in memory: {decision.reason}", **fields)
+        return decision
 
     # -- leaving the engine's context
 

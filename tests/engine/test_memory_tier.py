@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pccheck_async import (
 from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError
 from pccheck_async.format import Identity
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
+from pccheck_async.policies import Decision, SaveReport, StepReport
 from pccheck_async.stores import pin, reject, remove
 from tests.support.children import in_child
 
@@ -34,7 +36,7 @@ SIZES = pytest.mark.parametrize("elements", [500, 300_000], ids=["one request", 
 
 @pytest.fixture
 def tier(shared_memory: Path) -> MemoryTier:
-    return MemoryTier(path=str(shared_memory))
+    return MemoryTier(interval=1, path=str(shared_memory))
 
 
 def state_of(step: int, elements: int = 500) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def test_a_run_that_went_on_from_an_older_step(tmp_path: Path, tier: MemoryTier)
 
 
 def test_a_run_on_another_host_in_between(tmp_path: Path, shared_memory: Path) -> None:
-    here, there = (MemoryTier(path=str(shared_memory / name)) for name in ("here", "there"))
+    here, there = (MemoryTier(interval=1, path=str(shared_memory / name)) for name in ("here", "there"))
     for each in (here, there):
         Path(each.path).mkdir()
     train(tmp_path, here, range(5), on_disk=range(2, 3))
@@ -509,7 +511,7 @@ def test_a_damaged_one_is_not_written_over_what_the_disk_has(tmp_path: Path, tie
 
 
 def test_memory_is_kept_for_readers(tmp_path: Path, shared_memory: Path) -> None:
-    with engine_on(tmp_path, MemoryTier(path=str(shared_memory), keep_after_close=True)) as engine:
+    with engine_on(tmp_path, MemoryTier(interval=1, path=str(shared_memory), keep_after_close=True)) as engine:
         engine.checkpoint(state_of(1), step=1)
     (folder,) = shared_memory.iterdir()
     assert load_sync(folder)["step"] == 1
@@ -614,38 +616,87 @@ def test_a_signal_makes_the_last_step_durable(tmp_path: Path, tier: MemoryTier) 
     assert load_sync(tmp_path)["tensor"][0] == 8
 
 
-def test_waits_for_memory_are_not_charged_to_the_disks_interval(tmp_path: Path, tier: MemoryTier) -> None:
-    reports: list[float] = []
+class Recording:
+    """A policy that chooses some steps, and keeps what it is told."""
 
-    class Recording:
-        def due(self, report: Any) -> bool:
-            reports.append(report.stall)
-            return False
+    def __init__(self, chosen: Collection[int]) -> None:
+        self.chosen = chosen
+        self.steps: list[StepReport] = []
+        self.saves: list[SaveReport] = []
+        self.skips: list[int] = []
 
-        def saved(self, report: Any) -> None: ...
-        def skipped(self, report: Any) -> None: ...
-        def decision(self) -> Any:
-            from pccheck_async.policies import Decision
+    def due(self, report: StepReport) -> bool:
+        self.steps.append(report)
+        return report.step in self.chosen
 
-            return Decision(interval=None, seconds=None, reason="never")
+    def saved(self, report: SaveReport) -> None:
+        self.saves.append(report)
 
+    def skipped(self, report: StepReport) -> None:
+        self.skips.append(report.step)
+
+    def decision(self) -> Decision:
+        return Decision(interval=None, seconds=None, reason=f"steps {self.chosen}")
+
+
+def test_each_tier_has_a_policy_that_is_told_of_its_own_checkpoints(
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    on_disk, in_memory = Recording(range(0)), Recording(range(5))
+    tier = replace(tier, interval=in_memory)
     state = {"tensor": torch.zeros(3_000_000)}
-    with SyncCheckpointEngine(tmp_path, interval=Recording(), memory=tier) as engine:
-        for step in range(5):
-            with engine.step(state, step):
+    with SyncCheckpointEngine(tmp_path, interval=on_disk, memory=tier, save_last=False) as engine:
+        for step in range(8):
+            with engine.step(state, step) as this:
                 state["tensor"] += 1
-        assert engine.statistics().stall_seconds > 0
-    assert reports == [0.0] * 5
+            if this.pending is not None:
+                this.pending.wait_reached("memory", 60)
+        statistics = engine.statistics()
+    assert [report.step for report in in_memory.saves] == list(range(5))
+    assert all(12_000_000 <= report.nbytes < 12_100_000 for report in in_memory.saves)
+    assert not on_disk.saves
+    assert [report.step for report in on_disk.steps] == [report.step for report in in_memory.steps] == list(range(8))
+    assert [report.stall for report in on_disk.steps] == [0.0] * 8
+    assert sum(report.stall for report in in_memory.steps) == pytest.approx(statistics.stall_seconds)
+    assert statistics.memory_interval == in_memory.decision()
+    assert "in memory: steps range(0, 5)" in caplog.text
+
+
+def test_what_is_due_on_disk_needs_no_checkpoint_in_memory_beside_it(tmp_path: Path, tier: MemoryTier) -> None:
+    tier = replace(tier, interval=Recording((2, 3)))
+    saved = []
+    with SyncCheckpointEngine(tmp_path, interval=Recording((3,)), memory=tier, save_last=False) as engine:
+        for step in range(6):
+            with engine.step({"step": step}, step) as this:
+                pass
+            if this.pending is not None:
+                this.pending.wait_reached("memory", 60)
+                saved.append(step)
+        assert (engine.statistics().in_memory, saved) == (2, [2, 3])
+        assert engine.statistics().admitted == 2
+
+
+def test_by_default_it_saves_in_memory_as_often_as_the_budget_allows(tmp_path: Path, shared_memory: Path) -> None:
+    state = {"tensor": torch.zeros(1_000_000)}
+    with SyncCheckpointEngine(tmp_path, interval=1000, memory=MemoryTier(path=str(shared_memory))) as engine:
+        for step in range(60):
+            with engine.step(state, step):
+                time.sleep(0.001)
+        statistics = engine.statistics()
+        assert 0 < statistics.in_memory < 60
+        assert statistics.memory_interval is not None
+        assert statistics.memory_interval.interval
 
 
 # -- wrong use
 
 
 def test_wrong_use(tmp_path: Path, tier: MemoryTier) -> None:
-    for wrong in ({"interval": 0}, {"keep_last": -1}, {"path": ""}, {"keep_after_close": 1}):
+    for wrong in ({"interval": 0}, {"interval": "1"}, {"keep_last": -1}, {"path": ""}, {"keep_after_close": 1}):
         with pytest.raises((ValueError, TypeError)):
-            MemoryTier(**wrong)
-    with pytest.raises(TypeError, match=r"memory is a MemoryTier, such as memory=MemoryTier\(interval=1\)"):
+            SyncCheckpointEngine(tmp_path, memory=MemoryTier(**wrong))
+    with pytest.raises(TypeError, match=r"memory is a MemoryTier, such as memory=MemoryTier\(\)"):
         SyncCheckpointEngine(tmp_path, memory=True)  # type: ignore[arg-type]
     with engine_on(tmp_path, None) as engine:
         with pytest.raises(ValueError, match=r"needs an engine with memory=MemoryTier"):

@@ -187,7 +187,8 @@ def test_where_all_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_all_is_written_from_memory(tmp_path: Path, shared_memory: Path) -> None:
     storage = StorageOptions(**STORAGE)
-    with SyncCheckpointEngine(tmp_path, storage=storage, memory=MemoryTier(path=str(shared_memory))) as engine:
+    memory = MemoryTier(path=str(shared_memory))
+    with SyncCheckpointEngine(tmp_path, storage=storage, memory=memory) as engine:
         assert save(engine, *range(5)) == 0
     assert equal(load_sync(tmp_path), 4)
 

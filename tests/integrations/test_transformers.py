@@ -89,7 +89,7 @@ def test_killed_and_resumed(name: str, moments: tuple[str, ...], whole: Callable
 
 @pytest.mark.slow
 def test_killed_and_resumed_from_memory(whole: Callable[[str], Life], tmp_path: Path, shared_memory: Path) -> None:
-    settings = {"interval": 1000, "settings": {"memory": MemoryTier(path=str(shared_memory))}}
+    settings = {"interval": 1000, "settings": {"memory": MemoryTier(interval=1, path=str(shared_memory))}}
     lives = killed(lambda folder: kit.Training(folder, **settings), tmp_path, "in_memory 5")
     agree(whole("gpt2"), lives)
     assert "loss 0.0" not in lives[1].keys

@@ -17,7 +17,7 @@ from tests.engine.test_memory_tier import engine_on, restored_by, state_of, trai
 
 @pytest.fixture
 def tier(shared_memory: Path) -> MemoryTier:
-    return MemoryTier(path=str(shared_memory))
+    return MemoryTier(interval=1, path=str(shared_memory))
 
 
 def pccheck(*arguments: object) -> Any:

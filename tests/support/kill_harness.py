@@ -204,7 +204,7 @@ class _Child:
             (EngineCore, "_open", "recovery"),
         ):
             setattr(owner, name, self._marked(getattr(owner, name), PHASES.index(phase)))
-        memory = None if campaign.memory is None else MemoryTier(path=str(campaign.memory))
+        memory = None if campaign.memory is None else MemoryTier(interval=1, path=str(campaign.memory))
         engine = SyncCheckpointEngine(
             campaign.folder,
             memory=memory,

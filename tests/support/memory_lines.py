@@ -111,7 +111,7 @@ class History:
         def say(*what: Any) -> None:
             os.write(writer, json.dumps(what).encode() + b"\n")
 
-        tier = None if how == "no tier" else MemoryTier(path=str(self.memory / host))
+        tier = None if how == "no tier" else MemoryTier(interval=1, path=str(self.memory / host))
         engine = SyncCheckpointEngine(self.disk, memory=tier, overwrite=True, keep_last=2).open()
         state = {"token": torch.zeros(100, dtype=torch.int64) - 1}
         on_disk = [info.step for info in engine.checkpoints() if "disk" in info.tiers]
