@@ -87,7 +87,7 @@ def draw(found: RoundComparison, path: Path) -> None:
 
     measured = [outcome for outcome in found.outcomes if not outcome.problem]
     names = [outcome.method for outcome in measured]
-    figure = Figure(figsize=(10, 1.6 + 0.5 * len(names)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len(names)), layout="constrained", dpi=150)
     panels = figure.subplots(1, 2, sharey=True)
     colors = ["tab:blue" if name == "pccheck" else "0.6" for name in names]
     titles = {"stall": "the call returns (training waits)", "durable": "durable"}
@@ -95,13 +95,15 @@ def draw(found: RoundComparison, path: Path) -> None:
         low, middle, high = 1e3 * np.array([quartiles(outcome.values(name)) for outcome in measured]).T
         bars = panel.barh(names, middle, xerr=[middle - low, high - middle], color=colors, capsize=3)
         panel.bar_label(bars, fmt="%.3g", padding=3)
+        panel.set_xlim(0, 1.15 * high.max())  # room for the last label
+        panel.spines[["top", "right"]].set_visible(False)
         panel.set_title(title)
         panel.set_xlabel("ms: median and quartiles; less is better")
     if found.raw:
         panels[1].axvline(
             statistics.median(found.raw) * 1e3, color="tab:red", linestyle="--", label="the disk itself (O_DIRECT)"
         )
-        panels[1].legend()
+        panels[1].legend(loc="lower right", framealpha=1.0)
     panels[0].invert_yaxis()
     figure.suptitle(f"{found.nbytes / (1 << 20):.4g} MiB on {found.place.filesystem}, {found.rounds} rounds")
     figure.savefig(path)

@@ -22,10 +22,19 @@ _TITLES = {
     "flush": "flush",
     "commit": "commit",
 }
+_LANES = {
+    "step": "steps",
+    "stall": "waits",
+    "capture": "copies",
+    "write": "writes",
+    "flush": "flush",
+    "commit": "commit",
+}
 _GAP = 0.8
 _STAGE_HEIGHT = 3.0
 _LABEL_SHARE = 0.08
 _NARROW_SHARE = 0.004
+_NUMBER_SHARE = 0.02
 
 
 def draw_timeline(
@@ -67,13 +76,12 @@ def draw_timeline(
         y = 0.0
         ticks: dict[float, str] = {}
         for title, stages in rows:
-            top = y
             for stage in stages:
-                lane_height = _height(stage) / len(stage)
+                lane_height, top = _height(stage) / len(stage), y
                 for lane in stage:
                     _draw_lane(axes, lane, y, lane_height, zero, scale, limits)
                     y += lane_height
-            ticks[(top + y) / 2] = title
+                ticks[(top + y) / 2] = f"{title}: {_LANES[stage[0][0].name]}"
             axes.axhline(y + _GAP / 2, color="#DDDDDD", linewidth=0.8)
             y += _GAP
         _name_checkpoints(axes, shown, zero, scale, limits)
@@ -123,6 +131,11 @@ def _draw_lane(
         edgecolors=["white" if width > narrow else colour for width, colour in zip(widths, colours, strict=True)],
         linewidth=0.5,
     )
+    room = (limits[1] - limits[0]) * _NUMBER_SHARE
+    for span, width in zip(lane, widths, strict=True):
+        middle = (span.start - zero) * scale + width / 2
+        if span.name == "step" and width > room and limits[0] < middle < limits[1]:
+            axes.text(middle, y + height / 2, str(span.step), ha="center", va="center", fontsize=7, color="#555555")
 
 
 def _name_checkpoints(axes: Any, timeline: Timeline, zero: float, scale: float, limits: tuple[float, float]) -> None:
