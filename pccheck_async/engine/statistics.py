@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pccheck_async.engine.config import Decisions
 from pccheck_async.engine.policy import Decision
@@ -101,3 +102,22 @@ class EngineStatistics:
     memory_interval: Decision | None = None
     unchanged_bytes: int = 0
     events_dropped: int = 0
+
+    def __str__(self) -> str:
+        counts = f"{self.durable} durable, {self.superseded} superseded, {self.failed} failed, {self.skipped} skipped"
+        in_memory = f", {self.in_memory} in memory" if self.in_memory else ""
+        newest = "nothing durable" if self.latest is None else f"newest durable: step {self.latest.step}"
+        mean = self.save_seconds.mean
+        times = "" if mean is None else f"; a checkpoint took {mean:.3g} s to be durable"
+        text = (
+            f"{self.admitted} checkpoints: {counts}{in_memory}, {self.in_flight} in flight; {newest}\n"
+            f"training waited {self.stall_seconds:.3g} s{times}\n"
+            f"interval: {self.interval.reason}"
+        )
+        if self.memory_interval is not None:
+            text += f"\ninterval in memory: {self.memory_interval.reason}"
+        return text
+
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        """Show the short text in notebooks, where ``repr`` would be two screens; called by IPython."""
+        printer.text(str(self))

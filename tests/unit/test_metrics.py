@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +84,19 @@ def test_units_types_and_the_table_agree(tmp_path: Path) -> None:
     # Of policies that go by time, and of engines with a tier in memory.
     optional = {"pccheck_interval_seconds", "pccheck_memory_interval_steps"}
     assert set(found) == {f"pccheck_{metric.name}" for metric in METRICS} - optional
+
+
+def test_statistics_are_a_few_lines_in_print_and_in_notebooks(tmp_path: Path) -> None:
+    found = trained(tmp_path, 2).statistics()
+    assert re.fullmatch(
+        r"2 checkpoints: 2 durable, 0 superseded, 0 failed, 0 skipped, 0 in flight; newest durable: step 3\n"
+        r"training waited \S+ s; a checkpoint took \S+ s to be durable\n"
+        r"interval: .+",
+        str(found),
+    )
+    lines: list[str] = []
+    found._repr_pretty_(SimpleNamespace(text=lines.append), False)
+    assert lines == [str(found)]
 
 
 def test_label_values_are_escaped(tmp_path: Path) -> None:
