@@ -61,6 +61,7 @@ from pccheck_async.cli.ranks import (
 from pccheck_async.errors import DamagedError, NoCheckpointError, first_few, plain
 
 if TYPE_CHECKING:
+    from pccheck_async.group import Place
     from pccheck_async.upkeep import ShardedLeaf, StoredLeaf
 
 _MOST_LEAVES = 8
@@ -106,7 +107,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     else:
         gone = lost_slots(place) and lost_slots(read_place(path))  # a writer may have removed one meanwhile
         lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in infos if info.counter in gone]
-        notes += lost if fault else [*lost, _restart(infos, gone)]
+        notes += lost if fault else [*lost, _restart(place, gone)]
     names = ("name",) if any(info.name is not None for info in infos) else ()
     rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
     for info in infos:
@@ -131,19 +132,26 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     return Report(document, [rows, *notes], DIFFERENT if gone or fault or torn or newer_lost(place) else 0)
 
 
-def _restart(
-    infos: Iterable[pccheck.CheckpointInfo], lost: Container[int], whole: Mapping[int, str] | None = None
-) -> str:
-    """Return a sentence that names the committed checkpoint that a restart restores.
+def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None = None) -> str:
+    """Return a sentence that names the checkpoint that a restart restores.
 
     Args:
-        infos: All committed ones, newest first.
-        lost: Counters of those that are known to be lost or damaged.
+        place: Where it restarts from.
+        lost: Counters of the committed ones that are known to be lost or damaged.
         whole: Counters of those that were found whole, with their places; None if nothing was checked.
     """
-    newest = next((info for info in infos if not info.rejected and info.counter not in lost), None)
-    if newest is None:
+    superseded = [entry.info for entry in place.superseded]
+    newest_first = sorted((*place.infos, *superseded), key=lambda info: -info.counter)
+    found = [info for info in newest_first if not info.rejected and info.counter not in lost]
+    if not found:
         return "A restart restores none of them: all are rejected, lost or damaged."
+    newest = found[0]
+    if newest in superseded:
+        older = next((f"step {info.step}" for info in found if info not in superseded), "none")
+        return (
+            f"A restart restores step {newest.step}, which a newer one superseded, unless a save has written over its "
+            f"slot since; then {older}."
+        )
     if whole is None:
         return f"A restart restores step {newest.step}, if it is whole (`pccheck verify` checks it)."
     if newest.counter not in whole:
@@ -336,7 +344,7 @@ def verify(
             for each in verification.checkpoints
         }
         lines += describe_incomplete(place) if (newer := newer_lost(place)) else ()
-        lines.append(f"{fault}." if fault else _restart(place.infos, lost, whole))
+        lines.append(f"{fault}." if fault else _restart(place, lost, whole))
         fault = fault or ("newer ones are lost" if newer else "")
     return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
 

@@ -252,8 +252,7 @@ class Place:
 
         def find() -> tuple[Entry, bool] | None:
             complete = [one.entry for one in self.complete if self.rank < one.world]
-            # If all are rejected, the one that was superseded last was removed on purpose.
-            superseded = () if all(entry.rejected for entry in complete) else self._superseded
+            superseded = self.superseded
             entry = choose(complete, which, fallback.unreadable, superseded)
             return None if entry is None else (entry, entry in superseded)
 
@@ -287,12 +286,15 @@ class Place:
         raise self.nothing(which)
 
     @property
-    def _superseded(self) -> tuple[Entry, ...]:
+    def superseded(self) -> tuple[Entry, ...]:
         """Checkpoints that one process committed before, and that may not have been written over yet."""
-        return () if self.of_group or not self.stores else self.stores[0][1].superseded
+        # If all are rejected, the one that was superseded last was removed on purpose.
+        if self.of_group or all(one.entry.rejected for one in self.complete):
+            return ()
+        return self.stores[0][1].superseded
 
     def _still_has(self, one: Complete, superseded: bool) -> bool:
-        listed = self._superseded if superseded else [each.entry for each in self.complete if each.key == one.key]
+        listed = self.superseded if superseded else [each.entry for each in self.complete if each.key == one.key]
         return any(entry.counter == one.entry.counter for entry in listed)
 
     @asynccontextmanager

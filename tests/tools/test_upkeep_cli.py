@@ -203,6 +203,23 @@ def test_what_a_restart_restores_is_said(store: Path) -> None:
     assert "A restart restores none of them" in pccheck("verify", store, "--all").stdout
 
 
+def test_a_restart_is_said_to_restore_the_superseded_one(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=1, max_in_flight=1) as engine:
+        for step in (1, 2, 3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+            if step == 1:
+                engine.pin(step=1)
+    flip(tmp_path / stores.describe(tmp_path).slot, 5000)
+    with pytest.warns(RuntimeWarning, match="falling back to step 2"):
+        assert load_sync(tmp_path)["step"] == 2
+    said = "A restart restores step 2, which a newer one superseded, unless a save has written over its slot since; "
+    result = pccheck("verify", tmp_path)
+    assert result.exit_code == 4
+    assert f"{said}then step 1." in result.stdout
+    (tmp_path / stores.describe(tmp_path).slot).unlink()
+    assert f"{said}then step 1." in pccheck("ls", tmp_path).stdout
+
+
 def test_a_slot_that_is_gone_is_listed_as_lost(store: Path) -> None:
     slot = stores.describe(store).slot
     (store / slot).unlink()
