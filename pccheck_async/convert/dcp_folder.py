@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pccheck_async.api import Connection, StoredTensor
-from pccheck_async.convert.selection import Selection, divided, refusal
+from pccheck_async.convert.selection import SAVED, Saved, Selection, divided, refusal
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode, PickledNode
@@ -54,6 +54,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
             if isinstance(failure, ValueError) and not isinstance(failure, CheckpointError):  # two leaves of one name
                 raise UnsupportedStateError(f"torch.distributed.checkpoint refuses this state: {failure}") from error
             raise failure from error
+        (folder / SAVED).write_bytes(Saved.encoded(connection.entry.info))
 
 
 def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePlanner) -> None:

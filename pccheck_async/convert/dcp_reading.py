@@ -22,6 +22,7 @@ import torch
 from pccheck_async.convert.mapped_memory import give_back, tensors_in_a_file
 from pccheck_async.convert.model_files import listed
 from pccheck_async.convert.pickled_values import NotReadableError, Reading, Section, read_value
+from pccheck_async.convert.selection import SAVED, Saved
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.state import as_bits
@@ -54,6 +55,8 @@ def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
         what = str(error) if isinstance(error, _BadError) else f"{type(error).__name__}: {error}"
         raise CorruptStoreError(f"{file} is damaged: {what}") from error
     content.check_files(folder)
+    if (about := folder / SAVED).is_file():
+        reading.saved = Saved.decode(about.read_bytes(), str(folder))
     return _nested(_read(folder, content, scratch, reading), content.paths)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from pccheck_async.api import Connection
 from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
-from pccheck_async.convert.selection import select_part
+from pccheck_async.convert.selection import SAVED, select_part
 from pccheck_async.convert.target import replacing
 from pccheck_async.errors import StateMismatchError, WriteError, first_few
 from pccheck_async.format import CheckpointInfo, which_one
@@ -28,7 +28,7 @@ __all__ = ["Exported", "export_checkpoint"]
 _WHOLE: Final = ("lightning", "transformers")
 _PARTS: Final = {
     "safetensors": ("model*.safetensors", safetensors_file.INDEX),
-    "dcp": (".metadata", "*.distcp"),
+    "dcp": (".metadata", "*.distcp", SAVED),
     "transformers": transformers_folder.WRITTEN,
 }
 """Names in a folder that an export makes."""
@@ -75,6 +75,8 @@ def export_checkpoint(
 
     Works beside a writer, also one of this process: of a checkpoint in flight, call ``pending.result()`` first, and
     keep it (by a name and ``keep_last="all"``, or a pin) as long as the export takes to begin.
+
+    The step, the name and the metadata of the checkpoint go along, for :func:`import_checkpoint`.
 
     Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, for checkpoints of any
     size, if tensors lie contiguous; for "dcp" within 128 MiB more. The result

@@ -87,10 +87,12 @@ def import_checkpoint(
         file: The file or folder, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
         path: Folder of the store; created where it does not exist. Nobody else may write to it.
         source: The format.
-        step: The step of the new checkpoint; by default the one named in the file, if it was exported from here, else
-            the engine's counter.
+        step: The step of the new checkpoint; by default that of the exported one, if the file was exported from here,
+            or the one that a file of Lightning or of the Trainer names, else the engine's counter. The name of an
+            exported one goes along, unless the store has a checkpoint of that name.
         root: Put the contents below this name in the state (``"model"``); contents that are no mapping need one.
-        metadata: Small facts, as for ``checkpoint``; by default those that a file of safetensors names.
+        metadata: Small facts, as for ``checkpoint``; by default those of the exported checkpoint, or that a
+            file of safetensors names.
         skip_unreadable: Leave out values of torch's files that cannot be read without running code in them (such as
             hyperparameters that omegaconf made), and name them in ``missing``; else they are refused.
         host_memory: Most staging memory in bytes.
@@ -122,7 +124,7 @@ def import_checkpoint(
     reading = Reading(skip_unreadable)
     missing = reading.missing
     if kind == "safetensors":
-        held, known, facts = safetensors_reading.read(place, missing)
+        held, reading.saved, facts = safetensors_reading.read(place, missing)
     elif kind == "transformers":
         held, known = transformers_folder.read(place, reading)
     elif kind == "dcp":
@@ -144,17 +146,24 @@ def import_checkpoint(
             f"{name} holds {with_article(type(state).__name__)}, not a mapping; give the name that it shall have as "
             "root"
         )
+    saved = reading.saved
+    if saved is not None:
+        known, facts = saved.step if known is None else known, saved.metadata if facts is None else facts
     step = known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
+    own_name = None if saved is None else saved.name or None
     leaves = flatten(state).leaves
     arrange(leaves)  # refuse a bad state before a store is made for it
-    check_metadata(metadata or {})
+    check_metadata(metadata or {}, own_name)
     # "all": it takes one slot more than there are, and other processes' commits meanwhile stay, too.
     with SyncCheckpointEngine(
         path, max_in_flight=1, keep_last="all", overwrite=True, storage=StorageOptions(io=io, host_memory=host_memory)
     ) as engine:
+        if own_name and own_name in [other.name for other in engine.checkpoints() if not other.rejected]:
+            missing.append(f"the name {own_name!r} (the store has a checkpoint of that name)")
+            own_name = None
         with mapped_memory.given_back(leaves.values):
-            info = engine.checkpoint(state, step=step, metadata=metadata).result()
+            info = engine.checkpoint(state, step=step, metadata=metadata, name=own_name).result()
         known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
         return Imported(**known_facts, source=kind, missing=tuple(missing))
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from pccheck_async.convert.model_files import refuse_other_things
+from pccheck_async.convert.selection import SAVED, Saved
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.state import paths
@@ -42,11 +43,13 @@ class Reading:
         skips: Whether values that cannot be read without running code are left out; else they are refused.
         missing: Values left out, and those that a run that goes on from it will lack; each with the reason.
         unchecked: Why there were no checksums to compare something with.
+        saved: What is known of the checkpoint that was exported from here; None of another.
     """
 
     skips: bool = False
     missing: list[str] = field(default_factory=list)
     unchecked: set[str] = field(default_factory=set)
+    saved: Saved | None = None
 
 
 class NotReadableError(Exception):
@@ -117,6 +120,7 @@ def read_file(file: Path, reading: Reading) -> Any:
         with _damage_named(f"{file} is no whole file of torch.save: "):
             if mapped := head == b"PK\3\4":
                 archive = _check_archive(file, reading)
+                reading.saved = archive.saved
                 _refuse_other_archives(file, archive)
                 mapped, head = not archive.compressed, archive.head
             elif tarfile.is_tarfile(file):
@@ -154,6 +158,8 @@ class _Archive(NamedTuple):
     """Some of it: torch would map it as if it were not."""
     head: bytes
     """The first bytes of its pickle, empty if there are no checksums."""
+    saved: Saved | None
+    """What an export from here says of the checkpoint."""
 
 
 def _check_archive(source: Any, reading: Reading) -> _Archive:
@@ -176,7 +182,9 @@ def _check_archive(source: Any, reading: Reading) -> _Archive:
         else:
             reading.unchecked.add("torch.serialization.set_crc32_options(False) was in force when it was saved")
         names = [member.filename for member in members]
-        return _Archive(names, any(one.compress_type != zipfile.ZIP_STORED for one in members), head)
+        about = next((name for name in names if name.rpartition("/")[2] == SAVED), None)
+        saved = None if about is None else Saved.decode(archive.read(about), str(source))
+        return _Archive(names, any(one.compress_type != zipfile.ZIP_STORED for one in members), head, saved)
 
 
 def _refuse_other_archives(file: Path, archive: _Archive) -> None:

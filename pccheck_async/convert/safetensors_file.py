@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pccheck_async.api import Connection, rows
-from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, divided, torch_name
+from pccheck_async.convert.selection import SAFETENSORS, Saved, Selection, contiguous, divided, torch_name
 from pccheck_async.convert.target import new_file, new_folder
 from pccheck_async.errors import readable
 from pccheck_async.format.manifest import TensorEntry
@@ -60,15 +60,13 @@ class StoredArray(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     tied_to: int
 
 
-class StoredStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredStructure(Saved, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The state apart from the bytes of its arrays; in the metadata as msgpack in base64.
 
     ``ArrayNode.index`` counts into ``arrays``.
     """
 
     version: int
-    step: int
-    metadata: dict[str, str | int | float | bool | None]
     skeleton: Node
     arrays: list[StoredArray]
 
@@ -185,7 +183,10 @@ def _metadata(selection: Selection, connection: Connection, names: dict[str, str
     selection.changed += [f"{', '.join(group)} (of one storage, each in full)" for group in together]
     info = connection.entry.info
     skeleton = replace_arrays(selection.node, lambda node: ArrayNode(renumbered[node.index]))  # type: ignore[union-attr]
-    structure = StoredStructure(1, info.step, dict(info.metadata), skeleton, arrays)
+    metadata = dict(info.metadata)
+    structure = StoredStructure(
+        version=1, step=info.step, name=info.name, metadata=metadata, skeleton=skeleton, arrays=arrays
+    )
     values = {path: node for path, node in selection.leaves.items() if _in_json(node)}
     encoded = base64.b64encode(msgspec.msgpack.encode(structure)).decode()
     return {"format": "pt", _VALUES: json.dumps(values), STATE: encoded}

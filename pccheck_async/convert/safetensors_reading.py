@@ -15,6 +15,7 @@ import torch
 
 from pccheck_async.convert.model_files import Index, is_index, listed, read_index, refuse_other_things
 from pccheck_async.convert.safetensors_file import STATE, TAKEN, StoredArray, StoredStructure
+from pccheck_async.convert.selection import Saved
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import Metadata, check_metadata
 from pccheck_async.state.restore.tree import rebuild
@@ -22,8 +23,8 @@ from pccheck_async.state.restore.tree import rebuild
 __all__ = ["read"]
 
 
-def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None, Metadata]:
-    """Map a file, or the files that an index names, and return the state, its step and its metadata.
+def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], Saved | None, Metadata]:
+    """Map a file, or the files that an index names; return the state, the exported checkpoint's facts, and metadata.
 
     Tensors in one of the files, and not in the index, are taken as well, as in transformers. Metadata for which a
     checkpoint has no room is added to ``missing``.
@@ -54,7 +55,7 @@ def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], int | None
 
 def _read(
     place: Path, index: Index | None, opened: dict[str, Any], missing: list[str]
-) -> tuple[Mapping[str, Any], int | None, Metadata]:
+) -> tuple[Mapping[str, Any], Saved | None, Metadata]:
     found: dict[str, Any] = {}
     about: dict[str, Any] = {}
     for file in opened.values():
@@ -68,21 +69,23 @@ def _read(
     for file in opened.values():
         found = {**dict.fromkeys(file.keys(), file), **found}
     structure = _structure((about if index is None else index.metadata).get(STATE))
-    facts = _facts(about, {} if structure is None else structure.metadata, missing)
+    facts = _facts(about, structure, missing)
     if structure is None:
         return {name: file.get_tensor(name) for name, file in found.items()}, None, facts
     if lacking := sorted({array.name for array in structure.arrays} - found.keys()):
         raise CorruptStoreError(f"{place} lacks {listed(lacking)}, which its metadata names")
-    return _state(structure, lambda name: found[name].get_tensor(name)), structure.step, facts
+    return _state(structure, lambda name: found[name].get_tensor(name)), structure, facts
 
 
-def _facts(about: Mapping[str, Any], own: Metadata, missing: list[str]) -> Metadata:
+def _facts(about: Mapping[str, Any], saved: Saved | None, missing: list[str]) -> Metadata:
     """Return the metadata of the checkpoint that was exported, and as many of the others as there is room for."""
-    facts = dict(own)
+    own: Metadata = {} if saved is None else saved.metadata
+    facts, name = dict(own), None if saved is None else saved.name
     for key, value in sorted(about.items()):  # safetensors gives them in any order
         if key not in TAKEN and key not in own:
             try:
-                facts = check_metadata({**facts, key: value})
+                check_metadata({**facts, key: value}, name)
+                facts[key] = value
             except UnsupportedStateError as error:
                 missing.append(f"the metadata {key} ({str(error).partition(';')[0]})")
     return facts

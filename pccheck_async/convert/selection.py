@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import structs
 
 from pccheck_async.api import Connection, StoredState
-from pccheck_async.errors import StateMismatchError, UnsupportedStateError
-from pccheck_async.format import dtypes
+from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
+from pccheck_async.format import CheckpointInfo, dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, NumpyDtypeNode, NumpyScalarNode, TupleNode, arrays
@@ -24,6 +25,8 @@ from pccheck_async.state.values import atom, from_node
 
 __all__ = [
     "SAFETENSORS",
+    "SAVED",
+    "Saved",
     "Selection",
     "contiguous",
     "divided",
@@ -35,8 +38,31 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+SAVED: Final = "pccheck_async.msgpack"
+"""Beside the state, in an archive of torch or a folder of dcp: the encoded :class:`Saved`."""
 _MOST_INT_BYTES: Final = 255
 """Of an int that torch's restricted unpickler reads."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The facts about an exported checkpoint with which an import saves it again."""
+
+    step: int
+    metadata: dict[str, str | int | float | bool | None]
+    name: str | None = None
+
+    @classmethod
+    def encoded(cls, info: CheckpointInfo) -> bytes:
+        """Return the facts about a checkpoint as a file of their own holds them."""
+        return msgspec.msgpack.encode(cls(step=info.step, metadata=dict(info.metadata), name=info.name))
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Self:
+        """Return them. Raises CorruptStoreError."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise CorruptStoreError(f"{SAVED} in {where} cannot be read: {error}") from error
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from pccheck_async.api import Connection
-from pccheck_async.convert.selection import Selection, native, pickled, torch_name
+from pccheck_async.convert.selection import SAVED, Saved, Selection, native, pickled, torch_name
 from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, viewed_ranges
@@ -49,17 +49,18 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
     arrays = [name for name, entry in selection.arrays.items() if entry.kind == "ndarray"]
     selection.changed += [f"{name} (a numpy array, as a tensor)" for name in arrays]
     selection.check("a file of torch.save that is read with weights_only=True")
-    connection.call(_write(node, selection, connection.checkpoint, path))
+    connection.call(_write(node, selection, connection, path))
 
 
-async def _write(node: Node, selection: Selection, checkpoint: CheckpointReader, path: Path) -> None:
+async def _write(node: Node, selection: Selection, connection: Connection, path: Path) -> None:
     storages = _storages(selection)
     async with new_file(path) as file:
         archive = Archive(file)
         await archive.record("data.pkl", _pickled(node, selection, storages))
         await archive.record("byteorder", sys.byteorder.encode())
         for storage in storages.values():
-            await archive.stream(f"data/{storage.key}", storage.nbytes, storage.pieces(checkpoint))
+            await archive.stream(f"data/{storage.key}", storage.nbytes, storage.pieces(connection.checkpoint))
+        await archive.record(SAVED, Saved.encoded(connection.entry.info))
         await archive.record("version", b"3\n")
         await archive.end()
 

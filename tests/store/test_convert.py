@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -1078,6 +1079,21 @@ def test_import_of_a_torch_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_an_export_brings_back_what_the_checkpoint_was(tmp_path: Path, to: Any) -> None:
+    if to == "safetensors":
+        pytest.importorskip("safetensors")
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        facts: dict[str, Any] = {"loss": math.inf, "note": None}
+        engine.checkpoint({"x": torch.ones(3)}, step=30, name="best", metadata=facts).result(60)
+    stores.export(tmp_path / "s", tmp_path / "out", to=to)
+    found = stores.import_(tmp_path / "out", tmp_path / "new")
+    assert (found.step, found.name, found.metadata, found.missing) == (30, "best", facts, ())
+    again = stores.import_(tmp_path / "out", tmp_path / "new", metadata={})
+    assert (again.step, again.name, again.metadata) == (30, None, {})
+    assert again.missing == ("the name 'best' (the store has a checkpoint of that name)",)
+
+
 def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": torch.zeros(3)}, step=100)
     torch.save(torch.ones(3), tmp_path / "t.pt")
