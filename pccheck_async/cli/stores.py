@@ -477,7 +477,7 @@ def _difference_as_json(each: pccheck.stores.LeafDifference) -> dict[str, Any]:
 
 def _compared(comparison: pccheck.stores.Comparison) -> Iterator[str | Table]:
     if comparison.differences:
-        rows = table("differ", "of", "max abs", "max rel", "what", "leaf", right=4)
+        rows = table("differ", "of", "max abs", "max rel", "leaf", right=4)
         for each in comparison.differences:
             rows.add_row(*_difference(each))
         yield rows
@@ -499,15 +499,14 @@ def _difference(each: pccheck.stores.LeafDifference) -> tuple[str, ...]:
     path, both = printable(each.path) or "(the state)", f"{each.one} -> {each.other}"
     elements = each.difference
     if elements is None or not elements.bits:
-        in_both = bool(each.one and each.other)
-        change = f"{each.change}: {both}" if in_both else each.change
-        return "", "", "", "", printable(change), path if in_both else printable(f"{path}  {each.one or each.other}")
-    nans = f", {elements.nans} NaN on one side" if elements.nans else ""
-    bits_only = elements.values is not None and elements.values < elements.bits
-    only = f", {elements.bits - (elements.values or 0)} in bits only" if bits_only else ""
-    what = f"{each.change}{f': {both}' if each.change != 'elements' else ''}{nans}{only}"
+        what = both if each.one and each.other else each.one or each.other
+        return "", "", "", "", f"{path}: {each.change}: {printable(what)}"
+    notes = [] if each.change == "elements" else [f"{each.change}: {printable(both)}"]
+    notes += [f"{elements.nans} NaN on one side"] if elements.nans else []
+    if elements.values is not None and elements.values < elements.bits:
+        notes.append(f"{elements.bits - elements.values} in bits only")
     largest = ("" if value is None else f"{value:.4g}" for value in (elements.most_absolute, elements.most_relative))
-    return str(elements.bits), str(elements.total), *largest, printable(what), path
+    return str(elements.bits), str(elements.total), *largest, ": ".join(filter(None, [path, ", ".join(notes)]))
 
 
 # -- commands that write

@@ -43,7 +43,7 @@ class Reading:
         skips: Whether values that cannot be read without running code are left out; else they are refused.
         missing: Values left out, and those that a run that goes on from it will lack; each with the reason.
         unchecked: Why there were no checksums to compare something with.
-        saved: What is known of the checkpoint that was exported from here; None of another.
+        saved: The facts about the checkpoint, in an export from here.
     """
 
     skips: bool = False
@@ -159,7 +159,7 @@ class _Archive(NamedTuple):
     head: bytes
     """The first bytes of its pickle, empty if there are no checksums."""
     saved: Saved | None
-    """What an export from here says of the checkpoint."""
+    """The facts about the checkpoint, in an export from here."""
 
 
 def _check_archive(source: Any, reading: Reading) -> _Archive:

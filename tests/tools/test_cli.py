@@ -601,18 +601,26 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, *(pytest.param(n, marks=pytest.mark.campaign) for n in (60, 80))])
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "watch", "recover"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "watch", "recover", "compare"])
 def test_narrow_terminals(tmp_path: Path, command: str, columns: int) -> None:
     """Nothing that one looks for is cut off."""
     metadata: dict[str, Any] = {"loss": 0.123456789, "note": "a word or two"}
     with SyncCheckpointEngine(tmp_path / "store", keep_last=2) as engine:
         for step in (123_450, 123_460):
-            engine.checkpoint({"model": {"weight": torch.ones(10)}}, step=step, metadata=metadata).result(60)
+            state = {"model": {"weight": torch.full((10,), float(step))}}
+            engine.checkpoint(state, step=step, metadata=metadata).result(60)
         engine.pin(step=123_450)
-    options = {"watch": ["--once"], "verify": ["--all"], "recover": ["--search"]}.get(command, [])
+    options = {
+        "watch": ["--once"],
+        "verify": ["--all"],
+        "recover": ["--search"],
+        "compare": ["--other-step=123450"],
+    }.get(command, [])
     code, shown = on_a_terminal(columns, command, str(tmp_path / "store"), *options)
-    assert code == (4 if command == "watch" else 0)
+    assert code == (4 if command in ("watch", "compare") else 0)
     assert "123460" in shown
+    if command == "compare" and columns == 80:
+        assert re.search(r"^ +10 +10 +10 +8.1e-05 +model\.weight", shown, re.MULTILINE), shown
     wanted = {"ls": ["123450", "loss=0.123457", "pinned"], "show": ["weight"], "verify": ["123450", "whole"]}
     for word in wanted.get(command, []):
         assert word in shown, shown

@@ -233,11 +233,11 @@ def test_a_slot_that_is_gone_is_listed_as_lost(store: Path) -> None:
 def test_compare(made: Path) -> None:
     result = pccheck("compare", made, "--step", 1, "--other-step", 3)
     assert result.exit_code == 4
-    rows = [line.split() for line in result.stdout.splitlines() if "elements" in line]
+    rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["3000"]]
     assert [row[:3] + row[-1:] for row in rows] == [
         ["3000", "3000", "2", name] for name in ("model.weights", "model.tied")
     ]
-    assert "value: int 1 -> int 3" in result.stdout
+    assert "step: value: int 1 -> int 3" in result.stdout
     assert "2 of 5 leaves are equal in every bit." in result.stdout
     found = parsed("compare", made, made, "--step", 1, status=4)
     assert (found["one"]["step"], found["other"]["step"], found["leaves"]) == (1, 3, 5)
@@ -257,8 +257,8 @@ def test_compare_of_hostile_names_and_forms(tmp_path: Path) -> None:
         engine.checkpoint({EVIL: EVIL * 2, "x": torch.ones(3), "[/]": torch.tensor(math.inf)}, step=2).result(60)
     result = pccheck("compare", tmp_path, "--step", 1, "--other-step", 2)
     assert result.exit_code == 4
-    assert "shape: tensor float32 [2] -> tensor float32 [3]" in result.stdout
-    assert "[/]  tensor float32 []" in result.stdout
+    assert "x: shape: tensor float32 [2] -> tensor float32 [3]" in result.stdout
+    assert "[/]: added: tensor float32 []" in result.stdout
     assert {
         each["change"] for each in parsed("compare", tmp_path, "--step", 1, "--other-step", 2, status=4)["differences"]
     } == {
