@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pccheck_async.errors import (
@@ -35,6 +36,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store.commit_file import read_identity, read_record
+from pccheck_async.store.rank_folders import rank_name
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
 __all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store"]
@@ -54,11 +56,12 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
     """
     if not isinstance(opened.medium, Files):  # other media need not be folders
         return NoCheckpointError(f"{os.fspath(path)} holds {what}")
+    above = next((f"; {folder} is a store" for folder in Path(path).parents[:2] if _is_store(folder)), "")
     if not os.path.lexists(path):
-        return NoCheckpointError(f"{os.fspath(path)} does not exist, so it holds {what}; check the path")
+        return NoCheckpointError(f"{os.fspath(path)} does not exist, so it holds {what}; check the path{above}")
     if not os.path.isdir(path):
         return NoCheckpointError(
-            f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+            f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into{above}"
         )
     text, found = f"{os.fspath(path)} holds {what}", []
     with suppress(OSError), os.scandir(path) as entries:
@@ -69,16 +72,42 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
         text += f", but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
         # Without slots it may be a store that is being made, or a crash ended that: slots come last.
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
+    if stores := _stores_below(path):
+        text += f"; there are stores in it: {first_few(stores, 5)}"
+    text += above
     files = sorted(each.name for each in found if each.name.endswith(_OF_OTHERS))
     if files:
         text += (
             f"; there is {first_few(files, 3)} in it: `pccheck import` makes a checkpoint of a file of another format"
         )
-    identities = IDENTITY_NAME, GROUP_NAME
-    stores = sorted(
-        each.name for each in found if any(os.path.exists(os.path.join(each.path, name)) for name in identities)
-    )
-    return NoCheckpointError(f"{text}; there are stores in it: {first_few(stores, 5)}" if stores else text)
+    return NoCheckpointError(text)
+
+
+def _is_store(folder: str | os.PathLike[str]) -> bool:
+    return any(os.path.exists(os.path.join(folder, name)) for name in (IDENTITY_NAME, GROUP_NAME))
+
+
+def _stores_below(path: str | os.PathLike[str]) -> list[str]:
+    """Return the stores in a folder, or else those one level further down; the one that was saved to last first."""
+    folders = [os.fspath(path)]
+    for _ in range(2):
+        below: list[str] = []
+        for folder in folders:
+            with suppress(OSError), os.scandir(folder) as entries:
+                below += [each.path for each in islice(entries, 1000) if each.is_dir()]
+        if stores := [folder for folder in below if _is_store(folder)]:
+            stores.sort(key=lambda folder: (-_saved(folder), folder))
+            return [os.path.relpath(folder, path) for folder in stores]
+        folders = below[:1000]
+    return []
+
+
+def _saved(folder: str) -> float:
+    """The time of the last commit in a folder with a store, or with those of a group's ranks."""
+    for name in (COMMIT_NAME, os.path.join(rank_name(0), COMMIT_NAME)):
+        with suppress(OSError):
+            return os.stat(os.path.join(folder, name)).st_mtime
+    return 0.0
 
 
 def _has_foreign_commit(path: str | os.PathLike[str]) -> bool:

@@ -174,19 +174,29 @@ def test_what_is_no_signal(tmp_path: Path, signal: Any) -> None:
         engine.on_preemption(signal)
 
 
-def test_a_folder_that_holds_stores_names_them(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        with SyncCheckpointEngine(tmp_path / name):
+def test_a_folder_near_stores_names_them(tmp_path: Path) -> None:
+    """Of those below it, the one that was saved to last comes first."""
+    runs = tmp_path / "runs"
+    for seconds, name in enumerate(("two", "one")):
+        with SyncCheckpointEngine(runs / name):
             pass
-    (tmp_path / "other").mkdir()
-    with pytest.raises(NoCheckpointError, match=r"holds no store; there are stores in it: one, two$"):
+        os.utime(runs / name / "commit", (seconds, seconds))
+    (runs / "other").mkdir()
+    (runs / "model.pt").touch()
+    with pytest.raises(NoCheckpointError, match=r"holds no store; there are stores in it: one, two; there is model.pt"):
+        load_sync(runs)
+    with pytest.raises(NoCheckpointError, match="holds no store; there are stores in it: runs/one, "):
         load_sync(tmp_path)
     with pytest.raises(NoCheckpointError, match=r"other holds no store$"):
-        load_sync(tmp_path / "other")
+        load_sync(runs / "other")
+    for below in ("missing", "commit", "inside"):
+        (runs / "one" / "inside").mkdir(exist_ok=True)
+        with pytest.raises(NoCheckpointError, match=rf"; {runs}/one is a store$"):
+            load_sync(runs / "one" / below)
     for number in range(5):
-        os.symlink(tmp_path / "one", tmp_path / f"three-{number}")
-    with pytest.raises(NoCheckpointError, match=r"in it: one, three-0, .*three-3, \.\.\.$"):
-        load_sync(tmp_path)
+        os.symlink(runs / "one", runs / f"three-{number}")
+    with pytest.raises(NoCheckpointError, match=r"in it: one, three-0, .*three-3, \.\.\.; there is"):
+        load_sync(runs)
 
 
 def test_values_that_have_a_better_way(tmp_path: Path) -> None:
