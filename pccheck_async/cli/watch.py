@@ -174,7 +174,8 @@ class WatchView:
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(overflow="fold")
-        counts = ", ".join(f"{count} {printable(name)}" for name, count in status.counts.items() if count)
+        named = ((count, printable(name.replace("_", " "))) for name, count in status.counts.items() if count)
+        counts = ", ".join(f"{count} {name}" for count, name in named)
         rows.add_row("checkpoints", f"{counts or 'none yet'}; {size(status.durable_bytes)} durable")
         if status.save_seconds is not None:
             rows.add_row("durable after", f"{duration(status.save_seconds)} on average")
@@ -219,6 +220,23 @@ class GroupView:
         return {rank: stage_times(view.status) for rank, view in self.ranks.items() if view.status is not None}
 
     @property
+    def waited_for(self) -> tuple[int, dict[int, str]]:
+        """The step of the oldest checkpoint that some ranks have flushed, and what the others do that they wait for."""
+        statuses = {rank: view.status for rank, view in self.ranks.items() if view.status is not None}
+        parts = {rank: {each.counter: each for each in status.in_flight} for rank, status in statuses.items()}
+        flushed = [each for own in parts.values() for each in own.values() if each.phase == "committing"]
+        if not flushed:
+            return 0, {}
+        oldest = min(flushed, key=lambda each: each.counter)
+        late: dict[int, str] = {}
+        for rank, view in self.ranks.items():
+            part, status = parts.get(rank, {}).get(oldest.counter), statuses.get(rank)
+            ended = status is not None and any(each.counter >= oldest.counter for each in status.committed)
+            if not ended and (part is None or part.phase != "committing"):
+                late[rank] = "died" if view.state == "died" else "not begun" if part is None else _phase(part)
+        return oldest.step, late
+
+    @property
     def facts(self) -> tuple[object, ...]:
         """The facts whose change is worth more lines."""
         return tuple((rank, view.facts) for rank, view in self.ranks.items())
@@ -231,17 +249,24 @@ class GroupView:
             "ranks": {str(rank): view.document() for rank, view in self.ranks.items()},
             "stage_seconds": {str(rank): seconds for rank, seconds in self.times.items()},
             "slowest": slowest(self.times),
+            "waited_for": {str(rank): doing for rank, doing in self.waited_for[1].items()},
         }
 
     def line(self) -> str:
         """Return the view as one line per rank."""
         lines = [f"rank {rank}: {view.line()}" for rank, view in self.ranks.items()]
-        return "\n".join(filter(None, [*lines, describe_slowest(self.times)]))
+        return "\n".join(filter(None, [*lines, self._waits(), describe_slowest(self.times)]))
+
+    def _waits(self) -> str:
+        step, late = self.waited_for
+        ranks = ", ".join(f"rank {rank} ({doing})" for rank, doing in late.items())
+        return f"Step {step} waits for {ranks}." if late else ""
 
     def parts(self, width: int) -> list[RenderableType]:
         """Return the ranks' part of a panel."""
         parts: list[RenderableType] = [Text(str(self.path), style="bold")]
         parts += [Text(f"rank {rank}: {view.line()}") for rank, view in self.ranks.items()]
+        parts += [Text(waits)] if (waits := self._waits()) else []
         if times := self.times:
             parts += [stage_table(times), Text(describe_slowest(times))]
         return parts
@@ -310,7 +335,8 @@ def watch(
 
     It is seen from its first checkpoint on: checkpoints in flight, rates, waiting, the next one due. A terminal
     gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
-    engine ends; if none runs, one line. Of a group's folder each rank has a line, and the slowest is named.
+    engine ends; if none runs, one line. Of a group's folder each rank has a line, and the slowest is named, and those
+    that the others wait for.
 
     Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 it
     failed; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed before, or has

@@ -914,6 +914,25 @@ def test_the_state_of_a_group_is_the_worst_of_its_ranks(tmp_path: Path) -> None:
         assert GroupView(tmp_path, dict(enumerate(views)), []).state == state
 
 
+def test_watch_names_the_ranks_that_the_others_wait_for(tmp_path: Path) -> None:
+    now, (part,) = msgspec.structs.replace(EXAMPLE, time=time.time()), EXAMPLE.in_flight
+
+    def view(phase: str, *, alive: bool = True, committed: int = 3) -> WatchView:
+        parts = [msgspec.structs.replace(part, phase=phase)] if phase else []
+        done = [msgspec.structs.replace(EXAMPLE.committed[0], counter=committed)]
+        status = msgspec.structs.replace(now, in_flight=parts, committed=done)
+        return WatchView(tmp_path, Published(status, alive=alive), [], None)
+
+    none = WatchView(tmp_path, None, [], None)
+    views = [view("committing"), view("writing"), view(""), view("", committed=4), view("capturing", alive=False), none]
+    group = GroupView(tmp_path, dict(enumerate(views)), [])
+    said = "Step 9 waits for rank 1 (writing 40%), rank 2 (not begun), rank 4 (died), rank 5 (not begun)."
+    assert said in group.line()
+    assert group.document()["waited_for"] == {"1": "writing 40%", "2": "not begun", "4": "died", "5": "not begun"}
+    assert "waits for" not in GroupView(tmp_path, {0: views[1], 1: views[2]}, []).line()
+    assert "waits for" not in GroupView(tmp_path, {0: views[0], 1: views[0]}, []).line()
+
+
 def save_slowly(folder: Path, group: Group) -> None:
     """Save a checkpoint, of which rank 1 has far more, and wait until told to end."""
     torch.set_num_threads(1)
