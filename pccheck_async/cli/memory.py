@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -74,14 +75,17 @@ def ls(path: Root = SHM, json: Json = False) -> Report:
 
 @reporting
 def clear(
-    folders: Annotated[list[Path] | None, typer.Argument(metavar="FOLDER", help="As `ls` lists them.")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="As `ls` lists them, or their stores.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that no engine has open.")] = False,
     path: Root = SHM,
     json: Json = False,
 ) -> Report:
     """Remove stores in memory.
 
-    A restart then goes on from the disk. One that an engine has open stays.
+    A restart then goes on from the disk. One that an engine has open stays. FOLDER is a name of `ls`, or the folder
+    of the store on disk.
 
     Exit status: 0 removed, 1 it failed, or an engine has one of them open, 2 wrong usage.
     """
@@ -90,11 +94,18 @@ def clear(
     if bool(folders) == everything:
         complain("name folders, or give --all")
         return Report({}, (), MISUSED)
-    chosen = [path / folder for folder in folders or []]  # an absolute one stays as it is
-    if everything:
-        chosen = [each.path for each in list_memory(path) if not each.in_use]
+    found = list_memory(path)
+    chosen = [each.path for each in found if everything and not each.in_use]
+    for folder in folders or []:
+        own = [each.path for each in found if each.origin == os.path.abspath(folder)]
+        inside = path / folder  # an absolute one stays as it is
+        chosen += own or [inside if inside.exists() else folder]
     freed = {str(folder): clear_memory(folder) for folder in chosen}
-    return Report({"freed": freed}, [f"Removed {len(freed)} stores in memory: {size(sum(freed.values()))} are free."])
+    if not freed:
+        open_ones = f"{len(found)} in use" if found else "no store of this user"
+        return Report({"freed": freed}, [f"Nothing was removed: {path} has {open_ones}."])
+    noun = "store" if len(freed) == 1 else "stores"
+    return Report({"freed": freed}, [f"Removed {len(freed)} {noun} in memory: {size(sum(freed.values()))} are free."])
 
 
 for command in (ls, clear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,18 @@ def test_they_are_listed_and_removed(tmp_path: Path, tier: MemoryTier) -> None:
     one = next(each for each in found if each["checkpoints"][0]["step"] == 3)
     said = pccheck("memory", "clear", Path(one["path"]).name, "--path", tier.path)
     assert said.exit_code == 0
-    assert "Removed 1 stores in memory" in said.stdout
+    assert "Removed 1 store in memory" in said.stdout
     assert restored_by(tmp_path / "one", tier) == (1, "disk")
     assert restored_by(tmp_path / "two", tier) == (1, "memory")
+    said = pccheck("memory", "clear", os.path.relpath(tmp_path / "two"), "--path", tier.path)
+    assert said.stdout.startswith("Removed 1 store in memory")
     assert pccheck("memory", "clear", "--all", "--path", tier.path).exit_code == 0
+    said = pccheck("memory", "clear", "--all", "--path", tier.path)
+    assert said.exit_code == 0
+    assert said.stdout == f"Nothing was removed: {tier.path} has no store of this user.\n"
+    said = pccheck("memory", "clear", tmp_path / "two", "--path", tier.path)
+    assert said.exit_code == 2
+    assert "two is no store in memory of this user: `pccheck memory ls`" in said.stderr
     assert pccheck("memory", "ls", "--path", tier.path).exit_code == 3
     assert list(Path(tier.path).iterdir()) == []
 
@@ -52,7 +61,9 @@ def test_one_that_is_open_stays(tmp_path: Path, tier: MemoryTier) -> None:
         (found,) = list_memory(tier.path)
         assert found.in_use
         assert pccheck("memory", "clear", found.path).exit_code == 1
-        assert pccheck("memory", "clear", "--all", "--path", tier.path).exit_code == 0
+        said = pccheck("memory", "clear", "--all", "--path", tier.path)
+        assert (said.exit_code, said.stdout) == (0, f"Nothing was removed: {tier.path} has 1 in use.\n")
+        assert pccheck("memory", "clear", tmp_path, "--path", tier.path).exit_code == 1
         assert "in use" in pccheck("memory", "ls", "--path", tier.path).stdout
         engine.checkpoint(state_of(2), step=2)
     assert load_sync(tmp_path)["step"] == 2
