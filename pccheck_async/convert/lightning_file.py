@@ -26,6 +26,8 @@ _NAMES: Final = {
     "loops": "loops",
 }
 """Parts of the state, and their names in the file; the rest of the file is ``others``."""
+_OTHERS: Final = "pccheck_others"
+"""What a PCcheckModelParallelStrategy names everything but the shards."""
 
 
 def is_checkpoint(held: object) -> bool:
@@ -55,15 +57,22 @@ def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any],
 
 
 def to_file(selection: Selection) -> Selection:
-    """Return the selection with the names of the file. Raises UnsupportedStateError if it is no such state."""
-    there = selection.saved_by("lightning", "model", "loops", "others")
-    file = {name: there[part] for part, name in _NAMES.items() if part in there}
-    file |= below(there["others"])
+    """Return the selection with the names of the file, which a PCcheckIO or its strategy saved under these.
+
+    Raises UnsupportedStateError if it is no state of them, nor of the callback.
+    """
+    there = dict(below(selection.node))
+    if is_own := _NAMES["model"] in there and (_VERSION in there or _OTHERS in there):
+        others = there.pop(_OTHERS, None)
+        file = there | dict(() if others is None else below(others))
+    else:
+        there = selection.saved_by("lightning")
+        file = {name: there[part] for part, name in _NAMES.items() if part in there} | dict(below(there["others"]))
     node = DictNode([*file], [*file.values()])
     chosen = Selection(selection.manifest, node, dict(leaves(node)), selection.refused, selection.changed)
     chosen.changed += [
         f"{part} (left out: a file of Lightning has no place for it)"
         for part in there
-        if part not in (*_NAMES, "others")
+        if not is_own and part not in (*_NAMES, "others")
     ]
     return chosen

@@ -40,6 +40,8 @@ __all__ = [
 T = TypeVar("T")
 SAVED: Final = "pccheck_async.msgpack"
 """Beside the state, in an archive of torch or a folder of dcp: the encoded :class:`Saved`."""
+_ADAPTERS: Final = {"lightning": ("model", "loops", "others"), "transformers": ("model", "trainer")}
+"""The parts that the PCcheckCallback of each always saves."""
 _MOST_INT_BYTES: Final = 255
 """Of an int that torch's restricted unpickler reads."""
 
@@ -97,15 +99,18 @@ class Selection:
         troubles = {path: refusal(entry, to) for path, entry in self.arrays.items()}
         self.refused += [f"{paths.plain(path)} {trouble}" for path, trouble in troubles.items() if trouble]
 
-    def saved_by(self, adapter: str, *parts: str) -> dict[str, Node]:
+    def saved_by(self, adapter: str) -> dict[str, Node]:
         """Return the outermost nodes, by name, of a checkpoint that the PCcheckCallback of ``adapter`` saved.
 
-        Raises UnsupportedStateError if one of ``parts`` is missing: such a callback saves all of them.
+        Raises UnsupportedStateError if a part is missing that such a callback always saves.
         """
         there = dict(below(self.node))
-        if lacking := [part for part in parts if part not in there]:
+        lacking = {name: [part for part in parts if part not in there] for name, parts in _ADAPTERS.items()}
+        if lacking[adapter]:
+            fits = next((name for name, parts in lacking.items() if not parts), "torch")
             raise UnsupportedStateError(
-                f"PCcheckCallback of integrations.{adapter} saved no such checkpoint: it has no {', no '.join(lacking)}"
+                f"PCcheckCallback of integrations.{adapter} saved no such checkpoint: it has no "
+                f"{', no '.join(lacking[adapter])}, and nothing was written; export it with --to {fits}, to={fits!r}"
             )
         return there
 

@@ -127,7 +127,7 @@ def _remove(temporary: Path) -> None:
 def _unnamed(path: Path) -> Iterator[Path]:
     """Give another name in the same folder; the body's result there is renamed to ``path``, or removed."""
     if os.path.lexists(path):
-        raise FileExistsError(f"{path} exists already; give another name, or remove it first")
+        raise FileExistsError(f"{path} exists already; give another name, or replace it (--overwrite, overwrite=True)")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
     try:
         yield temporary

@@ -155,7 +155,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
 
     Raises UnsupportedStateError if it is no state of that adapter, or a file cannot hold some of it.
     """
-    there = selection.saved_by("transformers", "model", "trainer")
+    there = selection.saved_by("transformers")
     for part, names in (("", there), ("trainer.", dict(below(there["trainer"])))):
         others = [f"{part}{name} (left out: the Trainer has no place for it)" for name in names if name not in _KNOWN]
         selection.changed += others

@@ -378,10 +378,30 @@ def test_what_is_wrong_with_a_file_of_lightning_is_said(checkpoints: Path, tmp_p
         assert bits(load_sync(tmp_path / "s")["model"]) == bits(held["state_dict"])
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_what_the_plugins_of_lightning_saved_is_its_file(checkpoints: Path, tmp_path: Path, others: bool) -> None:
+    adapter = pytest.importorskip("pccheck_async.integrations.lightning", exc_type=ImportError)
+    held = torch.load(checkpoints / "inside" / "step=3.ckpt", weights_only=True)
+    if others:  # as PCcheckModelParallelStrategy saves it
+        parts = {name: held[name] for name in ("state_dict", "optimizer_states")}
+        rest = {name: held[name] for name in held if name not in parts}
+        with SyncCheckpointEngine(tmp_path / "s") as engine:
+            engine.checkpoint({**parts, adapter.checkpoint_io.OTHERS: rest}, step=3).result(60)
+    else:
+        io = adapter.PCcheckIO()
+        io.save_checkpoint(held, tmp_path / "s")
+        io.teardown()
+    assert stores.export(tmp_path / "s", tmp_path / "out.ckpt", to="lightning").changed == ()
+    assert bits(torch.load(tmp_path / "out.ckpt", weights_only=True)) == bits(held)
+    with pytest.raises(UnsupportedStateError, match=r"it has no model, no trainer, and nothing was written"):
+        stores.export(tmp_path / "s", tmp_path / "out", to="transformers")
+
+
 def test_what_no_framework_saved_is_not_exported_for_one(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "s") as engine:
         engine.checkpoint({"model": torch.nn.Linear(2, 2)}, step=1).result(60)
-    for to, lacks in (("lightning", "loops, no others"), ("transformers", "trainer")):
+    fits = "and nothing was written; export it with --to torch"
+    for to, lacks in (("lightning", f"loops, no others, {fits}"), ("transformers", f"trainer, {fits}")):
         with pytest.raises(
             UnsupportedStateError, match=f"integrations.{to} saved no such checkpoint: it has no {lacks}"
         ):

@@ -971,7 +971,7 @@ def test_errors_of_export(tmp_path: Path, to: Any) -> None:
         stores.export(tmp_path / "none", tmp_path / "out", to=to)
     save(tmp_path / "s", {"a": torch.ones(5)})
     (tmp_path / "there").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match=r"exists already; .*--overwrite, overwrite=True"):
         stores.export(tmp_path / "s", tmp_path / "there", to=to)
     assert (tmp_path / "there").read_text() == "mine"
     with pytest.raises(WriteError):
