@@ -6,6 +6,7 @@ from __future__ import annotations
 import json as jsonlib
 import re
 import time
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -189,12 +190,16 @@ def show(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="What each rank of a group has of each checkpoint, and the slowest.")
     ] = False,
+    depth: Annotated[
+        int | None,
+        typer.Option(parser=at_least(1), metavar="N", help="Levels to show; of those below, sums (default: all)."),
+    ] = None,
     json: Json = False,
 ) -> Report:
     """Show the tree of a checkpoint.
 
-    Leaves with dtype, shape and size, aliases, plain values, chunks, the manifest. Of a group's, tensors that lie on
-    several ranks in full, and which rank saved which boxes.
+    Leaves with dtype, shape and size, aliases, plain values, bytes by dtype, chunks, the manifest. Of a group's,
+    tensors that lie on several ranks in full, and which rank saved which boxes.
 
     Reads no tensor, but of a group without --rank those that ranks may have different, and writes nothing. Safe while a
     trainer writes to the store.
@@ -217,10 +222,21 @@ def show(
             pick(chunk, "offset", "nbytes") | {"crc32": f"{chunk.checksum:08x}"} for chunk in description.chunks
         ],
         **pick(description, "array_nbytes", "aliases", "differing", containers="branches"),
+        "dtypes": _by_dtype(description),
         "leaves": [_leaf_as_json(leaf) for leaf in description.leaves] if json else [],
         "sharded": [_sharded_as_json(leaf) for leaf in description.sharded] if json else [],
     }
-    return Report(document, _described(description))
+    return Report(document, _described(description, depth))
+
+
+def _by_dtype(description: pccheck.stores.Description) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for leaf in description.leaves:
+        if leaf.entry is not None:
+            sums = found.setdefault(leaf.entry.dtype, {"count": 0, "nbytes": 0})
+            sums["count"] += 1
+            sums["nbytes"] += leaf.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]["nbytes"]))
 
 
 def _leaf_as_json(leaf: StoredLeaf) -> dict[str, Any]:
@@ -238,7 +254,7 @@ def _sharded_as_json(leaf: ShardedLeaf) -> dict[str, Any]:
     return pick(leaf, "path", "dtype", "shape", "nbytes", replica="is_replica") | {"boxes": boxes}
 
 
-def _described(description: pccheck.stores.Description) -> Iterator[str | Tree]:
+def _described(description: pccheck.stores.Description, depth: int | None) -> Iterator[str | Tree]:
     whose = "" if description.rank is None else f", part of rank {description.rank}"
     branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}{whose}")}
 
@@ -250,14 +266,25 @@ def _described(description: pccheck.stores.Description) -> Iterator[str | Tree]:
             branches[names] = branch(names[:-1]).add(label)
         return branches[names]
 
+    deeper = defaultdict[tuple[str, ...], list[int]](list)
+
+    def add(leaf: StoredLeaf | ShardedLeaf, text: str) -> None:
+        if depth is not None and len(leaf.names) > depth:
+            deeper[leaf.names[:depth]].append(leaf.nbytes)
+            branch(leaf.names[:depth])
+        else:
+            branch(leaf.names[:-1]).add(text)
+
     end = 0
     for sharded in (*description.sharded, None):
         for leaf in description.leaves[end : None if sharded is None else sharded.leaves.start]:
             if not leaf.is_metadata:
-                branch(leaf.names[:-1]).add(_leaf(leaf))
+                add(leaf, _leaf(leaf))
         if sharded is not None:
             end = sharded.leaves.stop
-            branch(sharded.names[:-1]).add(_sharded(sharded, description.leaves[sharded.leaves.start : end]))
+            add(sharded, _sharded(sharded, description.leaves[sharded.leaves.start : end]))
+    for names, nbytes in deeper.items():
+        branches[names].label = f"{branches[names].label}  {len(nbytes)} leaves, {size(sum(nbytes))}"
     yield branches[()]
     info, chunks = description.info, description.chunks
     arrays = sum(leaf.entry is not None for leaf in description.leaves)
@@ -266,6 +293,9 @@ def _described(description: pccheck.stores.Description) -> Iterator[str | Tree]:
         f"{'This part: ' if description.sharded else ''}{arrays} tensors and arrays of "
         f"{size(description.array_nbytes)}, {description.aliases} of them aliases; {values} plain values."
     )
+    dtypes = [f"{name} {size(sums['nbytes'])} in {sums['count']}" for name, sums in _by_dtype(description).items()]
+    if dtypes:
+        yield f"By dtype: {', '.join(dtypes)}."
     if description.sharded:
         whole = size(sum(leaf.nbytes for leaf in description.sharded))
         yield f"{len(description.sharded)} tensors lie on several ranks: {whole} in full."

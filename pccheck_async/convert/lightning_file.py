@@ -27,7 +27,7 @@ _NAMES: Final = {
 }
 """Parts of the state, and their names in the file; the rest of the file is ``others``."""
 _OTHERS: Final = "pccheck_others"
-"""What a PCcheckModelParallelStrategy names everything but the shards."""
+"""The name of everything but the shards, in the state that a PCcheckModelParallelStrategy saves."""
 
 
 def is_checkpoint(held: object) -> bool:

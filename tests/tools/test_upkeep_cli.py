@@ -140,6 +140,9 @@ def test_show(made: Path) -> None:
     assert "step = 3" in result.stdout
     assert "3 tensors and arrays of 24.0 kB, 1 of them aliases; 2 plain values." in result.stdout
     assert "the manifest at byte 12288," in result.stdout
+    assert "By dtype: float32 24.0 kB in 3." in result.stdout
+    shown = [line.split("  ") for line in pccheck("show", made, "--depth=1").stdout.splitlines()]
+    assert [line[1:] for line in shown if line[0].endswith("model")] == [["2 leaves, 24.0 kB"]]
 
 
 def test_show_json(made: Path) -> None:
@@ -156,6 +159,7 @@ def test_show_json(made: Path) -> None:
     assert leaves["step"] == {"path": "step", "kind": "int", "value": 2}
     assert leaves[EVIL]["value"] == EVIL
     assert [chunk["offset"] for chunk in found["chunks"]] == [0, 4096, 8192]
+    assert found["dtypes"] == {"float32": {"count": 3, "nbytes": 24008}}
     assert parsed("show", made)["metadata"] == {"loss": "nan", "note": EVIL[:-1]}
 
 
