@@ -241,6 +241,8 @@ _NO_LOCKS = (_errno.ENOLCK, _errno.EOPNOTSUPP, _errno.ENOSYS, _errno.EINVAL)
 
 def _advised(error: OSError) -> str:
     text = error.strerror or str(error)
+    if is_forbidden(error):
+        return f"{text}; that is no damage: use the account that owns the file, or change its mode"
     return f"{text}; {_ADVICE[error.errno]}" if error.errno in _ADVICE else text
 
 

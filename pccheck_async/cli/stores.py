@@ -7,7 +7,7 @@ import json as jsonlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sized
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -736,13 +736,15 @@ def recover(
     commit record is valid, pins and rejections are lost: a run that was rejected may be restored
     again; look with `pccheck ls`, and reject it again.
 
-    Exit status: 0 the store is in order, or written, 1 it failed, 2 wrong usage, 3 nothing whole was found, 4 there is
-    something to write, or something is lost or damaged.
+    Exit status: 0 the store is in order, or written, 1 it failed, or this user may not write some files, 2 wrong usage,
+    3 nothing whole was found, 4 there is something to write, or what a record names is lost or damaged, and is still
+    named.
     """
     with progress_bar("searching") as progress:
         recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
         **pick(recovery, "needed", "missing", "lost", "problems", "identity", "record", "written", "kept", "unnamed"),
+        "dropped": [as_json(info) for info in recovery.dropped],
         "slots": [
             pick(one, "chunks", "whole", "note", slot="file")
             | {
@@ -755,12 +757,16 @@ def recover(
         "refusal": recovery.refusal,
     }
     status = 0 if recovery.written or not recovery.needed else NOTHING
-    if recovery.missing or recovery.problems or (status and (recovery.named or recovery.record == "valid")):
+    lost = (recovery.missing or recovery.problems) and not recovery.named_anew
+    if lost or (status and (recovery.named or recovery.record == "valid")):
         status = DIFFERENT
-    return Report(document, _recovered(recovery, path), status)
+    from pccheck_async.upkeep import forbidden_files  # and torch
+
+    forbidden = [] if status else forbidden_files(read_place(path))
+    return Report(document, _recovered(recovery, path, forbidden), FAILED if forbidden else status)
 
 
-def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | Table]:
+def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequence[str]) -> Iterator[str | Table]:
     if recovery.found:
         rows = table("slot", "step", "counter", "size", "captured (UTC)", "whole", "note", right=4)
         for one in recovery.found:
@@ -771,6 +777,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
     if recovery.unnamed:
         yield f"store.json of {', '.join(recovery.unnamed)} is missing, damaged, or of a store of one process."
     steps = f"{_noun(recovery.named)} {_steps(recovery.named)}"
+    dropped = ", ".join(map(_in_words, recovery.dropped))
     if recovery.lost and not recovery.refusal:
         yield (
             "Pins and rejections are lost with the records: a run that was rejected may be restored "
@@ -778,29 +785,48 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path) -> Iterator[str | 
             "before a trainer starts: its first commit keeps only what its rules keep."
         )
     if recovery.missing:
-        yield (
-            f"LOST: {', '.join(recovery.missing)}, which the newest record names: gone, cut short, or no regular file. "
-            f"A trainer falls back to the newest checkpoint that is whole: `pccheck verify {path} --all` lists them."
-        )
+        slots_lost, names = ", ".join(recovery.missing), "named" if recovery.named_anew else "names"
+        yield f"LOST: {slots_lost}, which the newest record {names}: gone, cut short, or no regular file."
+        if not recovery.named_anew and (recovery.written or not recovery.needed):
+            from pccheck_async.upkeep import lost_slots  # and torch
+
+            place = read_place(path)
+            yield _restart(place, lost_slots(place))
     yield from recovery.problems
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
         yield f"Written: {', '.join(recovery.written)}{kept}."
         names = f"The store names {steps}, newest first" if recovery.named else "The store names no checkpoint"
         yield f"{names}. `pccheck verify {path}` checks them."
+        if dropped:
+            yield f"The old record named, too: {dropped}. No slot that was chosen holds them whole."
     elif recovery.refusal:
         yield f"--write refuses: {recovery.refusal}."
     elif recovery.named and (recovery.needed or recovery.found):
         yield f"Nothing was written. With --write the store names {steps}, newest first."
+        if dropped:
+            yield f"It no longer names {dropped}: no slot that was chosen holds them whole."
     elif not recovery.needed and (recovery.missing or recovery.problems):
         yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
     elif not recovery.needed:
         bytes_too = f"no checkpoint was read: `pccheck verify {path} --all` checks the bytes"
-        yield f"Nothing is missing from the records, and a trainer can open this store; {bytes_too}."
+        can = "" if forbidden else ", and a trainer can open this store"
+        yield f"Nothing is missing from the records{can}; {bytes_too}."
     elif recovery.record == "valid":
         yield "Nothing was written. With --write the store is there again; it names no checkpoint."
     else:
         yield "No slot holds a whole checkpoint. Nothing was written."
+    if forbidden:
+        yield (
+            f"This user may not read and write {first_few(forbidden, 5)}, so that no trainer of this user can open the "
+            "store; that is no damage: change the modes of these files."
+        )
+
+
+def _in_words(info: pccheck.CheckpointInfo) -> str:
+    """Return the step of a checkpoint, with its name and marks."""
+    facts = [*([] if info.name is None else [f"named {printable(info.name)}"]), *_marks(info)]
+    return f"step {info.step} ({', '.join(facts)})" if facts else f"step {info.step}"
 
 
 # -- export and import

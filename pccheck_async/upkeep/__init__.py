@@ -16,7 +16,7 @@ from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_che
 from pccheck_async.upkeep.copying import copy_checkpoint
 from pccheck_async.upkeep.listing import ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 from pccheck_async.upkeep.memory import MemoryFolder, clear_memory, list_memory, memory_of
-from pccheck_async.upkeep.reading import Description, describe_checkpoint, lost_records, lost_slots
+from pccheck_async.upkeep.reading import Description, describe_checkpoint, forbidden_files, lost_records, lost_slots
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints
 
@@ -25,6 +25,7 @@ __all__ += ["MemoryFolder", "clear_memory", "list_memory", "memory_of"]
 __all__ += ["ShardBox", "ShardedLeaf", "StoredLeaf", "Verification", "compare_checkpoints", "copy_checkpoint"]
 __all__ += [
     "describe_checkpoint",
+    "forbidden_files",
     "list_leaves",
     "lost_records",
     "lost_slots",

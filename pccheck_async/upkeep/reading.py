@@ -28,6 +28,7 @@ __all__ = [
     "Progress",
     "counting",
     "describe_checkpoint",
+    "forbidden_files",
     "lost_records",
     "lost_slots",
 ]
@@ -49,6 +50,15 @@ def lost_slots(place: Place) -> dict[int, str]:
             if fault := _slot_fault(place.path / name, part.entry):
                 faults.setdefault(one.key.counter, []).append(f"{name} {fault}")
     return {counter: ", ".join(each) for counter, each in faults.items()}
+
+
+def forbidden_files(place: Place) -> list[str]:
+    """Return the files that a trainer opens and that this user may not read and write."""
+    names = list[str]()
+    for rank, (_, record) in place.stores.items():
+        slots = [slot_name(entry.slot) for entry in record.entries]
+        names += [os.path.join(place.folder(rank), name) for name in (COMMIT_NAME, *slots)]
+    return [name for name in names if (path := place.path / name).exists() and not os.access(path, os.R_OK | os.W_OK)]
 
 
 def lost_records(place: Place) -> list[str]:

@@ -91,6 +91,7 @@ class Recovery:
         missing: Slots that a valid record names and that are gone, cut short, or no regular files: their checkpoints
             are lost.
         problems: What else is lost or damaged, in sentences.
+        dropped: Checkpoints that a valid record named, and that the one of a search does not: no slot holds them whole.
         unnamed: Of a group, the folders of ranks whose ``store.json`` is missing or damaged.
         refusal: Why ``write`` writes nothing; empty if it may.
     """
@@ -106,11 +107,17 @@ class Recovery:
     problems: tuple[str, ...] = ()
     refusal: str = ""
     unnamed: tuple[str, ...] = ()
+    dropped: tuple[CheckpointInfo, ...] = ()
 
     @property
     def needed(self) -> bool:
         """Whether a trainer could not open the store as it was found."""
         return self.identity != "valid" or self.record != "valid" or bool(self.unnamed)
+
+    @property
+    def named_anew(self) -> bool:
+        """Whether a record was written that names what was found: it does not name any more what was missing."""
+        return COMMIT_NAME in self.written
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -198,6 +205,7 @@ def recover_store(
         else:
             entries = list(record.entries)
         before = record.entries if record else ()
+        named = {(entry.counter, entry.slot) for entry in entries}
         version = _version(Path(path), identity, record)
         recovery = Recovery(
             identity_state,
@@ -206,6 +214,7 @@ def recover_store(
             tuple(entry.info for entry in entries),
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
             problems=problems,
+            dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
             refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
         )
         if not write:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from pccheck_async import StorageOptions, SyncCheckpointEngine, stores
-from pccheck_async.errors import ReadError, WriteError
+from pccheck_async.errors import ReadError, WriteError, read_error, write_error
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
@@ -28,6 +29,12 @@ class Forbidding(WrappingWriter):
             kind = WriteError if writable else ReadError
             raise kind(errno.EACCES, os.strerror(errno.EACCES), name)
         return await super().open(name, writable=writable)
+
+
+@pytest.mark.parametrize("make", [read_error, write_error])
+def test_what_may_not_be_opened_is_not_called_damaged(make: Callable[[OSError, str], OSError]) -> None:
+    error = make(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "slot-000")
+    assert "Permission denied; that is no damage: use the account that owns the file" in str(error)
 
 
 def test_a_slot_that_may_not_be_opened_is_neither_passed_over_nor_called_damaged(

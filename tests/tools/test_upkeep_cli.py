@@ -486,6 +486,31 @@ def test_recover(store: Path) -> None:
     assert pccheck("verify", store, "--all").exit_code == 0
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_what_a_search_does_not_find_is_named_no_more(store: Path, step: int) -> None:
+    """A trainer falls back only if it is the newest; the store is in order once a record without it is written."""
+    stores.pin(store, step=step)
+    (store / stores.describe(store, step=step).slot).unlink()
+    result = pccheck("recover", store)
+    assert result.exit_code == 4
+    assert f"A restart restores step {3 if step == 2 else 2}, if it is whole" in result.stdout
+    assert f"It no longer names step {step} (pinned): no slot" in pccheck("recover", store, "--search").stdout
+    result = pccheck("recover", store, "--search", "--write")
+    assert result.exit_code == 0
+    assert f"The old record named, too: step {step} (pinned). No slot" in result.stdout
+    assert "A restart" not in result.stdout
+    assert pccheck("recover", store).exit_code == 0
+
+
+def test_files_that_a_trainer_may_not_write_are_no_damage(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = stores.describe(store).slot
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != slot)
+    result = pccheck("recover", store)
+    assert result.exit_code == 1
+    assert f"This user may not read and write {slot}, so that no trainer of this user can open the" in result.stdout
+    assert "and a trainer can open this store" not in result.stdout
+
+
 def test_nothing_whole_is_3(tmp_path: Path) -> None:
     (tmp_path / "slot-000").write_bytes(bytes(5000))
     result = pccheck("recover", tmp_path)
