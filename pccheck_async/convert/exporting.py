@@ -76,7 +76,8 @@ def export_checkpoint(
     Works beside a writer, also one of this process: of a checkpoint in flight, call ``pending.result()`` first, and
     keep it (by a name and ``keep_last="all"``, or a pin) as long as the export takes to begin.
 
-    The step, the name and the metadata of the checkpoint go along, for :func:`import_checkpoint`.
+    The step, the name and the metadata of the checkpoint go along, for :func:`import_checkpoint`; not for "lightning"
+    and "transformers", whose own files name the step.
 
     Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, for checkpoints of any
     size, if tensors lie contiguous; for "dcp" within 128 MiB more. The result

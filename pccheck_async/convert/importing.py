@@ -146,9 +146,10 @@ def import_checkpoint(
             f"{name} holds {with_article(type(state).__name__)}, not a mapping; give the name that it shall have as "
             "root"
         )
-    saved = reading.saved
+    # A framework's checkpoint becomes another state: one that PCcheckIO marked in the metadata as its own is no more.
+    saved = None if kind in ("lightning", "transformers") else reading.saved
     if saved is not None:
-        known, facts = saved.step if known is None else known, saved.metadata if facts is None else facts
+        known, facts = saved.step, saved.metadata if facts is None else facts
     step = known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
     own_name = None if saved is None else saved.name or None

@@ -393,6 +393,7 @@ def test_what_the_plugins_of_lightning_saved_is_its_file(checkpoints: Path, tmp_
         io.teardown()
     assert stores.export(tmp_path / "s", tmp_path / "out.ckpt", to="lightning").changed == ()
     assert bits(torch.load(tmp_path / "out.ckpt", weights_only=True)) == bits(held)
+    assert stores.import_(tmp_path / "out.ckpt", tmp_path / "back").metadata == {}  # PCcheckIO reads no such state
     with pytest.raises(UnsupportedStateError, match=r"it has no model, no trainer, and nothing was written"):
         stores.export(tmp_path / "s", tmp_path / "out", to="transformers")
 
