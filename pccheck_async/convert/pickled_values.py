@@ -183,7 +183,10 @@ def _check_archive(source: Any, reading: Reading) -> _Archive:
             reading.unchecked.add("torch.serialization.set_crc32_options(False) was in force when it was saved")
         names = [member.filename for member in members]
         about = next((name for name in names if name.rpartition("/")[2] == SAVED), None)
-        saved = None if about is None else Saved.decode(archive.read(about), str(source))
+        saved = None
+        if about is not None:
+            with archive.open(about) as opened:
+                saved = Saved.decode(opened.read(_PIECE_BYTES), str(source))  # a forged one may unpack to any size
         return _Archive(names, any(one.compress_type != zipfile.ZIP_STORED for one in members), head, saved)
 
 

@@ -1094,6 +1094,21 @@ def test_an_export_brings_back_what_the_checkpoint_was(tmp_path: Path, to: Any) 
     assert again.missing == ("the name 'best' (the store has a checkpoint of that name)",)
 
 
+@pytest.mark.parametrize("data", [b"", b"\x80", bytes(1 << 21), b"\x81\xa4step\xa1x"])
+def test_damaged_facts_beside_a_state_are_named(tmp_path: Path, data: bytes) -> None:
+    save(tmp_path / "s", {"x": torch.ones(3)})
+    for to in ("torch", "dcp"):
+        stores.export(tmp_path / "s", tmp_path / to, to=to)
+    (tmp_path / "dcp" / "pccheck_async.msgpack").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "torch") as whole, zipfile.ZipFile(tmp_path / "other", "w") as forged:
+        for member in whole.namelist():
+            forged.writestr(member, data if member.endswith(".msgpack") else whole.read(member), zipfile.ZIP_DEFLATED)
+    for file in ("other", "dcp"):
+        with pytest.raises(CorruptStoreError, match=rf"pccheck_async\.msgpack in .*{file} cannot be read"):
+            stores.import_(tmp_path / file, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": torch.zeros(3)}, step=100)
     torch.save(torch.ones(3), tmp_path / "t.pt")
