@@ -44,10 +44,10 @@ from pccheck_async.state import (
 )
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
 from pccheck_async.telemetry import write
-from pccheck_async.transfer import PAGE_BYTES, PackedPiece, contiguous_buffer
+from pccheck_async.transfer import PAGE_BYTES, contiguous_buffer
 from pccheck_async.transfer.copying import CopyBackend, Fence, Fenced
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.transfer.plan import Plan, Planner, segments
+from pccheck_async.transfer.plan import PackedPiece, Plan, Planner, segments
 
 __all__ = ["Capture", "InlineCaptures", "StateReader"]
 

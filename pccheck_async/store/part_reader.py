@@ -32,13 +32,12 @@ from pccheck_async.store.chunks import Checked, Damaged, Staging, check_chunks, 
 from pccheck_async.transfer import (
     BufferLease,
     BufferPool,
-    Segments,
     Tasks,
     address_of,
     aligned_buffer,
 )
 from pccheck_async.transfer.copying import CopyBackend
-from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
+from pccheck_async.transfer.plan import Segments, Table, scatter_runs, unit_runs
 
 __all__ = ["PartReader", "Source", "read_manifest"]
 

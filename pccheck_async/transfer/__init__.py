@@ -2,8 +2,8 @@
 """Moving bytes: staging buffers, the plan of chunks, copies to and from devices, and I/O operations.
 
 Two rooms inside have doors of their own: ``operations/`` (write, read, flush, copy, checksum: in C or in Python) and
-``copying/`` (live state to buffers and back: host or CUDA). This level needs no torch. May import: state, format,
-telemetry and errors.
+``copying/`` (live state to buffers and back: host or CUDA). ``transfer.plan`` is imported by its name: it imports
+torch, which nothing here needs, nor ``pccheck watch`` beside an engine. May import: state, format, telemetry, errors.
 """
 
 from pccheck_async.transfer.forks import ForkLock, abandoned_in_child
@@ -15,7 +15,6 @@ from pccheck_async.transfer.machine import (
     share_of_machine,
 )
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
-from pccheck_async.transfer.plan import PackedPiece, Segments
 from pccheck_async.transfer.pool import BufferLease, BufferPool
 from pccheck_async.transfer.uninterrupted import Tasks, uninterrupted
 
@@ -24,8 +23,6 @@ __all__ = [
     "BufferLease",
     "BufferPool",
     "ForkLock",
-    "PackedPiece",
-    "Segments",
     "Tasks",
     "abandoned_in_child",
     "address_of",

@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +55,17 @@ def test_once_of_a_running_engine(tmp_path: Path) -> None:
     assert document["state"] == "running"
     assert [each["step"] for each in document["committed"]] == [2, 1]
     assert document["status"]["counts"]["durable"] == 2
+
+
+def test_beside_an_engine_no_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pccheck_async.cli.watch import Watch; from pathlib import Path; "
+        f"assert Watch(Path({str(tmp_path)!r})).look().state == 'running'; assert 'torch' not in sys.modules"
+    )
+    with SyncCheckpointEngine(tmp_path) as engine:
+        save(engine, 1)
+        published(tmp_path)
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.slow

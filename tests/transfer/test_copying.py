@@ -33,7 +33,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.state import HOST, PackedSource, Sources, arrange
 from pccheck_async.state.leaves import ArrayLeaf, RawSource
 from pccheck_async.testing import FailingWriter
-from pccheck_async.transfer import BufferPool, PackedPiece, Segments, address_of, aligned_buffer
+from pccheck_async.transfer import BufferPool, address_of, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy, lanes, make_backend
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
 from pccheck_async.transfer.copying.lanes import Lane, compacted, gaps, joined, merged, moves, split
@@ -41,7 +41,7 @@ from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, TorchRuntime
 from pccheck_async.transfer.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
-from pccheck_async.transfer.plan import Planner, Table
+from pccheck_async.transfer.plan import PackedPiece, Planner, Segments, Table
 from pccheck_async.transfer.pool import LARGEST_SLAB
 from tests.fixtures import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
