@@ -325,7 +325,8 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
     except WriteError as error:
         if error.errno not in _REFUSED:
             raise
-        text = f"the store's files cannot be written ({error.strerror}); use a folder that this process may write"
+        why = os.strerror(error.errno)
+        text = f"the store's files cannot be written ({why}); use a folder that this process may write"
         raise WriteError(error.errno, text, error.filename) from error
 
 
