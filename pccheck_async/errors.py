@@ -56,6 +56,15 @@ def first_few(names: Sequence[object], most: int = 20) -> str:
     return _first_few(readable(map(str, names[: most + 1])), most)
 
 
+_LISTED = 5
+"""About how many paths the text of a mismatch names."""
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def _first_few(names: Sequence[str], most: int = 20) -> str:
     return f"{', '.join(names[:most])}{', ...' if len(names) > most else ''}"
 
@@ -133,6 +142,8 @@ class UnsupportedStateError(_PathError, TypeError):
 class StateMismatchError(_PathError, ValueError):
     """A checkpoint does not fit the state it should be restored into.
 
+    The text names the first few paths; the attributes have all.
+
     Attributes:
         missing: Paths the state has and the checkpoint lacks.
         unexpected: Paths the checkpoint has and the state lacks.
@@ -143,6 +154,8 @@ class StateMismatchError(_PathError, ValueError):
         missing: See above.
         unexpected: See above.
         mismatched: See above.
+        cause: What the difference looks like.
+        advice: What to do about it.
     """
 
     def __init__(
@@ -152,23 +165,32 @@ class StateMismatchError(_PathError, ValueError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
+        cause: str = "",
+        advice: str = "",
     ) -> None:
         parted = [text.partition(" (") for text in mismatched]  # the path, and what was found
         names = iter(readable([*missing, *unexpected, *(path for path, _, _ in parted)]))
         self.missing = tuple(islice(names, len(missing)))
         self.unexpected = tuple(islice(names, len(unexpected)))
         self.mismatched = tuple(name + bracket + what for name, (_, bracket, what) in zip(names, parted, strict=True))
-        parts = [
-            f"{label} ({len(paths)}): {_first_few(paths)}"
-            for label, paths in (
-                ("missing from the checkpoint", self.missing),
-                ("unexpected in the checkpoint", self.unexpected),
-                ("different in the checkpoint", self.mismatched),
-            )
-            if paths
-        ]
-        text = "the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts)
-        super().__init__(message or explained(text))
+        self._said, self._cause = message, cause
+        super().__init__(self.with_advice(advice))
+
+    def with_advice(self, advice: str) -> str:
+        """Return the text with other advice: that of ``restore`` is for code that calls it."""
+        if self._said:
+            return f"{self._said}; {advice}" if advice else self._said
+        lists = {
+            "missing from the checkpoint": self.missing,
+            "unexpected in the checkpoint": self.unexpected,
+            "different in the checkpoint": self.mismatched,
+        }
+        there = {label: paths for label, paths in lists.items() if paths}
+        most = -(-_LISTED // max(1, len(there)))
+        listed = "; ".join(f"{label} ({len(paths)}): {_some(paths, most)}" for label, paths in there.items())
+        told = "; ".join(filter(None, (self._cause, advice))).replace("?; ", "? ")
+        head = "the checkpoint does not fit this state; nothing was restored"
+        return explained(". ".join(filter(None, (head, told, listed))))
 
 
 class TornCaptureError(_PathError):

@@ -309,7 +309,7 @@ def _refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> 
     kept = tuple(f"{path}." for path in restoration.missing)
     if paths := sorted({path for path in begun if f"{path}.".startswith(kept)}):
         raise StateMismatchError(
-            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {first_few(paths)}; "
-            f"make the state anew, then restore(state, step={step}, strict=False)",
+            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {first_few(paths)}",
             missing=paths,
+            advice=f"make the state anew, then restore(state, step={step}, strict=False)",
         )

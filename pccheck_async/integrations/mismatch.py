@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -15,11 +14,6 @@ __all__ = ["SAME_AGAIN", "advise_in_trainer"]
 SAME_AGAIN: Final = "give the same again until the epoch has ended, and change it from there on"
 """The remedy if sizes have changed inside an epoch."""
 
-_OF_RESTORE: Final = re.compile(
-    r"; (?:to (?:restore|take only)|make the state anew).*?(?:strict=False\)|keys=\[\.\.\.\]\))"
-    r"|: leave that out of the state, or take .*? give it to load_state_dict"
-)
-
 
 @contextmanager
 def advise_in_trainer(path: str) -> Iterator[None]:
@@ -27,10 +21,9 @@ def advise_in_trainer(path: str) -> Iterator[None]:
     try:
         yield
     except StateMismatchError as error:
-        text = _OF_RESTORE.sub("", str(error)).replace("restore(state, private=", "PCcheckCallback(private=")
         advice = (
             "go on with what was saved, or give PCcheckCallback another folder to begin anew; the weights alone: "
             f'load_sync({path!r}, keys=["model"])'
         )
-        error.args = (f"{text}; {advice}",)
+        error.args = (error.with_advice(advice).replace("restore(state, private=", "PCcheckCallback(private="),)
         raise

@@ -30,13 +30,13 @@ MODEL = torch.nn.Linear(2, 1)
 @pytest.mark.parametrize(
     ("change", "kept"),
     [
-        ({"new": 1}, "missing from the checkpoint (1): new; go on"),
+        ({"new": 1}, "missing from the checkpoint (1): new"),
         (
             {"model": torch.nn.Linear(3, 1)},
-            "model.weight (float32 (1, 3) here, float32 (1, 2) in the checkpoint); go on",
+            "model.weight (float32 (1, 3) here, float32 (1, 2) in the checkpoint)",
         ),
-        ({"data": Refusing()}, "data (another data set); go on"),
-        ({"model": {"entirely": torch.zeros(1)}}, "go on"),
+        ({"data": Refusing()}, "data (another data set)"),
+        ({"model": {"entirely": torch.zeros(1)}}, "restored. go on"),
         ({"optimizer": torch.optim.AdamW(MODEL.parameters())}, "param_groups.0 ("),
     ],
 )
@@ -52,7 +52,7 @@ def test_advice_of_restore_is_replaced(change: dict[str, Any], kept: str, tmp_pa
     assert kept in said
     assert "strict=" not in said
     assert "keys=[...]" not in said
-    assert said.endswith(f'; the weights alone: load_sync({str(tmp_path)!r}, keys=["model"])')
+    assert f'; the weights alone: load_sync({str(tmp_path)!r}, keys=["model"])' in said
     assert caught.value.missing == plain.value.missing
     assert said != str(plain.value)
 

@@ -26,8 +26,11 @@ HEAD = "the checkpoint does not fit this state; nothing was restored. "
 MISSING = "missing from the checkpoint"
 UNEXPECTED = "unexpected in the checkpoint"
 DIFFERENT = "different in the checkpoint"
-LENIENT = "; to restore what both have: restore(state, strict=False)"
-PART = "; to take only part of it: load(path, keys=[...])"
+LENIENT = "to restore what both have: restore(state, strict=False)"
+PART = "to take only part of it: load(path, keys=[...])"
+UNLIKE = "leave that out of the state, or take load(path, keys=[...]), change its names, and give it to load_state_dict"
+SIZES = "has other sizes here (another width, or number of classes?); make it with the sizes that were saved"
+ALONE = "take it out of the state, and call restore(state, strict=False)"
 NAMES = (
     "put the module that has them into the state, too, or give the optimizer its named_parameters() (from torch 2.6 on)"
 )
@@ -136,63 +139,110 @@ ROWS = (
         "missing and unexpected",
         lambda: {"a": 1, "c": 3},
         lambda: {"a": 0, "b": 2},
-        f"{HEAD}{MISSING} (1): b; {UNEXPECTED} (1): c{LENIENT}{PART}",
+        f"{HEAD}{LENIENT}; {PART}. {MISSING} (1): b; {UNEXPECTED} (1): c",
     ),
     Row(
         "unexpected below",
         lambda: {"a": {"t": torch.ones(1), "u": 1}},
         lambda: {"a": {"t": torch.ones(1)}},
-        f"{HEAD}{UNEXPECTED} (1): a.u{LENIENT}",
+        f"{HEAD}{LENIENT}. {UNEXPECTED} (1): a.u",
     ),
     Row(
-        "more than twenty",
+        "more than five",
         lambda: {f"k{number}": 1 for number in range(25)},
         lambda: {"k0": 0},
-        (
-            f"{HEAD}{UNEXPECTED} (24): k1, k2, k3, k4, k5, k6, k7, k8, k9, k10, k11, k12, k13, k14, k15, k16, "
-            f"k17, k18, k19, k20, ...{LENIENT}{PART}"
-        ),
+        f"{HEAD}{LENIENT}; {PART}. {UNEXPECTED} (24): k1, k2, k3, k4, k5 and 19 more",
     ),
     Row(
         "nothing in common",
         lambda: {"a": 1},
         lambda: {"b": 1},
-        f"{HEAD}{MISSING} (1): b; {UNEXPECTED} (1): a{LENIENT}{PART}",
+        f"{HEAD}they have nothing in common; {PART}. {MISSING} (1): b; {UNEXPECTED} (1): a",
     ),
     Row(
         "nothing in common, not strict",
         lambda: {"a": 1},
         lambda: {"b": 1},
-        f"{HEAD}{MISSING} (1): b; {UNEXPECTED} (1): a; they have nothing in common{PART}",
+        f"{HEAD}they have nothing in common; {PART}. {MISSING} (1): b; {UNEXPECTED} (1): a",
         strict=False,
+    ),
+    Row(
+        "a model that was renamed",
+        lambda: {"model": nn.Linear(1, 1), "optimizer": adam(1), "epoch": 1},
+        lambda: {"net": nn.Linear(1, 1), "optimizer": adam(1), "epoch": 0},
+        (
+            f"{HEAD}'net' is missing and 'model' is unexpected, with equal leaves: was it renamed? "
+            f'restore it by the name that was saved: restore({{"model": ..., ...}}). '
+            f"{MISSING} (1): net; {UNEXPECTED} (1): model"
+        ),
+    ),
+    Row(
+        "an optimizer that was renamed, before its first step",
+        lambda: {"model": nn.Linear(1, 1), "optimizer": adam(1), "rng": Thing(x=1)},
+        lambda: {"model": nn.Linear(1, 1), "opt": torch.optim.Adam([nn.Parameter(torch.ones(1))]), "rng": Thing(x=0)},
+        (
+            f"{HEAD}'opt' is missing and 'optimizer' is unexpected, with equal leaves: was it renamed? "
+            f'restore it by the name that was saved: restore({{"optimizer": ..., ...}}). '
+            f"{MISSING} (1): opt; {UNEXPECTED} (1): optimizer"
+        ),
+        strict=False,
+    ),
+    Row(
+        "two models, of which either may be the renamed one",
+        lambda: {"model": nn.Linear(1, 1), "epoch": 1},
+        lambda: {"one": nn.Linear(1, 1), "two": nn.Linear(1, 1), "epoch": 0},
+        f"{HEAD}nothing in common below one, two; {UNLIKE}; {PART}. {MISSING} (2): one, two; {UNEXPECTED} (1): model",
+    ),
+    Row(
+        "another object than the one that is missing",
+        lambda: {"scheduler": Thing(last=1), "epoch": 1},
+        lambda: {"sampler": Thing(position=1), "epoch": 0},
+        f"{HEAD}{LENIENT}; {PART}. {MISSING} (1): sampler; {UNEXPECTED} (1): scheduler",
+    ),
+    Row(
+        "a model that was not saved",
+        lambda: {"model": nn.Linear(1, 1), "epoch": 1},
+        lambda: {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1), "epoch": 0},
+        f"{HEAD}nothing in common below ema; {UNLIKE}. {MISSING} (1): ema",
+        strict=False,
+    ),
+    Row(
+        "the state of Lightning",
+        lambda: {"model": nn.Linear(1, 1), "optimizers": [], "lr_schedulers": [], "callbacks": 1, "loops": 1},
+        lambda: {"model": nn.Linear(1, 1), "optimizer": adam(1), "step": 0},
+        (
+            f"{HEAD}it was saved through pccheck_async.integrations.lightning.PCcheckCallback; go on through that; "
+            f"{PART}. {MISSING} (2): optimizer, step; {UNEXPECTED} (4): optimizers, lr_schedulers, callbacks and 1 more"
+        ),
+    ),
+    Row(
+        "another precision",
+        lambda: {"m": nn.Linear(1, 1)},
+        lambda: {"m": nn.Linear(1, 1).bfloat16()},
+        (
+            f"{HEAD}the dtypes differ; to cast: restore(state, dtype=torch.bfloat16). {DIFFERENT} (2): m.weight "
+            "(bfloat16 (1, 1) here, float32 (1, 1) in the checkpoint), m.bias (bfloat16 (1,) here, float32 (1,) in the "
+            "checkpoint)"
+        ),
     ),
     Row(
         "nothing in common below a name",
         lambda: {"m": {"x": torch.ones(1)}, "step": 1},
         lambda: {"m": {"y": torch.ones(1)}, "step": 0},
-        (
-            f"{HEAD}{MISSING} (1): m.y; {UNEXPECTED} (1): m.x; nothing in common below m: leave that out of the "
-            "state, or take load(path, keys=[...]), change its names, and give it to load_state_dict"
-        ),
+        f"{HEAD}nothing in common below m; {UNLIKE}. {MISSING} (1): m.y; {UNEXPECTED} (1): m.x",
     ),
     Row(
         "nothing in common below a name, not strict",
         lambda: {"m": {"x": torch.ones(1)}, "step": 1},
         lambda: {"m": {"y": torch.ones(1)}, "step": 0},
-        (
-            f"{HEAD}{MISSING} (1): m.y; {UNEXPECTED} (1): m.x; nothing in common below m: leave that out of the "
-            "state, or take load(path, keys=[...]), change its names, and give it to load_state_dict"
-        ),
+        f"{HEAD}nothing in common below m; {UNLIKE}. {MISSING} (1): m.y; {UNEXPECTED} (1): m.x",
         strict=False,
     ),
     Row(
         "no module in common",
         lambda: {"m": [nn.Identity(), 1]},
         lambda: {"m": [nn.Linear(1, 1), 1]},
-        (
-            f"{HEAD}{MISSING} (2): m.0.weight, m.0.bias; nothing in common below m.0: leave that out of the "
-            "state, or take load(path, keys=[...]), change its names, and give it to load_state_dict"
-        ),
+        f"{HEAD}nothing in common below m.0; {UNLIKE}. {MISSING} (2): m.0.weight, m.0.bias",
         strict=False,
     ),
     Row(
@@ -200,9 +250,9 @@ ROWS = (
         lambda: {"m": nn.Linear(2, 2)},
         lambda: {"m": Wrapped("module")},
         (
-            rf"{HEAD}{MISSING} (2): m.module.weight, m.module.bias; {UNEXPECTED} (2): m.weight, m.bias; a "
-            "model here is wrapped by DistributedDataParallel or its like: "
-            "save and restore the module inside (model.module)"
+            f"{HEAD}a model here is wrapped by DistributedDataParallel or its like: save and restore the "
+            "module inside (model.module). "
+            f"{MISSING} (2): m.module.weight, m.module.bias; {UNEXPECTED} (2): m.weight, m.bias"
         ),
     ),
     Row(
@@ -210,9 +260,9 @@ ROWS = (
         lambda: {"m": Wrapped("module"), "step": 1},
         lambda: {"m": nn.Linear(2, 2), "step": 0},
         (
-            rf"{HEAD}{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m.module.weight, m.module.bias; a "
-            "model in the checkpoint is wrapped by DistributedDataParallel or "
-            "its like: save and restore the module inside (model.module)"
+            f"{HEAD}a model in the checkpoint is wrapped by DistributedDataParallel or its like: save and "
+            "restore the module inside (model.module). "
+            f"{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m.module.weight, m.module.bias"
         ),
         strict=False,
     ),
@@ -221,9 +271,9 @@ ROWS = (
         lambda: {"m": nn.Linear(2, 2)},
         lambda: {"m": Wrapped("_orig_mod")},
         (
-            rf"{HEAD}{MISSING} (2): m._orig_mod.weight, m._orig_mod.bias; {UNEXPECTED} (2): m.weight, m.bias; "
-            "a model here is wrapped by torch.compile: save and restore the "
-            "module inside (model._orig_mod)"
+            f"{HEAD}a model here is wrapped by torch.compile: save and restore the module inside "
+            "(model._orig_mod). "
+            f"{MISSING} (2): m._orig_mod.weight, m._orig_mod.bias; {UNEXPECTED} (2): m.weight, m.bias"
         ),
     ),
     Row(
@@ -231,9 +281,9 @@ ROWS = (
         lambda: {"m": Wrapped("_orig_mod"), "step": 1},
         lambda: {"m": nn.Linear(2, 2), "step": 0},
         (
-            rf"{HEAD}{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m._orig_mod.weight, m._orig_mod.bias; "
-            "a model in the checkpoint is wrapped by torch.compile: save and "
-            "restore the module inside (model._orig_mod)"
+            f"{HEAD}a model in the checkpoint is wrapped by torch.compile: save and restore the module "
+            "inside (model._orig_mod). "
+            f"{MISSING} (2): m.weight, m.bias; {UNEXPECTED} (2): m._orig_mod.weight, m._orig_mod.bias"
         ),
         strict=False,
     ),
@@ -242,8 +292,9 @@ ROWS = (
         lambda: {"a": torch.ones(2), "c": 1},
         lambda: {"a": torch.ones(3), "b": 1},
         (
-            f"{HEAD}{MISSING} (1): b; {UNEXPECTED} (1): c; {DIFFERENT} (1): a (float32 (3,) here, float32 (2,) in "
-            f"the checkpoint){PART}"
+            f"{HEAD}a {SIZES}; {PART}. "
+            f"{MISSING} (1): b; {UNEXPECTED} (1): c; {DIFFERENT} (1): a (float32 (3,) here, float32 (2,) in "
+            "the checkpoint)"
         ),
     ),
     Row(
@@ -274,7 +325,7 @@ ROWS = (
         "an object without an entry",
         lambda: {"best": {"nets": [1, Thing(x=1)]}},
         lambda: {"best": {"nets": [1]}},
-        (f"{HEAD}{DIFFERENT} (1): best.nets.1 (an object in the checkpoint: put one there, or None for its state)"),
+        f"{HEAD}{DIFFERENT} (1): best.nets.1 (an object in the checkpoint: put one there, or None for its state)",
     ),
     Row(
         "a placeholder that cannot change",
@@ -340,7 +391,7 @@ ROWS = (
         "shape",
         lambda: {"a": torch.ones(3)},
         lambda: {"a": torch.ones(2)},
-        f"{HEAD}{DIFFERENT} (1): a (float32 (2,) here, float32 (3,) in the checkpoint)",
+        f"{HEAD}a {SIZES}. {DIFFERENT} (1): a (float32 (2,) here, float32 (3,) in the checkpoint)",
     ),
     Row(
         "dtype",
@@ -371,7 +422,8 @@ ROWS = (
         lambda: {"m": nn.Linear(1, 2)},
         lambda: {"m": nn.Linear(1, 3)},
         (
-            f"{HEAD}{DIFFERENT} (2): m.weight (float32 (3, 1) here, float32 (2, 1) in the checkpoint), m.bias "
+            f"{HEAD}m {SIZES}. "
+            f"{DIFFERENT} (2): m.weight (float32 (3, 1) here, float32 (2, 1) in the checkpoint), m.bias "
             "(float32 (3,) here, float32 (2,) in the checkpoint)"
         ),
     ),
@@ -394,7 +446,7 @@ ROWS = (
         "meta",
         lambda: {"a": torch.ones(2)},
         lambda: {"a": torch.zeros(2, device="meta")},
-        (f"{HEAD}{DIFFERENT} (1): a (on the meta device here; materialise it first (module.to_empty(device=...)))"),
+        f"{HEAD}{DIFFERENT} (1): a (on the meta device here; materialise it first (module.to_empty(device=...)))",
     ),
     Row(
         "freed",
@@ -538,35 +590,36 @@ ROWS = (
         "refused by an object",
         lambda: {"x": [Checking(table=2)]},
         lambda: {"x": [Checking(table=1)]},
-        (
-            f"{HEAD}{DIFFERENT} (1): x.0 (another table); to restore all but x.0: take it out of the state, and "
-            "call restore(state, strict=False)"
-        ),
+        f"{HEAD}to restore all but x.0: {ALONE}. {DIFFERENT} (1): x.0 (another table)",
     ),
     Row(
         "optimizer without groups",
         lambda: {"o": Thing(x=1)},
         lambda: {"o": sgd(1)},
-        f"{HEAD}{DIFFERENT} (1): o.param_groups (not in the checkpoint)",
+        f"{HEAD}to restore all but o: {ALONE}. {DIFFERENT} (1): o.param_groups (not in the checkpoint)",
     ),
     Row(
         "optimizer with other groups",
         lambda: {"o": sgd(1, 2)},
         lambda: {"o": sgd(1)},
-        f"{HEAD}{DIFFERENT} (1): o.param_groups (1 groups here, 2 in the checkpoint)",
+        f"{HEAD}to restore all but o: {ALONE}. {DIFFERENT} (1): o.param_groups (1 groups here, 2 in the checkpoint)",
     ),
     Row(
         "optimizer with other parameters",
         lambda: {"o": adam(1, 2)},
         lambda: {"o": adam(1)},
-        f"{HEAD}{DIFFERENT} (1): o.param_groups.0.params (1 parameters here, 2 in the checkpoint)",
+        (
+            f"{HEAD}to restore all but o: {ALONE}. "
+            f"{DIFFERENT} (1): o.param_groups.0.params (1 parameters here, 2 in the checkpoint)"
+        ),
     ),
     Row(
         "optimizer of other shapes",
         lambda: {"o": adam(1)},
         lambda: {"o": adam(2)},
         (
-            f"{HEAD}{DIFFERENT} (2): o.state.0.exp_avg ((1,) in the checkpoint, of a parameter (2,) here), "
+            f"{HEAD}to restore all but o: {ALONE}. "
+            f"{DIFFERENT} (2): o.state.0.exp_avg ((1,) in the checkpoint, of a parameter (2,) here), "
             "o.state.0.exp_avg_sq ((1,) in the checkpoint, of a parameter (2,) here)"
         ),
     ),
@@ -575,22 +628,28 @@ ROWS = (
         lambda: {"o": sgd(1)},
         lambda: {"o": adam(1)},
         (
-            f"{HEAD}{DIFFERENT} (1): o.param_groups.0 (another optimizer's: for Adam it lacks betas, eps, and has "
-            "dampening, momentum, nesterov; to restore only the rest, take o out and call restore(state, "
-            "strict=False))"
+            f"{HEAD}to restore all but o: {ALONE}. "
+            f"{DIFFERENT} (1): o.param_groups.0 (another optimizer's: for Adam it lacks betas, eps, and has "
+            "dampening, momentum, nesterov)"
         ),
     ),
     Row(
         "names that no module has",
         lambda: {"o": named("w", "v")},
         lambda: {"o": adam(1, 2)},
-        f"{HEAD}{DIFFERENT} (1): o.param_groups.0 (of these names no parameter here: w, v; {NAMES})",
+        (
+            f"{HEAD}to restore all but o: {ALONE}. "
+            f"{DIFFERENT} (1): o.param_groups.0 (of these names no parameter here: w, v; {NAMES})"
+        ),
     ),
     Row(
         "moments that no module has",
         lambda: {"o": moments(*"abcdef")},
         lambda: {"o": adam(*range(1, 7))},
-        f"{HEAD}{DIFFERENT} (1): o.state (of no parameter here: a, b, c, d, e, ...; {NAMES})",
+        (
+            f"{HEAD}to restore all but o: {ALONE}. "
+            f"{DIFFERENT} (1): o.state (of no parameter here: a, b, c, d, e, ...; {NAMES})"
+        ),
     ),
 )
 

@@ -94,7 +94,7 @@ def wrapped(missing: Collection[str], unexpected: Collection[str]) -> str:
         for where, longer, plain in (("here", missing, unexpected), ("in the checkpoint", unexpected, missing)):
             if not {path.replace(prefix, "", 1) for path in longer if prefix in path}.isdisjoint(plain):
                 inside = f"save and restore the module inside (model.{attribute})"
-                return f"; a model {where} is wrapped by {wrapper}: {inside}"
+                return f"a model {where} is wrapped by {wrapper}: {inside}"
     return ""
 
 
@@ -177,8 +177,7 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
         if (here := len(group["params"])) != count:
             mismatches.append(f"{where}.{index}.params ({here} parameters here, {count} in the checkpoint)")
         if trouble := _other_kind(optimizer, group, item):
-            rest = f"to restore only the rest, take {path} out and call restore(state, strict=False)"
-            mismatches.append(f"{where}.{index} ({trouble}; {rest})")
+            mismatches.append(f"{where}.{index} ({trouble})")
     return mismatches
 
 

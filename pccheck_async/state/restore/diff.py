@@ -7,7 +7,7 @@ The live state is a tree like the stored one (:func:`.live.live_tree`); both are
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, repeat
@@ -19,10 +19,10 @@ import torch
 from msgspec import structs
 from torch.nn.parameter import is_lazy
 
-from pccheck_async.errors import StateMismatchError
+from pccheck_async.errors import CheckpointError, StateMismatchError
 from pccheck_async.format import Action, dtypes
 from pccheck_async.format import skeleton as nodes
-from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import (
     ArrayNode,
     ComposedNode,
@@ -41,7 +41,16 @@ from pccheck_async.state.leaves import KINDS
 from pccheck_async.state.restore import adapt
 from pccheck_async.state.restore.arrays import describe, difference
 from pccheck_async.state.restore.live import Live, LiveTree, Opaque
-from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, paired, paths_by_node, rebuild
+from pccheck_async.state.restore.tree import (
+    count,
+    entries,
+    has_parts,
+    mapping_keys,
+    opened,
+    paired,
+    paths_by_node,
+    rebuild,
+)
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import naming_owner, take_apart
 from pccheck_async.state.stateful import can_check
@@ -53,6 +62,16 @@ _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes
 _NOWHERE: Final = object()
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
+_TRAINED: Final = (torch.nn.Module, torch.optim.Optimizer)
+_WRITERS: Final[Mapping[str, Set[Any]]] = {
+    "lightning.PCcheckCallback": {"lr_schedulers", "callbacks", "loops"},
+    "lightning.PCcheckIO": {"pytorch-lightning_version", "state_dict"},
+    "transformers.PCcheckCallback": {"model", "optimizer", "scheduler", "rng", "trainer"},
+    "accelerate.training_state": {"accelerator", "loader", "rng"},
+    "torchtitan.CheckpointManager": {"train_state", "dataloader"},
+    "dcp.StorageWriter": {"torch.distributed.checkpoint"},
+}
+"""Outermost names, which plain states do not have together, by the part of the integrations that saves them."""
 _SPECIAL: Final = frozenset((ComposedNode, PickledNode, ShardedNode))
 """Nodes of values that are not made of the bytes of one array each."""
 
@@ -109,6 +128,9 @@ class Diff:
         unexpected: Paths that the checkpoint has and the state lacks: they are not read.
         mismatched: Paths that both have and that cannot be restored, each with what was found.
         refused: Those of objects that refuse their stored state.
+        resized: Those of arrays that have another shape.
+        castable: Those of tensors that differ in nothing but a dtype to which a restore can cast, which it gives.
+        renamed: By outermost names of objects that the state alone has, those of the checkpoint alone that fit.
         disjoint: Paths that both have, with nothing in common below.
         counts: By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
         matched: How many entries of the state are restored.
@@ -128,6 +150,9 @@ class Diff:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    castable: dict[str, torch.dtype] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
     disjoint: list[str] = field(default_factory=list)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     matched: int = 0
@@ -156,32 +181,67 @@ class Diff:
 
     def error(self, *, strict: bool) -> StateMismatchError | None:
         """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
-        incomplete = bool(self.missing or self.unexpected)
-        if not (incomplete or self.mismatched or self.disjoint):
+        if not (self.missing or self.unexpected or self.mismatched or self.disjoint):
             return None
-        advice = adapt.wrapped(self.missing, self.unexpected)
+        wrapped = adapt.wrapped(self.missing, self.unexpected)
+        empty = [*self.disjoint, *self._unfilled()]
         # If nothing was restored, the state would pass for a restored one.
-        nothing = self.disjoint or (self.missing and (not self.matched or advice))
-        if not (self.mismatched or (strict and incomplete) or nothing):
+        nothing = bool(empty or (self.missing and (not self.matched or wrapped)))
+        if not (self.mismatched or strict or nothing):
             return None
-        make = partial(StateMismatchError, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched)
-        if not self.mismatched and not advice:
-            if self.disjoint:
-                advice = (
-                    f"; nothing in common below {', '.join(self.disjoint)}: leave that out of the state, or take "
-                    "load(path, keys=[...]), change its names, and give it to load_state_dict"
-                )
-            elif strict:
-                advice = "; to restore what both have: restore(state, strict=False)"
-            else:
-                advice = "; they have nothing in common"
+        causes, advice = [wrapped] if wrapped else [], list[str]()
+        if writer := self._writer():
+            causes.append(f"it was saved through pccheck_async.integrations.{writer}")
+            advice.append("go on through that")
+        for here, there in self.renamed.items():
+            causes.append(f"'{here}' is missing and '{there}' is unexpected, with equal leaves: was it renamed?")
+            advice.append(f'restore it by the name that was saved: restore({{"{there}": ..., ...}})')
+        if not writer and (unlike := [path for path in empty if path not in self.renamed and not wrapped]):
+            causes.append(f"nothing in common below {', '.join(paths.readable(unlike))}")
+            advice.append(
+                "leave that out of the state, or take load(path, keys=[...]), change its names, and give it to "
+                "load_state_dict"
+            )
+        elif nothing and not causes:
+            causes.append("they have nothing in common")
+        if self.resized:
+            below = dict.fromkeys(map(paths.first, self.resized))
+            causes.append(f"{', '.join(below)} has other sizes here (another width, or number of classes?)")
+            advice.append("make it with the sizes that were saved")
+        if self.mismatched and len(self.castable) == len(self.mismatched) and len({*self.castable.values()}) == 1:
+            causes.append("the dtypes differ")
+            advice.append(f"to cast: restore(state, dtype={next(iter(self.castable.values()))})")
+        refused = tuple(f"{path}." for path in self.refused)
+        apart = not nothing and all(f"{path.partition(' (')[0]}.".startswith(refused) for path in self.mismatched)
+        if apart and self.mismatched:
+            rest = "take it out of the state, and call restore(state, strict=False)"
+            advice.append(f"to restore all but {', '.join(self.refused)}: {rest}")
+        elif apart and strict:
+            advice.append("to restore what both have: restore(state, strict=False)")
         assert isinstance(self.manifest.skeleton, MappingNode)
-        if not set(paths.components(mapping_keys(self.manifest.skeleton))).isdisjoint(self.unexpected):
-            advice += "; to take only part of it: load(path, keys=[...])"
-        if self.refused:
-            refused = ", ".join(self.refused)
-            advice += f"; to restore all but {refused}: take it out of the state, and call restore(state, strict=False)"
-        return make(f"{make()}{advice}")
+        outermost = {*paths.components(mapping_keys(self.manifest.skeleton))} - {*self.renamed.values()}
+        if not outermost.isdisjoint(self.unexpected):
+            advice.append("to take only part of it: load(path, keys=[...])")
+        return StateMismatchError(
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=self.mismatched,
+            cause="; ".join(causes),
+            advice="; ".join(advice),
+        )
+
+    def _unfilled(self) -> list[str]:
+        """Return the paths of modules and optimizers of which the checkpoint has nothing, not even the name."""
+        lacking = tuple(f"{path}." for path in self.missing)
+        objects = [live for live in self.tree.lives.values() if isinstance(live.value, _TRAINED) and live.state]
+        return [live.path for live in objects if f"{live.path}.".startswith(lacking)]
+
+    def _writer(self) -> str:
+        """Return the adapter of a trainer that saved the checkpoint; empty if it was none, or the state is like it."""
+        assert isinstance(self.manifest.skeleton, MappingNode)
+        stored, here = {*mapping_keys(self.manifest.skeleton)}, self.tree.state.keys()
+        writers = (writer for writer, names in _WRITERS.items() if names <= stored and not names <= here)
+        return next(writers, "")
 
     def actions(self) -> dict[str, Action]:
         """Return what is done with each part of the state that is restored, by paths."""
@@ -229,7 +289,39 @@ class _Walk:
                 found.disjoint.append(path)
             number = count(node)
             found.counts[path] = number - (self._unread - unread), number
+        found.renamed = self._renamed()
         return found
+
+    def _renamed(self) -> dict[str, str]:
+        """Return the names of outermost objects that the state alone has, each with the only one that fits it."""
+        missing, unexpected = {*self.found.missing}, {*self.found.unexpected}
+        keys, items = _entries_of(self._tree.skeleton)
+        ours = {name: live for name, live in zip(paths.components(keys), items, strict=True) if name in missing}
+        theirs = {name: node for _, name, node in entries(self._skeleton) if name in unexpected}
+        pairs = [
+            (here, there)
+            for here, live in ours.items()
+            for there, node in theirs.items()
+            if type(live) is StatefulNode and self._is_whole(live, node)
+        ]
+        counts = Counter(chain.from_iterable((("here", here), ("there", there)) for here, there in pairs))
+        return {here: there for here, there in pairs if counts["here", here] == counts["there", there] == 1}
+
+    def _is_whole(self, live: StatefulNode, node: Node) -> bool:
+        """Whether an object would be restored from a stored state, and nothing of that be left over."""
+        stored = opened(node)
+        if not isinstance(stored, MappingNode):
+            return False
+        value = self._tree.lives[id(live)].value
+        if not isinstance(value, _TRAINED) and {*_entries_of(live.child)[0]} != {*mapping_keys(stored)}:
+            return False  # such objects take any state
+        alone = _Walk(self._tree, self.found.manifest, self._rules)
+        try:
+            alone._object(live, node)
+        except (CheckpointError, TypeError, ValueError):
+            return False
+        found = alone.found
+        return bool(found.matched) and not (found.missing or found.unexpected or found.mismatched)
 
     # -- values that are filled in place or replaced
 
@@ -305,9 +397,20 @@ class _Walk:
             if not trouble:
                 found.fills.append(Fill(path, node, live, strict))
             elif strict:
+                self._note_array(live, self._tensors[node.index], path)
                 found.mismatched.append(f"{path} ({trouble})")
         elif strict:
             self._differs(live, node, path)
+
+    def _note_array(self, live: Any, entry: TensorEntry, path: str) -> None:
+        """Keep how a live array differs from the stored one, for the advice of the error."""
+        if is_lazy(live):
+            return
+        floating = isinstance(live, torch.Tensor) and live.dtype.is_floating_point
+        if tuple(live.shape) != entry.shape:
+            self.found.resized.append(path)
+        elif floating and not difference(entry, live, live.dtype):
+            self.found.castable[path] = live.dtype
 
     def _fill_parts(self, live: Any, node: ComposedNode, path: str, *, strict: bool) -> None:
         """Compare a composed tensor with a stored one; its parts are filled in place."""
@@ -455,6 +558,7 @@ class _Walk:
             return node
         node, differences, alike = adapt.optimizer_state(optimizer, own, node, self._tensors, self._names, path)
         found.mismatched += differences
+        found.refused += [path] if differences else []
         for _, value, parameter in alike:
             if isinstance(value, ArrayNode):
                 found.preferred[value.index] = parameter.device
