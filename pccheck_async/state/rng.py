@@ -17,7 +17,8 @@ class RNGState:
     """The global generators of Python, numpy, torch on the CPU and torch on every CUDA device.
 
     Put one into the app state (``{"rng": RNGState(), ...}``). CUDA generators are saved only if CUDA was used.
-    Generators of your own (``numpy.random.default_rng()``, ``torch.Generator()``) are not among them: save their state.
+    Generators of your own (``numpy.random.default_rng()``, ``torch.Generator()``) are not among them: save each through
+    an object with ``state_dict()`` and ``load_state_dict()``.
     """
 
     def state_dict(self) -> dict[str, Any]:

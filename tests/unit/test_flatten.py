@@ -30,7 +30,7 @@ from pccheck_async.format.skeleton import (
     OrderedDictNode,
     StatefulNode,
 )
-from pccheck_async.state import Stateful, flatten, flatten_unchecked
+from pccheck_async.state import RNGState, Stateful, flatten, flatten_unchecked
 from pccheck_async.state.restore.tree import rebuild
 
 Point = namedtuple("Point", "x y")
@@ -151,9 +151,10 @@ def test_any_mapping_may_be_the_state() -> None:
         (range(3), "list"),
         (MappingProxyType({}), "dict"),
         (lambda: 1, "code"),
-        (Thing, "code"),
+        (Thing, "give an instance: Thing()"),
+        (RNGState, "give an instance: RNGState()"),
         (object(), "state_dict"),
-        (torch.Generator(), "get_state"),
+        (torch.Generator(), "state_dict() returns x.get_state(), and whose load_state_dict(state) does x.set_state("),
         (MyTensor(), "plain tensor"),
         (
             torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
@@ -173,7 +174,7 @@ def test_any_mapping_may_be_the_state() -> None:
         ({np.datetime64("NaT", "s")}, "NaN"),
         ({Color.RED: 1}, "key"),
         (np.ma.masked_array([1]), "getmaskarray"),
-        (np.random.default_rng(0), "bit_generator.state"),
+        (np.random.default_rng(0), "does x.bit_generator.state = state"),
         (np.random.RandomState(0), "legacy=False"),
         (random.Random(0), "getstate"),
         (Settings(), "asdict"),
@@ -197,7 +198,7 @@ def test_any_mapping_may_be_the_state() -> None:
         (TensorDataset(torch.ones(1)), "leave it out: data is no state"),
         (Endless(), "leave it out: data is no state"),
         (random.SystemRandom(), "leave it out"),
-        (np.random.PCG64(0), "save x.state"),
+        (np.random.PCG64(0), "does x.state = state"),
         (type("Box", (), {"__iter__": lambda self: iter([1])})(), "state_dict"),
         (type("S", (str,), {})("x"), "plain str"),
     ],

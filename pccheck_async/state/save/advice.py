@@ -23,6 +23,12 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
 from pccheck_async.state.boxes import FlatShard
 
+
+def _through(state: str, load: str) -> str:
+    """Return advice for a generator: its state as a value in the app state would be the one of that moment for ever."""
+    return f"save an object whose state_dict() returns {state}, and whose load_state_dict(state) does {load}"
+
+
 _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (torch.Tensor, "save a plain tensor (x.as_subclass(torch.Tensor)); run lazy modules once first"),
     (np.ma.MaskedArray, "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
@@ -30,12 +36,12 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (torch.utils.data.DataLoader, "use pccheck_async.ResumableLoader(dataset, batch_size=...) instead of it"),
     (torch.utils.data.Sampler, "save where it is: with pccheck_async.ResumableSampler or ResumableLoader"),
     (torch.utils.data.Dataset, "leave it out: data is no state; the position in it is, of a ResumableLoader"),
-    (torch.Generator, "save x.get_state()"),
-    (np.random.Generator, "save x.bit_generator.state"),
-    (np.random.RandomState, "save x.get_state(legacy=False)"),
-    (np.random.BitGenerator, "save x.state"),
+    (torch.Generator, _through("x.get_state()", "x.set_state(state)")),
+    (np.random.Generator, _through("x.bit_generator.state", "x.bit_generator.state = state")),
+    (np.random.RandomState, _through("x.get_state(legacy=False)", "x.set_state(state)")),
+    (np.random.BitGenerator, _through("x.state", "x.state = state")),
     (random.SystemRandom, "leave it out: it has no state"),
-    (random.Random, "save x.getstate()"),
+    (random.Random, _through("x.getstate()", "x.setstate(state)")),
     (enum.Enum, "save its name or its value"),
     (tuple, "save tuple(x)"),
     (Mapping, "save dict(x)"),
@@ -82,6 +88,8 @@ def _advice(value: Any) -> str:
             return "save dataclasses.asdict(x)"
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return "define state_dict and load_state_dict on its class, not on the instance"
+    elif _is_class_with_state(value):
+        return f"give an instance: {value.__name__}()"
     if isinstance(value, Collection):
         return "save list(x)"
     if callable(value):
@@ -89,10 +97,15 @@ def _advice(value: Any) -> str:
     return "give it state_dict() and load_state_dict(), save what it consists of, or leave it out"
 
 
+def _is_class_with_state(value: Any) -> bool:
+    return isinstance(value, type) and hasattr(value, "state_dict")
+
+
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
     """Return the error that refuses a value, with advice."""
     text = f"{path}: {values.with_article(full_name(value))} cannot be saved; {_advice(value)}"
-    if not isinstance(value, torch.utils.data.DataLoader):  # a pickled loader would not keep its position
+    # A pickled loader would not keep its position, and a class has no state.
+    if not isinstance(value, torch.utils.data.DataLoader) and not _is_class_with_state(value):
         text += " (an engine with allow_pickle=True pickles it)"
     return UnsupportedStateError(text)
 
