@@ -12,7 +12,17 @@ import torch
 
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import Caller, EngineLoop, PendingCheckpoint, Private, flight_of, note_closing_failure_on, run
-from pccheck_async.format import CheckpointInfo, Metadata, Restored, Tier, check_tier, formerly, the_one, which_one
+from pccheck_async.format import (
+    CheckpointInfo,
+    Metadata,
+    Restored,
+    Tier,
+    check_tier,
+    explained,
+    formerly,
+    the_one,
+    which_one,
+)
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -103,6 +113,7 @@ class CheckpointEngine(EngineBase):
         with note_closing_failure_on(error):
             await self._end(partial(self._training.leave, well=error is None), go=error is None)
 
+    @explained
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
         """Return the context of one training step, which checkpoints after it when one is due (``interval``).
 
@@ -123,6 +134,7 @@ class CheckpointEngine(EngineBase):
         return AsyncStepContext(self._training, TrainingStep(state, step, metadata), self.checkpoint)
 
     @_counted_until_awaited
+    @explained
     async def checkpoint(
         self,
         state: Mapping[str, Any],
@@ -197,6 +209,7 @@ class CheckpointEngine(EngineBase):
         return pending
 
     @_counted_until_awaited
+    @explained
     async def restore(
         self,
         state: Mapping[str, Any],
@@ -226,8 +239,8 @@ class CheckpointEngine(EngineBase):
                 the checkpoint alone are not read; the result names both (``missing``, ``unexpected``). Modules load
                 their own state with the stored part in place; other objects get their saved state. These still raise:
                 another shape, dtype or type; an optimizer of other parameters (leave such an object out of ``state``);
-                a module or an entry of ``state`` of which the checkpoint has nothing below its name; a model that
-                only one of them has in a wrapper.
+                a module or an optimizer of which the checkpoint has nothing, and an entry of ``state`` that both have
+                with nothing in common below; a model that only one of them has in a wrapper.
             dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
                 dtype, cast by ``copy_``, and so do the tensors that an optimizer keeps for such parameters. (Not if a
                 tensor lies on several ranks in another way than it was saved.) None: another dtype raises.

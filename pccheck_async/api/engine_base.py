@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, Literal, Never, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, Never, Unpack
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,7 +27,7 @@ from pccheck_async.engine import (
     openmetrics,
     scalars,
 )
-from pccheck_async.format import CheckpointInfo
+from pccheck_async.format import CheckpointInfo, explained
 from pccheck_async.group import Group, Ranks
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.store import Keep, SpaceNeeded
@@ -38,10 +38,22 @@ from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
 
 __all__ = ["EngineBase"]
 
+_VERBS: Final = {
+    **dict.fromkeys(("save", "save_checkpoint", "save_state", "snapshot"), "checkpoint(state, step=...)"),
+    **dict.fromkeys(("load", "load_checkpoint", "load_state", "load_state_dict", "resume"), "restore(state)"),
+    **dict.fromkeys(("wait", "flush", "join", "synchronize"), "drain()"),
+    **dict.fromkeys(("shutdown", "stop", "finish", "end"), "close()"),
+    **dict.fromkeys(("delete", "drop"), "remove(step=...)"),
+    **dict.fromkeys(("latest_step", "last", "newest"), "latest.step"),
+    **dict.fromkeys(("list", "steps", "all_steps", "list_checkpoints"), "checkpoints()"),
+}
+"""By names of methods of other libraries, what to write."""
+
 
 class EngineBase:
     """The shared part of :class:`pccheck_async.CheckpointEngine` and :class:`pccheck_async.SyncCheckpointEngine`."""
 
+    @explained
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -136,6 +148,14 @@ class EngineBase:
     def __repr__(self) -> str:
         core: EngineCore | None = vars(self).get("_core")  # none yet, in the traceback of wrong settings
         return f"<{type(self).__name__}{'' if core is None else f' {core.summary()}'}>"
+
+    if not TYPE_CHECKING:  # where it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Never:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _VERBS:
+                text += f": write engine.{_VERBS[name]}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
@@ -275,7 +295,7 @@ class EngineBase:
 
 
 def _keywords() -> list[str]:
-    return ["path", *(EngineBase.__init__.__kwdefaults__ or {})]
+    return [*signature(EngineBase).parameters]
 
 
 def engine_settings(callee: str, settings: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, CorruptStoreError
-from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
+from pccheck_async.format import CheckpointInfo, Which, dtypes, explained, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.group import Place, open_place
@@ -34,6 +34,7 @@ __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint", "
 T = TypeVar("T")
 
 
+@explained
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pccheck_async.engine import Auto, EngineLoop, call_once
-from pccheck_async.format import CheckpointInfo, Which, which_one
+from pccheck_async.format import CheckpointInfo, Which, explained, which_one
 from pccheck_async.group import open_place, read_place
 from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import Restoration, allocate
@@ -23,6 +23,7 @@ __all__ = ["list_checkpoints", "load", "load_sync"]
 Device: TypeAlias = str | torch.device | Mapping[str, Any] | Callable[[torch.UntypedStorage, str], Any]
 
 
+@explained
 async def load(
     path: str | os.PathLike[str],
     *,
@@ -86,6 +87,7 @@ async def load(
     return state
 
 
+@explained
 def load_sync(
     path: str | os.PathLike[str],
     *,

@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from difflib import get_close_matches
 from itertools import takewhile
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, Final, Literal, TypedDict
 
 from pccheck_async.engine import Auto, StorageOptions
+from pccheck_async.format import unknown_argument
 from pccheck_async.group import Group
 from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import Keep
@@ -65,19 +65,6 @@ _NEW: Final = {
     "trusted_replicas": ("group", "trusted_replicas"),
 }
 """By old keyword, the new one and the field of it."""
-
-_BEST: Final = 'keep=Keep(best=(metric, 1, "min"))'
-_ELSEWHERE: Final = {
-    **dict.fromkeys(
-        ("save_steps", "every_n_train_steps", "every_n_epochs", "save_strategy", "save_interval"), "interval"
-    ),
-    **dict.fromkeys(("train_time_interval", "checkpoint_interval", "checkpointing_steps", "every_n_steps"), "interval"),
-    **dict.fromkeys(("save_total_limit", "total_limit", "max_to_keep", "keep_latest_k", "num_to_keep"), "keep_last"),
-    **dict.fromkeys(("save_top_k", "monitor", "mode", "metric_for_best_model", "greater_is_better"), _BEST),
-    **dict.fromkeys(("load_best_model_at_end", "save_best"), _BEST),
-    **dict.fromkeys(("dirpath", "output_dir", "checkpoint_dir", "save_dir", "directory", "folder", "store"), "path"),
-}
-"""By keyword of trainers and other libraries, the one that does the same here."""
 
 
 def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,11 +166,4 @@ def refuse_unknown(callee: str, names: Iterable[str], known: Iterable[str]) -> N
     for old, (keyword, field) in _NEW.items():
         words[old] = words[field] = _spelled(keyword, {field: ...})
     for name in unknown:
-        here = _ELSEWHERE.get(name, "")
-        if here.partition("=")[0] in words:
-            near = [here]
-        else:
-            likely = [name] if name in words else get_close_matches(name, words)
-            near = [*dict.fromkeys(words[word] for word in likely)]
-        also = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise TypeError(f"{callee} has no argument {name!r}{also}")
+        raise unknown_argument(callee, name, words)

@@ -10,7 +10,17 @@ import torch
 
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, PendingCheckpoint, Private, block_on, flight_of, note_closing_failure_on
-from pccheck_async.format import CheckpointInfo, Metadata, Restored, Tier, check_tier, formerly, the_one, which_one
+from pccheck_async.format import (
+    CheckpointInfo,
+    Metadata,
+    Restored,
+    Tier,
+    check_tier,
+    explained,
+    formerly,
+    the_one,
+    which_one,
+)
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.tuning import Progress, Tuning
@@ -69,6 +79,7 @@ class SyncCheckpointEngine(EngineBase):
         with note_closing_failure_on(error), self._training.ending(go=error is None):
             block_on(self._core, self._training.leave, well=error is None)
 
+    @explained
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
         """Return the context of one training step, which checkpoints after it when one is due (``interval``).
 
@@ -89,6 +100,7 @@ class SyncCheckpointEngine(EngineBase):
         """
         return StepContext(self._training, TrainingStep(state, step, metadata), self.checkpoint)
 
+    @explained
     def checkpoint(
         self,
         state: Mapping[str, Any],
@@ -162,6 +174,7 @@ class SyncCheckpointEngine(EngineBase):
             self._core.in_flight.note_waited(flight, start, "checkpoint")
         return pending
 
+    @explained
     def restore(
         self,
         state: Mapping[str, Any],
@@ -191,8 +204,8 @@ class SyncCheckpointEngine(EngineBase):
                 checkpoint alone are not read; the result names both (``missing``, ``unexpected``). Modules load their
                 own state with the stored part in place; other objects get their saved state. These still raise: another
                 shape, dtype or type; an optimizer of other parameters (leave such an object out of ``state``); a module
-                or an entry of ``state`` of which the checkpoint has nothing below its name; a model that only one of
-                them has in a wrapper.
+                or an optimizer of which the checkpoint has nothing, and an entry of ``state`` that both have with
+                nothing in common below; a model that only one of them has in a wrapper.
             dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
                 dtype, cast by ``copy_``, and so do the tensors that an optimizer keeps for such parameters. (Not if a
                 tensor lies on several ranks in another way than it was saved.) None: another dtype raises.

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Literal
 
 from pccheck_async.engine.policy import Policy
-from pccheck_async.format import align, check_count
+from pccheck_async.format import align, check_count, explained
 from pccheck_async.medium.open_medium import IO, MediumName, check_io
 from pccheck_async.store import Keep, KeepAll, Retention, can_hash
 from pccheck_async.transfer.copying import DeviceMode
@@ -30,6 +30,7 @@ _BUFFERS = 8
 """Chunks that staging memory holds if it is scarce: with fewer, and copies and writes wait for each other."""
 
 
+@explained
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
     """How an engine moves bytes to its storage, and what it takes for that; none of it changes a checkpoint.
@@ -89,6 +90,7 @@ class StorageOptions:
         _check_seconds("exit_timeout", self.exit_timeout)
 
 
+@explained
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTier:
     """Keep the newest checkpoints in memory, too (tmpfs): they survive the process, not the machine.

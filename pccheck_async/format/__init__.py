@@ -11,10 +11,12 @@ from pccheck_async.format.arguments import (
     check_step,
     check_tier,
     describe_which,
+    explained,
     formerly,
     matches,
     new_step,
     the_one,
+    unknown_argument,
     which_one,
     whole_step,
 )
@@ -27,6 +29,7 @@ from pccheck_async.format.record import Entry, Identity, Record, align, check_me
 __all__ = [
     "WINDOW_KEY", "Action", "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Line", "Membership",
     "Metadata", "Parts", "Record", "Restored", "Run", "Tier", "Which", "align", "check_count",
-    "check_metadata", "check_name", "check_step", "check_tier", "combine", "crc32", "describe_which", "formerly",
-    "matches", "name_in", "new_step", "piece_sums", "the_one", "which_one", "whole_step",
+    "check_metadata", "check_name", "check_step", "check_tier", "combine", "crc32", "describe_which", "explained",
+    "formerly",
+    "matches", "name_in", "new_step", "piece_sums", "the_one", "unknown_argument", "which_one", "whole_step",
 ]  # fmt: skip

@@ -1,18 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments that several rooms take: steps, names, counts, and which checkpoint is meant."""
+"""Checks of arguments that several rooms take: their names, steps, counts, and which checkpoint is meant."""
 
 from __future__ import annotations
 
 import operator
 import warnings
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from inspect import Parameter, signature
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from pccheck_async.format.info import Tier, Which
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
+
+_HERE: Final = {
+    "interval": """
+        save_steps every_n_train_steps every_n_epochs every_n_steps save_strategy save_interval train_time_interval
+        checkpoint_interval checkpointing_steps save_every checkpoint_every every_steps every save_freq frequency period
+    """,
+    "keep_last": "save_total_limit total_limit max_to_keep keep_latest_k num_to_keep last",
+    'keep=Keep(best=(metric, 1, "min"))': """
+        save_top_k monitor mode metric_for_best_model greater_is_better load_best_model_at_end save_best
+    """,
+    "path": "dirpath output_dir checkpoint_dir save_dir directory folder store",
+    "step": "global_step iteration epoch",
+    "metadata": "metrics meta info",
+    "state": "state_dict app_state model",
+    "device": "map_location",
+    "keys": "prefix only filter",
+    "name": "tag label",
+}
+_ELSEWHERE: Final = {name: here for here, names in _HERE.items() for name in names.split()}
+"""By keyword of trainers and other libraries, the one that does the same here."""
+
+
+def explained(target: C) -> C:
+    """Return a function, or a class, whose calls with wrong arguments say which were meant.
+
+    Python's own errors suggest nothing, and name the class that defines a method.
+    """
+    if isinstance(target, type):
+        target.__init__ = explained(target.__init__)  # type: ignore[misc]
+        return target
+
+    @wraps(target)
+    def called(*arguments: Any, **named: Any) -> Any:
+        try:
+            return target(*arguments, **named)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from inside
+            raise _wrong_arguments(target, error, arguments, named) from None
+
+    return cast("C", called)
+
+
+def _wrong_arguments(
+    target: Callable[..., Any], error: TypeError, arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> TypeError:
+    callee = type(arguments[0]).__name__ if target.__name__ == "__init__" else target.__qualname__
+    parameters = signature(target).parameters.values()
+    known = [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+    for name in named:
+        if name not in known:
+            return unknown_argument(callee, name, {one: one for one in known})
+    text = str(error).replace(f"{target.__qualname__}()", f"{callee}()")
+    if len(arguments) > sum(each.kind is Parameter.POSITIONAL_OR_KEYWORD for each in parameters):
+        text += f"; by name: {', '.join(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)}"
+    return TypeError(text)
+
+
+def unknown_argument(callee: str, name: str, words: Mapping[str, str]) -> TypeError:
+    """Return the error for an argument that there is not, with those that may be meant.
+
+    Args:
+        callee: What the user called.
+        name: The argument.
+        words: By names that may be meant, what to write.
+    """
+    near = []
+    if (here := _ELSEWHERE.get(name, "")).partition("=")[0] in words:
+        near.append(here)
+    if name in words or not near:
+        near += [words[word] for word in ([name] if name in words else get_close_matches(name, words))]
+    if near:
+        return TypeError(f"{callee} has no argument {name!r}; did you mean {' or '.join(dict.fromkeys(near))}?")
+    return TypeError(f"{callee} has no argument {name!r}; it has {', '.join(w for w in words if words[w] == w)}")
 
 
 def check_step(step: object) -> int | None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError
-from pccheck_async.format import Entry, Line, Record, Which, check_count, describe_which, matches
+from pccheck_async.format import Entry, Line, Record, Which, check_count, describe_which, explained, matches
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
@@ -54,6 +54,7 @@ class Kept(NamedTuple):
     """Those that ``Keep(every=...)`` keeps and that are dropped because a record has no room for all of them."""
 
 
+@explained
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Checkpoints that an engine keeps beside the newest ones (``keep_last``), each as long as a rule names it.

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from pccheck_async import CheckpointEngine, Group, Keep, MemoryTier, StorageOptions, SyncCheckpointEngine
+from pccheck_async import (
+    CheckpointEngine,
+    Group,
+    Keep,
+    MemoryTier,
+    StorageOptions,
+    SyncCheckpointEngine,
+    load,
+    load_sync,
+)
 from pccheck_async.api import renamed
 from pccheck_async.testing import CrashDisk, CrashWriter
 
@@ -135,7 +144,9 @@ def test_an_old_keyword_beside_other_fields_of_the_new_one(tmp_path: Path) -> No
         ("gpu_capture", r"; did you mean storage=StorageOptions\(gpu_capture=\.\.\.\)\?$"),
         ("replicate", r"; did you mean group=Group\.of\(group, replicated=\.\.\.\)"),
         ("intervall", r"; did you mean interval\?$"),
-        ("colour", "$"),
+        ("colour", "; it has path, max_in_flight, keep_last, "),
+        ("every", r"; did you mean interval or keep=Keep\(every=\.\.\.\)\?$"),
+        ("save_every", r"; did you mean interval\?$"),
         ("save_steps", r"; did you mean interval\?$"),
         ("every_n_train_steps", r"; did you mean interval\?$"),
         ("save_total_limit", r"; did you mean keep_last\?$"),
@@ -147,6 +158,56 @@ def test_an_old_keyword_beside_other_fields_of_the_new_one(tmp_path: Path) -> No
 def test_a_keyword_that_there_is_not(kind: Engine, wrong: str, says: str) -> None:
     with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument '{wrong}'{says}"):
         kind("nowhere", **{wrong: 3})
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda _: Keep(evry=3), "^Keep has no argument 'evry'; did you mean every"),  # type: ignore[call-arg]
+        (lambda _: Keep(last=3), "^Keep has no argument 'last'; it has every, best, spaced$"),  # type: ignore[call-arg]
+        (lambda _: StorageOptions(writer=3), "^StorageOptions has .*; did you mean writers"),  # type: ignore[call-arg]
+        (lambda _: MemoryTier(every=3), "^MemoryTier has .*; did you mean interval"),  # type: ignore[call-arg]
+        (
+            lambda engine: engine.restore({}, map_location="cpu"),
+            "^SyncCheckpointEngine.restore has no .*; it has state",
+        ),
+        (lambda engine: engine.restore({}, strct=False), "did you mean strict"),
+        (lambda engine: engine.checkpoint({}, epoch=1), "^SyncCheckpointEngine.checkpoint has .*; did you mean step"),
+        (lambda engine: engine.checkpoint({}, 1), "3 were given; by name: step, metadata, "),
+        (lambda engine: engine.step({}, 1, metrics={}), "did you mean metadata"),
+        (lambda engine: load_sync(engine.path, map_location="cpu"), "^load_sync has .*; did you mean device"),  # type: ignore[call-arg]
+        (lambda engine: load(engine.path, map_location="cpu"), "^load has .*; did you mean device"),  # type: ignore[call-arg]
+        (lambda _: SyncCheckpointEngine(), r"^SyncCheckpointEngine\(\) missing 1 .* 'path'$"),  # type: ignore[call-arg]
+        (lambda _: CheckpointEngine("a", 3), r"^CheckpointEngine\(\) takes .*; by name: max_in_flight"),  # type: ignore[call-arg]
+    ],
+)
+def test_wrong_arguments_of_other_calls(call: Callable[[Any], object], says: str, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(TypeError, match=says):
+        call(engine)
+
+
+@KINDS
+def test_verbs_of_other_libraries(kind: Engine, tmp_path: Path) -> None:
+    engine = kind(tmp_path)
+    for name, here in {"save": r"checkpoint\(state", "load": r"restore\(state\)", "wait": r"drain\(\)"}.items():
+        with pytest.raises(
+            AttributeError, match=rf"'{kind.__name__}' object has no attribute '{name}': write .*{here}"
+        ):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match=r"attribute 'colour'$"):
+        _ = engine.colour
+    assert not hasattr(engine, "state_dict")
+
+
+def test_an_error_from_inside_a_call_stays_as_it_is(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            return {}.update(1, 2)  # type: ignore[call-overload]
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(TypeError, match="update expected at most 1"):
+        engine.checkpoint({"x": Broken()}, step=1)
 
 
 @pytest.mark.parametrize(
