@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
@@ -32,7 +33,7 @@ from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.engine.status_publisher import make_status
-from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError, StoreLockedError
+from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError, StoreLockedError, first_few
 from pccheck_async.format import (
     CheckpointInfo,
     Metadata,
@@ -45,6 +46,7 @@ from pccheck_async.format import (
     matches,
     new_step,
 )
+from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium import forget, holder_here, remember
 from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
@@ -91,6 +93,8 @@ class EngineCore:
         self.loop: EngineLoop
         self._unrestored: list[CheckpointInfo] = []  # found at opening, until the first restore or save
         self._restored_step: int | None = None  # from a restore until the next step
+        self._last_step: tuple[int, bool] | None = None  # since a restore, and whether training began it
+        self._told_smaller = self.config.overwrite
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
@@ -158,6 +162,15 @@ class EngineCore:
             raise
         self.state = "open"
         self.stream.emit(Opened(checkpoints=checkpoints, step=step, io=io))
+        if not checkpoints:
+            self._warn_of_stores_below()
+
+    def _warn_of_stores_below(self) -> None:
+        """Warn if there are stores in the folders of this empty one: the path of one of them may be meant."""
+        files = [file for name in (IDENTITY_NAME, GROUP_NAME) for file in Path(self.path).glob(f"[!.]*/{name}")]
+        if found := sorted({file.parent.name for file in files if not file.parent.name.startswith("rank-")}):
+            text = "%s holds no checkpoint, but has stores in its folders: %s; to go on with one of them, give its path"
+            write("stores_below", text, self.path, first_few(found, 5), store=self.path)
 
     async def _open(self) -> None:
         work.set(Work(self.path))
@@ -406,7 +419,7 @@ class EngineCore:
     ) -> tuple[PendingCheckpoint, float]:
         start = time.perf_counter()
         assembly = self.check_alive()
-        last = self.training.before_checkpoint() or last
+        last = self.training.before_checkpoint(state) or last
         if not last:
             self.in_flight.raise_untold()
         step = None if step is None else new_step(step)
@@ -469,16 +482,27 @@ class EngineCore:
                 self.in_flight.tell_skipped(skipped, step)
         return PendingCheckpoint(flight), start
 
-    def check_restored(self, step: int | None) -> None:
+    def check_restored(self, step: int | None, *, begun: bool = False) -> None:
         """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.
 
         A save without a step counts on, and is only warned of. All ranks of a group found, restored and removed
         the same checkpoints.
 
         The first step after a restore is warned of if it is a smaller one: a loop that begins anew, with what the
-        restore filled, replaces the checkpoint of a later step.
+        restore filled, replaces the checkpoint of a later step. So is, once, a step that is smaller than the one
+        before, or that training has ``begun`` twice: one that counts the batches of each epoch, say.
         """
         restored, self._restored_step = self._restored_step, None
+        last = self._last_step
+        if step is not None:
+            self._last_step = step, begun or last == (step, True)
+        if not self._told_smaller and last is not None and step is not None and (step, not begun) < (last[0], last[1]):
+            self._told_smaller = True
+            text = (
+                "step %d comes after step %d, without a restore between them: a checkpoint of it is the newest one all "
+                "the same; number the steps of all epochs in one row, or open the engine with overwrite=True"
+            )
+            write("step_went_back", text, step, last[0], step=step, store=self.path)
         if restored is not None and step is not None and step < restored:
             text = (
                 "step %d was restored, and the next one is step %d, whose checkpoint may replace it: a loop goes on "
@@ -673,6 +697,7 @@ class EngineCore:
         if not dry_run:
             self._unrestored = []
             self._restored_step = None if restored is None else restored.step
+            self._last_step = None
             if restored is not None and assembly.memory is not None:
                 assembly.memory.note_restored(restored.counter)
         return restored

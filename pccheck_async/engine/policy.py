@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = ["Decision", "Policy", "SaveReport", "StepReport", "TrainingHooks"]
 
@@ -112,8 +113,8 @@ class TrainingHooks:
     def opened(self) -> None:
         """Called on the caller's thread when the engine is about to be open; an error ends the opening."""
 
-    def before_checkpoint(self) -> bool:
-        """Called by ``checkpoint()``; returns whether it is the last one before the process exits.
+    def before_checkpoint(self, state: Mapping[str, Any]) -> bool:
+        """Called by ``checkpoint(state)``; returns whether it is the last one before the process exits.
 
         The last one is not skipped, and no earlier failure prevents it.
         """

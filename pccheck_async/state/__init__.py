@@ -23,7 +23,7 @@ from pccheck_async.state.save.owners import Owners, broadcast_buffers
 from pccheck_async.state.save.replicas import ReplicaSample
 from pccheck_async.state.save.split import LazyPart, split
 from pccheck_async.state.save.torn import Versions
-from pccheck_async.state.stateful import Stateful, refuse_filling, state_dicts
+from pccheck_async.state.stateful import Stateful, containers_and_objects, is_stateful, refuse_filling, state_dicts
 from pccheck_async.state.storages import Layout, arrange
 
 __all__ = [
@@ -57,9 +57,11 @@ __all__ = [
     "broadcast_buffers",
     "cached_layout",
     "check_outermost",
+    "containers_and_objects",
     "cut_ranges",
     "flatten",
     "flatten_unchecked",
+    "is_stateful",
     "live_tree",
     "match",
     "refuse_filling",

@@ -68,7 +68,11 @@ captured_eagerly    WARNING  the next 100 checkpoints capture values torn again 
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
-step_went_back      WARNING  the first step after a restore is smaller than the restored one
+step_went_back      WARNING  the first step after a restore is smaller than the restored one; or a step is smaller than
+                             the one before, or began twice; once
+not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
+                             state of the first save
+stores_below        WARNING  a store was made in a folder that has stores in its folders: which
 no_metric           WARNING  a checkpoint has other metadata than the number that ``Keep(best=...)`` goes by, or so far
                              16 have none; once
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more

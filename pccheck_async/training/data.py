@@ -7,6 +7,8 @@ import hashlib
 import math
 import operator
 import random
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -376,6 +378,10 @@ def _distributed() -> tuple[int, int] | None:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+iterated: weakref.WeakKeyDictionary[ResumableLoader, float] = weakref.WeakKeyDictionary()
+"""When each loader of this process last began a pass, of the monotonic clock."""
+
+
 class ResumableLoader:
     """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
 
@@ -528,6 +534,7 @@ class ResumableLoader:
         self.sampler.check_state_dict(state_dict)
 
     def _batches(self, place: EpochPlace, end: int) -> Iterator[Any]:
+        iterated[self] = time.monotonic()
         self._feed.place, self._feed.end = place, end
         self._generator.manual_seed(mix("workers", self.sampler.seed, place.number))
         return iter(self._loader)

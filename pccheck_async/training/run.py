@@ -32,10 +32,11 @@ from pccheck_async.engine import (
 )
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, UnsupportedStateError
 from pccheck_async.format import WINDOW_KEY, Metadata, Tier, check_metadata, new_step
-from pccheck_async.state import check_outermost, state_dicts
+from pccheck_async.state import RNGState, check_outermost, containers_and_objects, is_stateful, state_dicts
 from pccheck_async.state.tensor_access import accessed_since, begin_period
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
+from pccheck_async.training.data import iterated
 from pccheck_async.training.preemption import Preemption
 
 __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
@@ -43,6 +44,10 @@ __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
 MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
 """Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
+_HOLD_NOTHING = (
+    torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, RNGState,
+)  # fmt: skip
+"""Objects that do not save an optimizer or a loader unseen, as an object of a user's may."""
 _EVERY_STEP = 16
 """Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
 
@@ -136,7 +141,7 @@ class TrainingRun(TrainingHooks):
         self._postponed, self._postponed_since = 0, 0.0  # contexts in a row that ended in a window while it was due
         self._told_postponed = False  # since a window last ended
         self._said: dict[Tier, tuple[int | None, str]] = {}
-        self._state_seen = False
+        self._state_seen = self._looked_for_absent = False
         self._rejections = 0
         collective, best = core.peers.collective, core.config.retention.best
         # In a group all ranks save after the same steps: which of them set a metric is not known, and clocks differ.
@@ -151,6 +156,7 @@ class TrainingRun(TrainingHooks):
     def opened(self) -> None:
         self.decision = self._policy.decision()
         self.decision_in_memory = None if self._in_memory is None else self._in_memory.decision()
+        self._opened = time.monotonic()
 
     @property
     def patience(self) -> float | None:
@@ -161,7 +167,8 @@ class TrainingRun(TrainingHooks):
         """Whether this step is the last one: a signal requested the end of this process, or of any rank's."""
         return self.core.peers.stopping(preempted=self.preemption.pending)
 
-    def before_checkpoint(self) -> bool:
+    def before_checkpoint(self, state: Mapping[str, Any]) -> bool:
+        self._warn_of_absent(state)
         self.preemption.go_on()
         return self.stopping
 
@@ -200,7 +207,7 @@ class TrainingRun(TrainingHooks):
                 f"engine.step of step {this.step} inside that of step {outer.step}: it would save a step that has not "
                 "ended; leave the outer context first"
             )
-        core.check_restored(this.step)  # now, and not when the first save is due
+        core.check_restored(this.step, begun=True)  # now, and not when the first save is due
         self.preemption.in_use = True
         self.preemption.go_on()
         if not self.preemption.pending:
@@ -249,6 +256,7 @@ class TrainingRun(TrainingHooks):
         first, self._state_seen = not self._state_seen, True
         if first:
             self._warn_of_state_dicts(this)
+            self._warn_of_absent(this.state)
         if first and not due:
             core.captures.check(this.state)  # a state that cannot be saved fails now, not in an hour
         return due
@@ -379,6 +387,29 @@ class TrainingRun(TrainingHooks):
         )
         for where, owner in state_dicts(this.state):
             write("state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
+
+    def _warn_of_absent(self, state: Mapping[str, Any]) -> None:
+        """Warn, once, of what the training uses and the state lacks, if no object in it may hold that unseen."""
+        if self._looked_for_absent:
+            return
+        self._looked_for_absent = True
+        values = [value for _, value in containers_and_objects(state)]
+        if not all(isinstance(each, _HOLD_NOTHING) for each in values if is_stateful(each)):
+            return
+        absent: dict[str, object] = {}
+        if not any(isinstance(each, Mapping) and "param_groups" in each for each in values):
+            there = {id(unwrapped(each)) for each in values if isinstance(each, torch.optim.Optimizer)}
+            absent |= {"optimizer": each for each in self.core.guard.optimizers if id(each) not in there}  # noqa: B035
+        loader = next((each for each, began in [*iterated.items()] if began > self._opened), None)
+        if loader is not None and "ResumableLoader or its sampler" not in {owner for _, owner in state_dicts(state)}:
+            absent["loader"] = loader
+        uses = {"optimizer": "is attached", "loader": "was iterated over"}
+        for name, each in absent.items():
+            text = (
+                "a %s %s, and is not in the state: what it holds is not saved, and a resumed run begins with it anew; "
+                'save {..., "%s": %s}'
+            )
+            write("not_in_state", text, type(each).__name__, uses[name], name, name, store=self.core.path)
 
     def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
         """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""

@@ -124,7 +124,12 @@ def test_a_metric_that_no_checkpoint_has_is_told_of_after_a_while(tmp_path: Path
 def test_a_loop_that_begins_anew_after_a_restore_is_warned_of_once(tmp_path: Path, lines: JSONLines, by: str) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"x": 1}, step=9).result()
-    for first, told in ((9, []), (10, []), (3, [(3, "step 9 was restored")])):
+    back = "step 1 comes after step"
+    for first, told in (
+        (9, [(1, f"{back} 10")]),
+        (10, [(1, f"{back} 10"), (1, f"{back} 11")]),
+        (3, [(1, f"{back} 10"), (1, f"{back} 11"), (3, "step 9 was restored"), (1, f"{back} 4")]),
+    ):
         state = {"x": 1}
         with SyncCheckpointEngine(tmp_path, keep_last=9, interval=100, save_last=False) as engine:
             engine.restore(state, step=9)

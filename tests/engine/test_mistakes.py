@@ -452,3 +452,92 @@ def test_after_going_back_the_newest_step_is_what_counts(tmp_path: Path) -> None
         with pytest.raises(ValueError, match="holds step 60"):
             engine.checkpoint(STATE, step=60)
         assert engine.checkpoint(STATE, step=61).result().step == 61
+
+
+def told(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.__dict__.get("event") == event]
+
+
+def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loader = nn.Linear(1, 1), ResumableLoader(range(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    with SyncCheckpointEngine(tmp_path / "less", interval=1) as engine:
+        engine.attach(optimizer)
+        for step, _ in enumerate(loader):
+            with engine.step({"model": model, "rng": RNGState()}, step):
+                pass
+    one, other = told(caplog, "not_in_state")
+    assert one.startswith("a AdamW is attached, and is not in the state")
+    assert other.startswith("a ResumableLoader was iterated over, and is not in the state")
+    assert other.endswith('save {..., "loader": loader}')
+    caplog.clear()
+    states: list[dict[str, Any]] = [
+        {"model": model, "optimizer": optimizer, "loader": loader},
+        {"model": model, "all": [optimizer, {"loader": loader}]},
+        {"model": model, "optimizer": optimizer.state_dict(), "loader": loader.state_dict()},
+        {"mine": Mine()},
+    ]
+    for number, state in enumerate(states):
+        with SyncCheckpointEngine(tmp_path / str(number)) as engine:
+            engine.attach(optimizer)
+            engine.checkpoint(state, step=0).result()
+    assert not told(caplog, "not_in_state")
+
+
+class Mine:
+    """May hold anything."""
+
+    def state_dict(self) -> Any:
+        return {"x": 1}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_steps_that_do_not_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"x": 1}
+    with SyncCheckpointEngine(tmp_path / "epochs", interval=1000) as engine:
+        for _ in range(3):
+            for step in range(2):
+                with engine.step(state, step):
+                    pass
+        assert told(caplog, "step_went_back")[0].startswith("step 0 comes after step 1, without a restore")
+        assert len(told(caplog, "step_went_back")) == 1
+    caplog.clear()
+    with SyncCheckpointEngine(tmp_path / "twice", interval=1000) as engine:
+        for _ in range(2):
+            with engine.step(state, 7):
+                engine.checkpoint(state, step=7)
+        assert told(caplog, "step_went_back")[0].startswith("step 7 comes after step 7, without")
+    caplog.clear()
+    with SyncCheckpointEngine(tmp_path / "smaller") as engine:
+        engine.checkpoint(state, step=7).result()
+        engine.checkpoint(state, step=3).result()
+        assert len(told(caplog, "step_went_back")) == 1
+    caplog.clear()
+    with SyncCheckpointEngine(tmp_path / "fine", keep_last=9) as engine:
+        engine.checkpoint(state, step=0).result()
+        for step in range(3):
+            with engine.step(state, step):
+                engine.checkpoint(state, step=step, name=f"number {step}").result()
+            engine.checkpoint(state, step=step).result()
+        engine.restore(state, step=1)
+        engine.checkpoint(state, step=2).result()
+    with SyncCheckpointEngine(tmp_path / "fine", overwrite=True) as engine:
+        for step in (5, 4, 4):
+            engine.checkpoint(state, step=step).result()
+    assert not told(caplog, "step_went_back")
+
+
+def test_the_folder_above_stores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        with SyncCheckpointEngine(tmp_path / "runs" / name) as engine:
+            engine.checkpoint(STATE, step=1).result()
+    assert not told(caplog, "stores_below")
+    with SyncCheckpointEngine(tmp_path / "runs") as engine:
+        (said,) = told(caplog, "stores_below")
+        assert "runs holds no checkpoint, but has stores in its folders: a, b; to go on with one of them" in said
+        engine.checkpoint(STATE, step=1).result()
+    with SyncCheckpointEngine(tmp_path / "runs"):
+        assert len(told(caplog, "stores_below")) == 1
