@@ -132,7 +132,7 @@ class StoreLockedError(StoreError):
 
 
 class StoreFullError(StoreError, OSError):
-    """The space that a checkpoint needs could not be reserved; the last checkpoint is untouched."""
+    """The space that a checkpoint needs could not be reserved; committed checkpoints are untouched."""
 
 
 class UnsupportedStateError(_PathError, TypeError):

@@ -16,6 +16,7 @@ from pccheck_async.format.arguments import (
     matches,
     new_step,
     the_one,
+    there_are,
     unknown_argument,
     which_one,
     whole_step,
@@ -30,6 +31,6 @@ __all__ = [
     "WINDOW_KEY", "Action", "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Line", "Membership",
     "Metadata", "Parts", "Record", "Restored", "Run", "Tier", "Which", "align", "check_count",
     "check_metadata", "check_name", "check_step", "check_tier", "combine", "crc32", "describe_which", "explained",
-    "formerly",
-    "matches", "name_in", "new_step", "piece_sums", "the_one", "unknown_argument", "which_one", "whole_step",
+    "formerly", "matches", "name_in", "new_step", "piece_sums", "the_one", "there_are",
+    "unknown_argument", "which_one", "whole_step",
 ]  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
+from pccheck_async.errors import first_few
 from pccheck_async.format.info import Tier, Which
 
 P = ParamSpec("P")
@@ -62,8 +63,13 @@ def explained(target: C) -> C:
 def _wrong_arguments(
     target: Callable[..., Any], error: TypeError, arguments: tuple[Any, ...], named: Mapping[str, Any]
 ) -> TypeError:
-    callee = type(arguments[0]).__name__ if target.__name__ == "__init__" else target.__qualname__
     parameters = signature(target).parameters.values()
+    owner = target.__qualname__.rpartition(".")[0]
+    if "self" in [each.name for each in parameters] and owner not in [
+        k.__name__ for a in arguments[:1] for k in type(a).__mro__
+    ]:
+        return TypeError(f"{target.__qualname__} was called on the class: make an object of it first, {owner}(...)")
+    callee = type(arguments[0]).__name__ if target.__name__ == "__init__" else target.__qualname__
     known = [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
     for name in named:
         if name not in known:
@@ -176,6 +182,16 @@ def describe_which(which: Which) -> str:
     if which is None:
         return ""
     return f" named {which!r}" if isinstance(which, str) else f" of step {which}"
+
+
+def there_are(which: Which, found: Iterable[Any]) -> str:
+    """Return the words for a message that there is no such checkpoint: which ones there are, newest first."""
+    if isinstance(which, str):
+        texts = [repr(each.name) for each in found if each.name is not None]
+    else:
+        texts = [str(each.step) for each in found]
+    what = "those with names are" if isinstance(which, str) else "there are steps"
+    return f"; {what} {first_few([*dict.fromkeys(texts)], 5)}" if texts else ""
 
 
 def new_step(step: object) -> int:

@@ -9,7 +9,7 @@ from pccheck_async.format import Restored
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.telemetry import write
 
-__all__ = ["in_words", "log_stopped", "refuse_store"]
+__all__ = ["in_words", "log_stopped", "refuse_store", "wrong_trainer"]
 
 
 def refuse_store(path: str | os.PathLike[str], argument: str) -> None:
@@ -25,6 +25,22 @@ def refuse_store(path: str | os.PathLike[str], argument: str) -> None:
             f"goes on by itself from the folder that it is given; the weights alone: load_sync({os.fspath(path)!r}, "
             'keys=["model"])'
         )
+
+
+def wrong_trainer(callback: object, name: str, room: str, use: str) -> AttributeError:
+    """Return the error for an attribute that a callback has not: the trainer may be another framework's.
+
+    Args:
+        callback: The callback.
+        name: The attribute.
+        room: The module of the integrations with the callback for that framework.
+        use: How that is used.
+    """
+    text = f"{type(callback).__name__!r} object has no attribute {name!r}"
+    if name.startswith("on_") or name in ("attach", "setup", "state_key", "state_dict"):
+        own = type(callback).__module__
+        text += f": this one is {own}'s; in the other trainer use that of pccheck_async.integrations.{room}: {use}"
+    return AttributeError(text, name=name, obj=callback)
 
 
 def in_words(restored: Restored, path: str, *, ended: bool) -> str:

@@ -22,17 +22,18 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Never, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine, engine_settings, renamed_path
 from pccheck_async.engine import Policy, Private, StepReport, unwrapped
-from pccheck_async.format import Restored
+from pccheck_async.errors import first_few
+from pccheck_async.format import Restored, explained
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
-from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store
+from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store, wrong_trainer
 from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
 from pccheck_async.store import Keep
@@ -157,6 +158,12 @@ class PCcheckCallback(TrainerCallback):
         self._private: Private = private if private == "modulo" else ["trainer.*", *private]
         self._trainer: Any = None
 
+    if not TYPE_CHECKING:  # where it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Never:
+            raise wrong_trainer(self, name, "lightning", "Trainer(callbacks=[PCcheckCallback(path)])")
+
+    @explained
     def attach(self, trainer: transformers.Trainer) -> Self:
         """Make ``trainer`` save its training and resume it; return this callback.
 
@@ -166,8 +173,11 @@ class PCcheckCallback(TrainerCallback):
             ValueError: It trains in a way that cannot be resumed.
         """
         if missing := [name for name in (*METHODS, "callback_handler") if not hasattr(trainer, name)]:
-            kind, version = type(trainer).__qualname__, transformers.__version__
-            raise TypeError(f"a {kind} of transformers {version} lacks {', '.join(missing)}, which attach wraps")
+            kind, version = f"{type(trainer).__module__}.{type(trainer).__qualname__}", transformers.__version__
+            raise TypeError(
+                f"a {kind} lacks {first_few(missing, 3)}, which attach wraps: it is for the Trainer of transformers "
+                f"{version}, and that of Lightning takes pccheck_async.integrations.lightning.PCcheckCallback"
+            )
         callbacks = trainer.callback_handler.callbacks
         if self._trainer is not None or any(
             isinstance(each, PCcheckCallback) for each in callbacks if each is not self

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import Keep, StateMismatchError, StorageOptions, list_checkpoints, load_sync
+from pccheck_async import (
+    Keep,
+    StateMismatchError,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.errors import UnsupportedStateError
 from tests.support.killed_training import bits
 from tests.support.lazily import Lazily, need_framework
@@ -238,3 +245,47 @@ def test_a_folder_that_is_older_than_the_store_is_refused(tmp_path: Path) -> Non
     train(4)
     with pytest.raises(ValueError, match=r"checkpoint-2 at step 2, and .*store holds step 4: leave resume_from_checkp"):
         train(5, resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-2"))
+
+
+def test_ckpt_path_beside_a_run_that_has_ended(tmp_path: Path) -> None:
+    """Nothing would be trained, and the file would be loaded over what was restored."""
+    trainer(lightning.PCcheckCallback(tmp_path / "s")).fit(kit.Counting(), loader())
+    other = trainer()
+    other.fit(kit.Counting(), loader())
+    other.save_checkpoint(tmp_path / "other.ckpt")
+    again = trainer(lightning.PCcheckCallback(tmp_path / "s"))
+    with pytest.raises(ValueError, match="holds step 2, the last one of a run that has ended: leave ckpt_path out"):
+        again.fit(kit.Counting(), loader(), ckpt_path=tmp_path / "other.ckpt", weights_only=False)
+
+
+def test_the_class_in_place_of_a_callback() -> None:
+    with pytest.raises(TypeError, match=r"was called on the class: make an object of it first, PCcheckCallback\("):
+        trainer(lightning.PCcheckCallback).fit(kit.Counting(), loader())
+    with pytest.raises(TypeError, match=r"PCcheckCallback\.attach was called on the class: make an object"):
+        transformers.PCcheckCallback.attach(trainer())
+
+
+def test_the_callback_of_the_other_framework(tmp_path: Path) -> None:
+    with pytest.raises(
+        AttributeError, match=r"in the other trainer use that of pccheck_async\.integrations\.lightning"
+    ):
+        trainer(transformers.PCcheckCallback(tmp_path)).fit(kit.Counting(), loader())
+    saver = lightning.PCcheckCallback(tmp_path)
+    with pytest.raises(
+        AttributeError, match=r"integrations\.transformers: PCcheckCallback\(path\)\.attach\(trainer\)$"
+    ):
+        hf.trainer_callback.CallbackHandler([saver], None, None, None, None).on_init_end(None, None, None)
+    with pytest.raises(AttributeError, match="attribute 'attach': this one is"):
+        saver.attach(None)
+    with pytest.raises(TypeError, match=r"^a lightning\..*Trainer lacks .*and that of Lightning takes"):
+        transformers.PCcheckCallback(tmp_path).attach(trainer())
+    assert not hasattr(saver, "colour")
+
+
+def test_the_store_of_another_trainer_is_named(tmp_path: Path) -> None:
+    trainer(lightning.PCcheckCallback(tmp_path / "s")).fit(model := kit.Counting(), loader())
+    with (
+        SyncCheckpointEngine(tmp_path / "s") as engine,
+        pytest.raises(StateMismatchError, match=r"saved through pccheck_async\.integrations\.lightning\.PCcheck"),
+    ):
+        engine.restore({"model": model, "optimizer": torch.optim.SGD(model.parameters()), "step": 0})

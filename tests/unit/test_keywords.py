@@ -177,6 +177,7 @@ def test_a_keyword_that_there_is_not(kind: Engine, wrong: str, says: str) -> Non
         (lambda engine: engine.step({}, 1, metrics={}), "did you mean metadata"),
         (lambda engine: load_sync(engine.path, map_location="cpu"), "^load_sync has .*; did you mean device"),  # type: ignore[call-arg]
         (lambda engine: load(engine.path, map_location="cpu"), "^load has .*; did you mean device"),  # type: ignore[call-arg]
+        (lambda _: SyncCheckpointEngine.restore({}), "^SyncCheckpointEngine.restore was called on the class: make"),  # type: ignore[call-arg,arg-type]
         (lambda _: SyncCheckpointEngine(), r"^SyncCheckpointEngine\(\) missing 1 .* 'path'$"),  # type: ignore[call-arg]
         (lambda _: CheckpointEngine("a", 3), r"^CheckpointEngine\(\) takes .*; by name: max_in_flight"),  # type: ignore[call-arg]
     ],

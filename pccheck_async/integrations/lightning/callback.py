@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Never
 
 import torch.distributed as dist
 from lightning import __version__
@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from pccheck_async.api import SyncCheckpointEngine, engine_settings, renamed_path
 from pccheck_async.engine import Private, StorageOptions, flight_of, note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
-from pccheck_async.format import Restored
+from pccheck_async.format import Restored, explained
 from pccheck_async.group import Group
 from pccheck_async.integrations.lightning.checkpoint_io import is_own
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
-from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store
+from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store, wrong_trainer
 from pccheck_async.state import RNGState, paths
 from pccheck_async.training import TrainingStep
 from pccheck_async.training.data import ResumableLoader
@@ -123,6 +123,7 @@ class PCcheckCallback(Callback):
         self._shown: dict[str, Any] = {}  # metrics of the restored checkpoint, until training begins
         self._measured: dict[str, Any] = {}  # by the validation that follows the step underway
 
+    @explained
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Refuse a store as ``ckpt_path``, which is known only when Lightning opens it."""
         connector = trainer._checkpoint_connector
@@ -135,6 +136,11 @@ class PCcheckCallback(Callback):
             open_file(checkpoint_path, weights_only=weights_only)
 
         connector.resume_start = resume_start
+
+    if not TYPE_CHECKING:  # where it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Never:
+            raise wrong_trainer(self, name, "transformers", "PCcheckCallback(path).attach(trainer)")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Open the store, and restore everything but the generators."""
@@ -157,6 +163,12 @@ class PCcheckCallback(Callback):
         if not goes_on:
             with advise_in_trainer(engine.path):
                 self.restored = _restore(engine, self._state, trainer, self._private)
+            if trainer.ckpt_path and self.restored is not None:
+                ended = ", the last one of a run that has ended" if _ends(trainer) else ""
+                raise ValueError(
+                    f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._path} holds step {self.restored.step}{ended}: "
+                    "leave ckpt_path out to resume, or give PCcheckCallback an empty folder"
+                )
             self._rng = RNGState().state_dict() if self.restored else None
             self._of = trainer, pl_module
             self._shown = self._state["others"].metrics
@@ -191,11 +203,6 @@ class PCcheckCallback(Callback):
         self._shown = {}
         if self._rng is None:
             return
-        if trainer.ckpt_path and self.restored is not None:
-            raise ValueError(
-                f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._path} holds step {self.restored.step}: leave "
-                "ckpt_path out to resume, or give PCcheckCallback an empty folder"
-            )
         loop = trainer.fit_loop
         epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
         if epoch.completed == epoch.ready:
@@ -251,6 +258,7 @@ class PCcheckCallback(Callback):
         if not trainer.sanity_checking:
             self._measured = dict(trainer.fit_loop.epoch_loop.val_loop._results.metrics(False)["callback"])
 
+    @explained
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish the saves in progress, and close."""
         if self.engine is not None:
