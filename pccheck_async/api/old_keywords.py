@@ -8,14 +8,9 @@ user's line.
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import takewhile
-from traceback import walk_stack
-from types import FrameType
 from typing import Any, Final, Literal, TypedDict
 
 from pccheck_async.engine import Auto, StorageOptions
@@ -23,6 +18,7 @@ from pccheck_async.format import unknown_argument
 from pccheck_async.group import Group
 from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import Keep
+from pccheck_async.telemetry import warn_user
 
 __all__ = ["OldKeywords", "refuse_unknown", "renamed", "renamed_path"]
 
@@ -93,7 +89,7 @@ def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     before = ", ".join(f"{name}={_code(value)}" for name, value in old.items())
     now = ", ".join(_spelled(keyword, given) for keyword, given in fields.items())
     text = f"{callee}({before}) is {callee}({now}) now; the old spelling goes with version 1.1"
-    _warn(text)
+    warn_user(text, DeprecationWarning)
     for keyword, given in fields.items():
         if keyword in _DEFAULTS:
             new[keyword] = replace(new.get(keyword, _DEFAULTS[keyword]), **given)
@@ -124,12 +120,9 @@ def renamed_path(
         raise TypeError(f"{callee}: give {old}= or path=, not both")
     given: str | os.PathLike[str] = settings[old]
     spelled = _code(given)
-    _warn(f"{callee}({old}={spelled}) is {callee}(path={spelled}) now; the old spelling goes with version 1.1")
+    text = f"{callee}({old}={spelled}) is {callee}(path={spelled}) now; the old spelling goes with version 1.1"
+    warn_user(text, DeprecationWarning)
     return given, {name: value for name, value in settings.items() if name != old}
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, DeprecationWarning, stacklevel=1 + _depth(sys._getframe()))
 
 
 def _is_set(given: object, field: str) -> bool:
@@ -145,12 +138,6 @@ def _spelled(keyword: str, fields: Mapping[str, Any]) -> str:
 def _code(value: object) -> str:
     """Return the value as code, "..." for objects that have none."""
     return repr(value) if isinstance(value, str | int | float | list | tuple | None) else "..."
-
-
-def _depth(frame: FrameType) -> int:
-    """Return how many of the frames are this package's, from the innermost on."""
-    ours = takewhile(lambda each: each[0].f_globals.get("__name__", "").startswith("pccheck_async."), walk_stack(frame))
-    return sum(1 for _ in ours)
 
 
 def refuse_unknown(callee: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -45,13 +45,14 @@ from pccheck_async.format import (
     describe_which,
     matches,
     new_step,
+    there_are,
 )
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium import forget, holder_here, remember
 from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
-from pccheck_async.store import KeepAll
+from pccheck_async.store import KeepAll, MetricWatch
 from pccheck_async.telemetry import ReadProgress, Stream, Work, work, write
 from pccheck_async.telemetry.events import Opened
 
@@ -72,6 +73,7 @@ class EngineCore:
 
     Attributes:
         keeps: The rules of retention.
+        metric: Watches whether any checkpoint has the number of ``Keep(best=...)``.
         training: Hooks of the training around the engine; code that runs training steps puts its own in this place.
         stream: Its events.
         unawaited: Calls of the facade's coroutine methods that have not begun, with the methods' names.
@@ -95,6 +97,7 @@ class EngineCore:
         self._restored_step: int | None = None  # from a restore until the next step
         self._last_step: tuple[int, bool] | None = None  # since a restore, and whether training began it
         self._told_smaller = self.config.overwrite
+        self.metric = MetricWatch(config.retention.best, self.path)
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
@@ -265,6 +268,7 @@ class EngineCore:
 
     async def _close(self, caller: Caller, deadline: float | None) -> None:
         closed, failure = True, None
+        self.metric.end(lambda: self.infos)
         try:
             closed, left = await caller.run(self.assembly.close(deadline))
             if not closed:
@@ -433,13 +437,12 @@ class EngineCore:
             return skipped, start
         self._check_place(name, replace=replace)
         optimizers = self.guard.optimizers if overlap else None
-        check, inline = self.config.storage.check_captures, assembly.inline_captures
         capture = self.captures.start(
             state,
             assembly.backend,
             optimizers,
-            check_bytes=check,
-            inline=inline,
+            check_bytes=self.config.storage.check_captures,
+            inline=assembly.inline_captures,
             number=self.in_flight.counter + 1,
         )
         state_seconds = time.perf_counter() - start
@@ -457,6 +460,7 @@ class EngineCore:
                 # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
                 # two checkpoints would have it.
                 flight = self.in_flight.add(step, name, state_seconds, on_disk=tier == "disk")
+                self.metric.note_save(metadata or {}, lambda: self.infos)
                 self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
@@ -691,7 +695,9 @@ class EngineCore:
             strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private, dry_run=dry_run,
         )  # fmt: skip
         if restored is None and which is not None:
-            raise NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)}")
+            raise NoCheckpointError(
+                f"{self.path} has no checkpoint{describe_which(which)}{there_are(which, self.infos)}"
+            )
         if restored is None:
             refuse_filling(state)  # now, and not only once there is a checkpoint to restore
         if not dry_run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import deque
 from typing import Literal
 
@@ -15,7 +14,7 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
 from pccheck_async.errors import CheckpointError, ReplicasDifferError, TornCaptureError
 from pccheck_async.format import CheckpointInfo, Tier
-from pccheck_async.telemetry import Stream, write
+from pccheck_async.telemetry import Stream, warn_user, write
 from pccheck_async.telemetry.events import Admitted, Durable, Event, Failed, Skipped, Superseded, Waited
 
 __all__ = ["InFlight"]
@@ -245,11 +244,11 @@ class InFlight:
         raise first
 
     def warn_of(self, flight: Flight, error: Exception) -> bool:
-        """Warn of a failure if ``on_error`` is "warn", in the name of the caller's caller; else return False."""
+        """Warn of a failure if ``on_error`` is "warn", showing the user's line; else return False."""
         if self._config.on_error != "warn":
             return False
         flight.failure_told = True
-        warnings.warn(f"the checkpoint of step {flight.step} failed: {error}", RuntimeWarning, stacklevel=3)
+        warn_user(f"the checkpoint of step {flight.step} failed: {error}", RuntimeWarning)
         return True
 
 

@@ -354,7 +354,7 @@ class _OwnCandidates(RestoreCandidates):
         self._passed_over: set[int] = set()  # counters of copies in memory that cannot be read
         self._which = which
         self._dry_run = dry_run
-        self._fallback = Fallback(which)
+        self._fallback = Fallback(which, path)
 
     def _copies(self) -> dict[int, Entry]:
         """Return the copies in memory to try, by counter."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import warnings
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from pccheck_async.group.messages import MatchOutcome
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
-from pccheck_async.telemetry import write
+from pccheck_async.telemetry import warn_user, write
 
 __all__ = ["AgreedCandidates", "PartSources", "RestoreAction"]
 
@@ -100,7 +99,7 @@ class AgreedCandidates(RestoreCandidates):
                 f"the checkpoint of step {steps[0]} cannot be read ({damage}); all ranks fall back to step {steps[-1]}"
             )
             write("fell_back", "%s", text, step=steps[0], error=damage)
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warn_user(text, RuntimeWarning)
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         outcome: MatchOutcome = "ok" if error is None else "mismatch"

@@ -28,7 +28,18 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import CheckpointInfo, Entry, Identity, Key, Record, Run, Which, describe_which, matches
+from pccheck_async.format import (
+    CheckpointInfo,
+    Entry,
+    Identity,
+    Key,
+    Record,
+    Run,
+    Which,
+    describe_which,
+    matches,
+    there_are,
+)
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.group.folder import read_stores, seen_store
 from pccheck_async.group.parts import Applied, Part, SeenStore
@@ -203,7 +214,8 @@ class Place:
             )
         if not self.stores and not self.of_group:
             return no_store(self.opened, self.path)
-        return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}")
+        there = there_are(which, self.infos)
+        return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}{there}")
 
     # -- reading
 
@@ -246,7 +258,7 @@ class Place:
             CorruptStoreError: this version does not understand it.
             ValueError: ``host_memory`` holds no chunk.
         """
-        fallback, since = Fallback(which, falls_back), time.monotonic()
+        fallback, since = Fallback(which, self.path, falls_back), time.monotonic()
         self.choose(which)  # raises if there is none; never an older one that has this rank instead
         staging = Staging(None if host_memory is None else chunk_pool(self.identity.block_bytes, host_memory))
 

@@ -19,9 +19,9 @@ from pccheck_async.medium.base import (
     StepwiseMedium,
     read_around,
 )
-from pccheck_async.medium.lifetime import forget, holder_here, remember
+from pccheck_async.medium.lifetime import call_to_close, forget, holder_here, remember
 
 __all__ = [
     "LOCK_POLL_SECONDS", "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece",
-    "StepwiseMedium", "forget", "holder_here", "read_around", "remember",
+    "StepwiseMedium", "call_to_close", "forget", "holder_here", "read_around", "remember",
 ]  # fmt: skip

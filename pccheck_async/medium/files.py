@@ -293,7 +293,7 @@ class Files(Medium):
 def map_error(error: OSError, path: Path) -> OSError:
     """Map the ``OSError`` of a failed change, keeping errno and naming the file."""
     if error.errno in _NO_SPACE:
-        return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
+        return StoreFullError(error.errno, f"{error.strerror}; committed checkpoints are untouched", os.fspath(path))
     return write_error(error, path)
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
+from inspect import iscoroutinefunction
 from typing import Protocol
 
 from pccheck_async.transfer import abandoned_in_child
 
-__all__ = ["forget", "holder_here", "remember"]
+__all__ = ["call_to_close", "forget", "holder_here", "remember"]
 
 
 class Open(Protocol):
@@ -18,6 +20,7 @@ class Open(Protocol):
 
     path: str
     made_at: str
+    facade: weakref.ref[object] | None
 
     @property
     def is_open(self) -> bool: ...
@@ -47,6 +50,15 @@ def holder_here(path: str | os.PathLike[str]) -> Open | None:
     wanted = os.path.realpath(path)
     found = (each for each in list(_open.values()) if each.is_open and os.path.realpath(each.path) == wanted)
     return next(found, None)
+
+
+def call_to_close(engine: Open) -> str:
+    """Return what to type to close an engine, after a colon, if the program or session has a name for it."""
+    facade = None if engine.facade is None else engine.facade()
+    there = [name for name, value in [*vars(sys.modules["__main__"]).items()] if value is facade is not None]
+    if not (name := next((name for name in there if not name.startswith("_")), "")):
+        return ""
+    return f": {'await ' if iscoroutinefunction(getattr(facade, 'close', None)) else ''}{name}.close()"
 
 
 def _drain_at_exit() -> None:

@@ -42,7 +42,7 @@ from pccheck_async.store.fallback import (
 from pccheck_async.store.known_bytes import KnownBytes, SlotLease, can_hash
 from pccheck_async.store.part_reader import PartReader, Source, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
-from pccheck_async.store.retention import Best, Keep, KeepAll, Retention, SpaceNeeded
+from pccheck_async.store.retention import Best, Keep, KeepAll, MetricWatch, Retention, SpaceNeeded
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, Written, open_store
@@ -60,6 +60,7 @@ __all__ = [
     "Keep",
     "KeepAll",
     "KnownBytes",
+    "MetricWatch",
     "OwnSlot",
     "PartReader",
     "Retention",

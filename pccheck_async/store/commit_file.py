@@ -45,7 +45,7 @@ from pccheck_async.format.record import (
     region_offsets,
     slot_number,
 )
-from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium, Part, holder_here, read_around
+from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium, Part, call_to_close, holder_here, read_around
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
 from pccheck_async.store.rank_folders import is_group_folder
@@ -267,9 +267,9 @@ def _refuse_own(path: str | os.PathLike[str]) -> None:
     """Raise StoreLockedError if the holder is an engine of this process: waiting cannot help."""
     if (holder := holder_here(path)) is not None:
         raise StoreLockedError(
-            f"an engine of this process has {os.fspath(path)} open, made at {holder.made_at}: close it first (opening "
-            "another engine does, once nothing leads to it: in a notebook neither a name nor an output nor the "
-            f"traceback of the last error), or {_ELSEWHERE}"
+            f"an engine of this process has {os.fspath(path)} open, made at {holder.made_at}: close it first"
+            f"{call_to_close(holder)} (opening another engine does, once nothing leads to it: in a notebook neither a "
+            f"name nor an output nor the traceback of the last error), or {_ELSEWHERE}"
         )
 
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, is_exhausted
 from pccheck_async.format import Entry, Which, describe_which
-from pccheck_async.telemetry import write
+from pccheck_async.telemetry import warn_user, write
 
 __all__ = ["DroppedMeanwhileError", "Fallback", "UnreadableError", "choose", "only_rejected", "unreadable_errors"]
 
@@ -86,7 +85,8 @@ class Fallback:
         failure: The newest one of them, and its error; a superseded one only if there is no other.
     """
 
-    def __init__(self, which: Which, falls_back: bool = True) -> None:
+    def __init__(self, which: Which, path: str | os.PathLike[str], falls_back: bool = True) -> None:
+        self._path = os.fspath(path)
         self.unreadable: set[int] = set()
         self.failure: tuple[Entry, Exception] | None = None
         self._falls_back = falls_back and which is None
@@ -119,7 +119,7 @@ class Fallback:
             self.failure = entry, error
         chosen = older()
         if not self._falls_back or chosen is None:
-            raise self.failure[1] from None
+            raise self._last() from None
         if self._unread is not None and isinstance(error, ReadError):
             self._unread.add(entry.counter)
         if chosen[1] and self._unread:
@@ -128,9 +128,21 @@ class Fallback:
         elif chosen[0].counter < entry.counter and not chosen[1]:  # else only once that one proved whole
             _warn_damaged(self.failure[0], chosen[0], self.failure[1])
 
+    def _last(self) -> Exception:
+        """Return the error to raise; of damage with what is damaged, and what can be done."""
+        assert self.failure is not None
+        entry, error = self.failure
+        if isinstance(error, DamagedError):
+            todo = (
+                "no other one can be read" if self._falls_back else "leave step= or name= out for the newest whole one"
+            )
+            text = f"{self._path}, checkpoint of step {entry.step}: {error}; {todo} (pccheck verify tells which are)"
+            error.args = (text,)
+        return error
+
 
 def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
     """Warn that a checkpoint is passed over for an older one. Logged as INFO: the warning is shown already."""
     text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
     write("fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
-    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    warn_user(text, RuntimeWarning)

@@ -5,22 +5,34 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, NamedTuple, cast
+from difflib import get_close_matches
+from typing import Any, Literal, NamedTuple, cast
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError
-from pccheck_async.format import Entry, Line, Record, Which, check_count, describe_which, explained, matches
+from pccheck_async.errors import NoCheckpointError, StoreError, StoreFullError, first_few
+from pccheck_async.format import (
+    CheckpointInfo,
+    Entry,
+    Line,
+    Record,
+    Which,
+    check_count,
+    describe_which,
+    explained,
+    matches,
+    there_are,
+)
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
-__all__ = ["Best", "Committed", "Keep", "KeepAll", "Kept", "Retention", "SpaceNeeded"]
+__all__ = ["Best", "Committed", "Keep", "KeepAll", "Kept", "MetricWatch", "Retention", "SpaceNeeded"]
 
 _MANY = 16
-"""Checkpoints without the metric of ``Keep(best=...)`` and other metadata, until the log says so."""
+"""Checkpoints without the metric of ``Keep(best=...)`` until the log says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +43,13 @@ class Best:
     count: int
     mode: Literal["min", "max"]
 
-    def number(self, entry: Entry) -> float | None:
+    def number(self, one: Entry | CheckpointInfo) -> float | None:
         """Return the number of that name in the metadata of a checkpoint, None if there is none."""
-        value = entry.metadata.get(self.metric)
+        return self.number_in(one.metadata)
+
+    def number_in(self, metadata: Mapping[str, Any]) -> float | None:
+        """Return the number of that name in metadata, None if there is none."""
+        value = metadata.get(self.metric)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
     def among(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -43,6 +59,46 @@ class Best:
             [one for one in numbered if not math.isnan(one[0])], key=lambda one: one[0], reverse=self.mode == "max"
         )
         return [entry for _, entry in ranked[: self.count]]
+
+
+class MetricWatch:
+    """Warns, once, if no checkpoint of a run has the number that ``Keep(best=...)`` goes by: it may have another name.
+
+    It may be known at the ends of epochs only, so that most checkpoints have none.
+    """
+
+    def __init__(self, best: Best | None, path: str) -> None:
+        self._best, self._path = best, path  # no ``best`` any more once it was seen, or that was said
+        self._names: dict[str, None] = {}
+        self._saves = 0
+
+    def note(self, metadata: Mapping[str, Any]) -> None:
+        """Look at the metadata of a step, saved or not."""
+        if self._best is not None:
+            if self._best.number_in(metadata) is not None:
+                self._best = None
+            self._names |= dict.fromkeys(metadata)
+
+    def note_save(self, metadata: Mapping[str, Any], there: Callable[[], Iterable[CheckpointInfo]]) -> None:
+        """Count one more checkpoint beside those that are ``there``, and look at its metadata."""
+        self.note(metadata)
+        self._saves += 1
+        if self._saves == _MANY:
+            self._warn(there)
+
+    def end(self, there: Callable[[], Iterable[CheckpointInfo]]) -> None:
+        """Called when the engine closes; where no metadata was ever given, there may have been no time for any."""
+        if self._saves and self._names:
+            self._warn(there)
+
+    def _warn(self, there: Callable[[], Iterable[CheckpointInfo]]) -> None:
+        best, self._best = self._best, None
+        if best is None or any(best.number(info) is not None for info in there()):
+            return
+        names = get_close_matches(best.metric, self._names) or [*self._names]
+        known = f"metadata has had {first_few([*map(repr, names)], 5)}" if names else "no metadata was given"
+        text = "Keep(best=...) goes by a number %r, which none of the %d checkpoints so far has in its metadata; %s"
+        write("no_metric", text, best.metric, self._saves, known, store=self._path)
 
 
 class Kept(NamedTuple):
@@ -168,7 +224,9 @@ class Retention:
         """
         left = [entry for entry in entries if not entry.matches(which)]
         if len(left) == len(entries):
-            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}; nothing was removed")
+            raise NoCheckpointError(
+                f"there is no checkpoint{describe_which(which)}; nothing was removed{there_are(which, entries)}"
+            )
         if not force:
             Retention.check_left(left, entries)
         return left
@@ -206,7 +264,8 @@ class Retention:
         }
         if not chosen:
             newer = " or newer" if isinstance(which, int) else ""
-            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}{newer} that is not rejected")
+            left = there_are(which, [entry for entry in entries if not entry.rejected])
+            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}{newer} that is not rejected{left}")
         if all(entry.rejected or entry.counter in chosen for entry in entries):
             raise StoreError(
                 f"no committed checkpoint older than step {step} would be left to restore; nothing was rejected"
@@ -220,7 +279,7 @@ class Retention:
         """
         found = [at for at, entry in enumerate(entries) if entry.matches(which)]
         if not found:
-            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}")
+            raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}{there_are(which, entries)}")
         changed = list(entries)
         for at in found[:1] if pinned else found:  # after a rollback the pinned one may be an older one of that step
             changed[at] = replace(entries[at], pinned=pinned)
@@ -334,7 +393,6 @@ class Committed:
     """Counters of checkpoints that were rejected in flight: no record names them."""
     line: Line | None = None
     """Of the records to come. None, of a writer without a tier in memory: then no checkpoint in memory counts."""
-    _without_metric: int = 0  # checkpoints so far; -1 once that was said
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -389,24 +447,14 @@ class Committed:
             return None
         kept = self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
         self.retention.check_place(len(kept.entries) - 1)
-        self._warn_of(new, kept)
+        self._warn_of(kept)
         return self.record_naming(kept.entries) if new in kept.entries else None
 
-    def _warn_of(self, new: Entry, kept: Kept) -> None:
-        """Log which checkpoints are dropped for want of room, and, once, that no number ranks ``new``."""
+    def _warn_of(self, kept: Kept) -> None:
+        """Log which checkpoints are dropped for want of room."""
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although Keep(every=...) keeps it: a record names %d"
             write("crowded_out", text, entry.step, MOST_ENTRIES)
-        best = self.retention.best
-        if best is None or self._without_metric < 0 or best.number(new) is not None:
-            return
-        # A metric may be known at the ends of epochs only: other metadata shows that it has another name.
-        self._without_metric += 1
-        metadata = new.info.metadata
-        if metadata or self._without_metric == _MANY:
-            self._without_metric = -1
-            text = "Keep(best=...) ignores checkpoints without a number %r in their metadata; that of step %d has %s"
-            write("no_metric", text, best.metric, new.step, metadata or "none")
 
 
 def _check_best(best: object) -> None:

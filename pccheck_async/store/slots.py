@@ -318,7 +318,7 @@ class Slots:
                     error.errno,
                     f"{self.table.most} slots of {nbytes} bytes are needed (in flight and kept), there was space for "
                     f"{self.table.count} ({len(missing) - done} missing): free {(len(missing) - done) * nbytes} bytes, "
-                    "or lower max_in_flight or the counts that are kept; the last checkpoint is untouched",
+                    "or lower max_in_flight or the counts that are kept; committed checkpoints are untouched",
                     error.filename,
                 ) from error
         self._reserved = True

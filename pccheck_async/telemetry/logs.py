@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import warnings
+from itertools import takewhile
+from traceback import walk_stack
 from typing import Any
 
 from pccheck_async.telemetry.tracing import work
 
-__all__ = ["FIELDS", "LEVELS", "TABLE", "log", "write"]
+__all__ = ["FIELDS", "LEVELS", "TABLE", "log", "warn_user", "write"]
 
 FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
 """Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
@@ -73,8 +77,8 @@ step_went_back      WARNING  the first step after a restore is smaller than the 
 not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
                              state of the first save
 stores_below        WARNING  a store was made in a folder that has stores in its folders: which
-no_metric           WARNING  a checkpoint has other metadata than the number that ``Keep(best=...)`` goes by, or so far
-                             16 have none; once
+no_metric           WARNING  none of 16 checkpoints, or of all until the engine closes, has the number that
+                             ``Keep(best=...)`` goes by in its metadata; once
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 record_lost         WARNING  no copy of a commit record is valid, and it may have been the newest; when it is opened
@@ -109,6 +113,14 @@ LEVELS = {
 """By name of the event."""
 
 log = logging.getLogger("pccheck_async")
+
+
+def warn_user(text: str, category: type[Warning]) -> None:
+    """Warn, and show the innermost line outside this package."""
+    ours = takewhile(
+        lambda each: each[0].f_globals.get("__name__", "").startswith("pccheck_async."), walk_stack(sys._getframe())
+    )
+    warnings.warn(text, category, stacklevel=1 + sum(1 for _ in ours))
 
 
 def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:

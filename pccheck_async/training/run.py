@@ -244,6 +244,7 @@ class TrainingRun(TrainingHooks):
         if this.metadata:
             check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
         core = self.core
+        core.metric.note(this.metadata)
         core.check_alive()
         if core.stream.trace is not None:
             seconds = time.monotonic() - this.began  # before the other clock: else steps would begin before others end

@@ -360,7 +360,7 @@ def test_a_full_filesystem(small_disk: Path, io: str) -> None:
             engine.checkpoint({"big": torch.zeros(2 << 20)}, step=1).result(60)
         assert full.value.errno == errno.ENOSPC
         assert engine.checkpoint(state_of(2), step=2).result(60).step == 2
-        with pytest.raises(StoreFullError, match="last checkpoint is untouched"):
+        with pytest.raises(StoreFullError, match="committed checkpoints are untouched"):
             engine.checkpoint({"big": torch.zeros(4 << 20)}, step=3).result(60)
         assert engine.latest is not None
         assert engine.checkpoint(state_of(4), step=4).result(60).step == 4

@@ -98,26 +98,41 @@ def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
     assert failed["error"].startswith("WriteError: ")
 
 
-def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Path, lines: JSONLines) -> None:
-    with SyncCheckpointEngine(tmp_path, keep=Keep(best=("loss", 2, "min"))) as engine:
-        engine.checkpoint({"x": 1}, step=0).result()  # not validated yet
-        engine.checkpoint({"x": 1}, step=1, metadata={"loss": 0.5}).result()
-        engine.checkpoint({"x": 1}, step=2, metadata={"loss": float("nan")}).result()  # a number, and the worst
-        assert lines.of("no_metric") == []
-        engine.checkpoint({"x": 1}, step=3, metadata={"Loss": 0.25}).result()
-        engine.checkpoint({"x": 1}, step=4).result()
-    (line,) = lines.of("no_metric")
-    assert (line["level"], line["step"], line["store"]) == ("WARNING", 3, str(tmp_path))
-    assert "without a number 'loss' in their metadata; that of step 3 has {'Loss': 0.25}" in line["message"]
+def test_a_metric_that_some_checkpoints_have_is_not_told_of(tmp_path: Path, lines: JSONLines) -> None:
+    keep = Keep(best=("loss", 2, "min"))
+    for first in (0, 40):  # the other run began after a checkpoint that has it
+        with SyncCheckpointEngine(tmp_path, keep=keep) as engine:
+            engine.restore({"x": 0})
+            for step in range(first, first + 40):
+                metadata = {"loss": 0.5} if step == 3 else {"epoch": 1}
+                engine.checkpoint({"x": 1}, step=step, metadata=metadata).result()
+    assert lines.of("no_metric") == []
 
 
 def test_a_metric_that_no_checkpoint_has_is_told_of_after_a_while(tmp_path: Path, lines: JSONLines) -> None:
     with SyncCheckpointEngine(tmp_path, keep=Keep(best=("loss", 2, "min"))) as engine:
         for step in range(20):
             engine.checkpoint({"x": 1}, step=step, name=f"step {step}").result()
-    assert [(line["step"], line["message"].rpartition("; ")[2]) for line in lines.of("no_metric")] == [
-        (15, "that of step 15 has none")
-    ]
+            assert len(lines.of("no_metric")) == (step >= 15)
+    (line,) = lines.of("no_metric")
+    assert line["store"] == str(tmp_path)
+    assert line["message"].endswith(
+        "which none of the 16 checkpoints so far has in its metadata; no metadata was given"
+    )
+
+
+def test_a_metric_of_another_name_is_told_of_at_the_end(tmp_path: Path, lines: JSONLines) -> None:
+    with SyncCheckpointEngine(tmp_path, interval=2, keep=Keep(best=("val_loss", 2, "min"))) as engine:
+        for step in range(8):
+            with engine.step({"x": 1}, step) as this:
+                if step == 2:  # which is not saved
+                    this.metadata |= {"eval_loss": 0.5, "epoch": 1.0}
+        assert lines.of("no_metric") == []
+    (line,) = lines.of("no_metric")
+    assert line["message"].endswith("has in its metadata; metadata has had 'eval_loss'")
+    with SyncCheckpointEngine(tmp_path / "too early", keep=Keep(best=("val_loss", 2, "min"))) as engine:
+        engine.checkpoint({"x": 1}, step=0).result()
+    assert len(lines.of("no_metric")) == 1
 
 
 @pytest.mark.parametrize("by", ["step", "checkpoint"])

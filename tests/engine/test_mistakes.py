@@ -31,7 +31,7 @@ from pccheck_async import (
     stores,
 )
 from pccheck_async.engine import core
-from pccheck_async.errors import ClosedError, DamagedError, UnsupportedStateError
+from pccheck_async.errors import ClosedError, DamagedError, StoreLockedError, UnsupportedStateError
 from pccheck_async.format import whole_step
 from pccheck_async.tuning import tune
 from tests.support.devices import Device
@@ -541,3 +541,57 @@ def test_the_folder_above_stores(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         engine.checkpoint(STATE, step=1).result()
     with SyncCheckpointEngine(tmp_path / "runs"):
         assert len(told(caplog, "stores_below")) == 1
+
+
+def test_a_step_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=8) as engine:
+        for step in range(8):
+            engine.checkpoint(STATE, step=step, name="best" if step == 3 else None).result()
+        there = "; there are steps 7, 6, 5, 4, 3, ...$"
+        calls: list[Callable[[], Any]] = [
+            lambda: engine.restore({"x": torch.ones(3)}, step=9),
+            lambda: engine.pin(step=9),
+            lambda: engine.remove(step=9),
+            lambda: load_sync(tmp_path, step=9),
+        ]
+        for call in calls:
+            with pytest.raises(NoCheckpointError, match=there):
+                call()
+        with pytest.raises(NoCheckpointError, match=r"named 'worst'; those with names are 'best'$"):
+            engine.restore({"x": torch.ones(3)}, name="worst")
+
+
+def test_damage_names_store_and_step_and_a_fall_back_the_users_line(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(STATE, step=step).result()
+    state = {"x": torch.ones(3)}
+    for slot, named in (("slot-001", 2), ("slot-000", 1)):
+        (tmp_path / slot).write_bytes(b"damaged")
+        with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.raises(DamagedError) as raised:
+            engine.restore(state, step=named)
+        assert str(raised.value).startswith(f"{tmp_path}, checkpoint of step {named}: ")
+        assert "leave step= or name= out for the newest whole one" in str(raised.value)
+        if named == 2:
+            with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.warns(RuntimeWarning) as warned:
+                engine.restore(state)
+            assert [each.filename for each in warned] == [__file__]
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.warns(RuntimeWarning):  # noqa: SIM117
+        with pytest.raises(DamagedError, match="no other one can be read"):
+            engine.restore(state)
+
+
+def test_a_locked_store_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SyncCheckpointEngine(tmp_path).open()
+    monkeypatch.setattr("__main__.my_engine", engine, raising=False)
+    with pytest.raises(StoreLockedError, match=r": close it first: my_engine\.close\(\) \(opening"):
+        SyncCheckpointEngine(tmp_path).open()
+    engine.close()
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path) as other:
+            monkeypatch.setattr("__main__.my_engine", other)
+            with pytest.raises(StoreLockedError, match=r": close it first: await my_engine\.close\(\) \("):
+                SyncCheckpointEngine(tmp_path).open()
+
+    asyncio.run(main())
