@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import weakref
 from collections import Counter
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -53,7 +51,7 @@ from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import refuse_filling
 from pccheck_async.store import KeepAll, MetricWatch
-from pccheck_async.telemetry import ReadProgress, Stream, Work, work, write
+from pccheck_async.telemetry import ReadProgress, Stream, UsersLine, Work, work, write
 from pccheck_async.telemetry.events import Opened
 
 __all__ = ["EngineCore", "note_closing_failure_on"]
@@ -86,7 +84,8 @@ class EngineCore:
         self.path = store_path(path) if isinstance(config.storage.io, str) else os.fspath(path)
         self.config = config
         self.keeps = self.peers.retention(config)
-        self.made_at = _caller()
+        line = UsersLine.here()
+        self.made_at = f"{line.filename}:{line.lineno}"
         self.facade: weakref.ref[object] | None = None
         self.training = TrainingHooks()
         self.unawaited: dict[object, str] = {}
@@ -165,8 +164,6 @@ class EngineCore:
             raise
         self.state = "open"
         self.stream.emit(Opened(checkpoints=checkpoints, step=step, io=io))
-        if not checkpoints:
-            self._warn_of_stores_below()
 
     def _warn_of_stores_below(self) -> None:
         """Warn if there are stores in the folders of this empty one: the path of one of them may be meant."""
@@ -190,6 +187,8 @@ class EngineCore:
         self.in_flight.counter, self.captures.owners = await self.peers.join(
             self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with, parts.memory
         )
+        if not self.infos:
+            self._warn_of_stores_below()
 
     async def _lost_holder(self) -> EngineCore | None:
         """Return the engine of this process that holds the store, if no code can call it; collects garbage for that."""
@@ -764,11 +763,3 @@ def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
             raise
         if failure is not error:
             error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
-
-
-def _caller() -> str:
-    """Return file and line of the code that makes an engine: the innermost frame outside this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "pccheck_async":
-        frame = frame.f_back
-    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from pccheck_async.errors import ClosedError, machine_error
 from pccheck_async.state.tensor_access import exempt_this_thread
-from pccheck_async.telemetry import fill_standard_files
+from pccheck_async.telemetry import UsersLine, fill_standard_files, work_for
 from pccheck_async.transfer import uninterrupted
 
 try:  # here, and not when the first loop is made: on a caller's loop
@@ -42,6 +42,7 @@ class EngineLoop:
         self.kind = new_event_loop.__module__.partition(".")[0]
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()
+        self._made_at = UsersLine.here()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._guard = threading.Lock()
@@ -176,6 +177,7 @@ class EngineLoop:
 
     def _serve(self) -> None:
         exempt_this_thread()
+        work_for(self._made_at)
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

@@ -7,13 +7,14 @@ by themselves; :data:`.tracing.work` says for which checkpoint.
 """
 
 from pccheck_async.telemetry.events import Event
-from pccheck_async.telemetry.logs import warn_user, write
+from pccheck_async.telemetry.logs import UsersLine, warn_user, work_for, write
 from pccheck_async.telemetry.standard_files import fill_standard_files
 from pccheck_async.telemetry.stream import Hook, ReadProgress, Stream, reading_progress
 from pccheck_async.telemetry.totals import COUNTED, Distribution
 from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Work, enter_chunk, work
 
 __all__ = [
-    "COUNTED", "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream", "Work",
-    "enter_chunk", "fill_standard_files", "reading_progress", "warn_user", "work", "write",
+    "COUNTED", "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream",
+    "UsersLine", "Work", "enter_chunk", "fill_standard_files", "reading_progress", "warn_user", "work", "work_for",
+    "write",
 ]  # fmt: skip

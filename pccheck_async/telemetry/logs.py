@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 import warnings
-from itertools import takewhile
-from traceback import walk_stack
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from pccheck_async.telemetry.tracing import work
 
-__all__ = ["FIELDS", "LEVELS", "TABLE", "log", "warn_user", "write"]
+__all__ = ["FIELDS", "LEVELS", "TABLE", "UsersLine", "log", "warn_user", "work_for", "write"]
 
 FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
 """Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
@@ -115,12 +115,37 @@ LEVELS = {
 log = logging.getLogger("pccheck_async")
 
 
+class UsersLine(NamedTuple):
+    """A line of a user's program, as ``warnings.warn_explicit`` takes it."""
+
+    filename: str
+    lineno: int
+    module: str
+    registry: dict[Any, Any]
+
+    @classmethod
+    def here(cls) -> UsersLine:
+        """Return the innermost line outside this package that this thread executes."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "pccheck_async":
+            frame = frame.f_back
+        if frame is None:
+            return cls("an unknown place", 0, "", {})
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        return cls(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""), registry)
+
+
+_of_thread = threading.local()
+
+
+def work_for(line: UsersLine) -> None:
+    """Show warnings of this thread, which executes no line of a user's, at another thread's line."""
+    _of_thread.line = line
+
+
 def warn_user(text: str, category: type[Warning]) -> None:
-    """Warn, and show the innermost line outside this package."""
-    ours = takewhile(
-        lambda each: each[0].f_globals.get("__name__", "").startswith("pccheck_async."), walk_stack(sys._getframe())
-    )
-    warnings.warn(text, category, stacklevel=1 + sum(1 for _ in ours))
+    """Warn, and show the user's line: that of this thread, or that for which it works."""
+    warnings.warn_explicit(text, category, *getattr(_of_thread, "line", None) or UsersLine.here())
 
 
 def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:

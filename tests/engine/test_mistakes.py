@@ -27,6 +27,7 @@ from pccheck_async import (
     StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
+    load,
     load_sync,
     stores,
 )
@@ -561,6 +562,10 @@ def test_a_step_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> 
             engine.restore({"x": torch.ones(3)}, name="worst")
 
 
+async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
+    return await function(*arguments)
+
+
 def test_damage_names_store_and_step_and_a_fall_back_the_users_line(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in (1, 2):
@@ -575,7 +580,12 @@ def test_damage_names_store_and_step_and_a_fall_back_the_users_line(tmp_path: Pa
         if named == 2:
             with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.warns(RuntimeWarning) as warned:
                 engine.restore(state)
-            assert [each.filename for each in warned] == [__file__]
+            with pytest.warns(RuntimeWarning) as loading:
+                load_sync(tmp_path)
+            with pytest.warns(RuntimeWarning) as awaiting:
+                asyncio.run(awaited(load, tmp_path))
+            for each in (warned, loading, awaiting):
+                assert [one.filename for one in each] == [__file__]
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.warns(RuntimeWarning):  # noqa: SIM117
         with pytest.raises(DamagedError, match="no other one can be read"):
             engine.restore(state)
