@@ -1241,7 +1241,7 @@ def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
         assert engine.statistics().failed == 2
     assert equal(saved(tmp_path), want[3])
     events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
-    assert sorted(events) == ["captured_eagerly", "failed", "failed"]
+    assert sorted(events) == ["captured_eagerly", "failed", "failed", "not_in_state"]
 
 
 def test_a_run_of_which_nothing_is_saved_any_more_ends_with_an_error(

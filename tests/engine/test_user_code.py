@@ -129,7 +129,7 @@ def test_a_handler_of_the_log_holds_no_lock_where_a_checkpoint_is_skipped() -> N
         writer.hold("flush")
         locks.engine = engine
         with logging_to(locks):
-            saving = Saving(lambda: engine.checkpoint(small(), step=1))
+            saving = Saving(lambda: engine.checkpoint(small(), step=2))
             assert engine.checkpoint({"saving": saving}, step=2).skipped
             assert engine.checkpoint(small(), step=3).skipped
         writer.release()
