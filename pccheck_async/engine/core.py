@@ -459,7 +459,6 @@ class EngineCore:
                 # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
                 # two checkpoints would have it.
                 flight = self.in_flight.add(step, name, state_seconds, on_disk=tier == "disk")
-                self.metric.note_save(metadata or {}, lambda: self.infos)
                 self._unrestored = []
                 if assembly.publisher is not None:
                     assembly.publisher.start()
@@ -483,6 +482,7 @@ class EngineCore:
                 capture.release()
             if skipped is not None:
                 self.in_flight.tell_skipped(skipped, step)
+        self.metric.note_save(metadata or {}, lambda: self.infos)  # without the lock: handlers of the log are user code
         return PendingCheckpoint(flight), start
 
     def check_restored(self, step: int | None, *, begun: bool = False) -> None:

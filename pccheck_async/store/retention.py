@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -98,7 +99,8 @@ class MetricWatch:
         names = get_close_matches(best.metric, self._names) or [*self._names]
         known = f"metadata has had {first_few([*map(repr, names)], 5)}" if names else "no metadata was given"
         text = "Keep(best=...) goes by a number %r, which none of the %d checkpoints so far has in its metadata; %s"
-        write("no_metric", text, best.metric, self._saves, known, store=self._path)
+        with suppress(Exception):  # of a handler of the log: the engine closes all the same
+            write("no_metric", text, best.metric, self._saves, known, store=self._path)
 
 
 class Kept(NamedTuple):

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, StorageOptions, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    Keep,
+    StorageOptions,
+    SyncCheckpointEngine,
+    list_checkpoints,
+)
 from pccheck_async.errors import WriteError
 from pccheck_async.telemetry import Event
 from pccheck_async.telemetry.events import (
@@ -299,6 +306,19 @@ def test_a_handler_of_the_log_that_raises_harms_nothing(tmp_path: Path) -> None:
             logger.setLevel(before)
             logger.removeHandler(handler)
     assert engine.statistics().durable_bytes > 0
+
+
+def test_nor_does_one_that_raises_where_a_metric_is_missed(tmp_path: Path) -> None:
+    logger, handler = logging.getLogger("pccheck_async"), Broken()
+    logger.addHandler(handler)
+    try:
+        for folder, saves in (("many", 17), ("few", 2)):  # told of in a save, and by closing
+            with SyncCheckpointEngine(tmp_path / folder, keep=Keep(best=("loss", 1, "min"))) as engine:
+                for step in range(saves):
+                    engine.checkpoint(state(), step=step, metadata={"lost": 1.0}).result()
+            assert engine.statistics().durable == saves
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_nor_does_one_that_raises_where_events_are_dropped_or_a_hook_raises() -> None:
