@@ -445,7 +445,7 @@ def compare(
     rank: Rank = None,
     other_rank: Annotated[
         int | None,
-        typer.Option(parser=at_least(0), metavar="RANK", help="Rank of the second one (default, in PATH: --rank)."),
+        typer.Option(parser=at_least(0), metavar="RANK", help="Rank of the second one (default, of a group: --rank)."),
     ] = None,
     json: Json = False,
 ) -> Report:

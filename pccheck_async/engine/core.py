@@ -49,7 +49,7 @@ from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
 from pccheck_async.medium import forget, holder_here, remember
 from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
-from pccheck_async.state import refuse_filling
+from pccheck_async.state import check_outermost, refuse_filling
 from pccheck_async.store import KeepAll, MetricWatch
 from pccheck_async.telemetry import ReadProgress, Stream, UsersLine, Work, work, write
 from pccheck_async.telemetry.events import Opened
@@ -679,6 +679,7 @@ class EngineCore:
         """Restore the newest checkpoint (or the requested one) into ``state``, falling back if one is damaged."""
         assembly = self.check_alive()
         self.in_flight.raise_untold()
+        check_outermost(state)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
         if isinstance(private, str) and private != "modulo":
@@ -699,6 +700,7 @@ class EngineCore:
             )
         if restored is None:
             refuse_filling(state)  # now, and not only once there is a checkpoint to restore
+            self.training.found_nothing(state)
         if not dry_run:
             self._unrestored = []
             self._restored_step = None if restored is None else restored.step

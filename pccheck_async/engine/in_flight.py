@@ -33,6 +33,7 @@ class InFlight:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may read statistics meanwhile.
         counter: The largest counter that was given away.
         newest: The checkpoint that was admitted last, None before the first.
+        torn: Torn checkpoints of ``engine.step`` since one was captured whole.
         memory_stall: Seconds that training waited for checkpoints that are due in memory alone.
     """
 
@@ -46,7 +47,7 @@ class InFlight:
         self._in_memory: list[Flight] = []  # those alone there, until a newer one is on disk
         self.memory_stall = 0.0
         self._failed: list[tuple[Flight, Exception]] = []
-        self._torn = 0  # of those that engine.step made, since one was captured whole
+        self.torn = 0
         self._reports: dict[Tier, deque[SaveReport]] = {
             "disk": deque(maxlen=_MOST_REPORTS),
             "memory": deque(maxlen=_MOST_REPORTS),
@@ -148,9 +149,9 @@ class InFlight:
             del self._in_flight[flight]
             self._stream.totals.add(event)
             if error is None:
-                self._torn = 0
+                self.torn = 0
             elif _chosen_and_torn(flight, error):
-                self._torn += 1
+                self.torn += 1
             if error is not None:
                 self._failed.append((flight, error))
             elif not superseded:
@@ -220,7 +221,7 @@ class InFlight:
         if not self._failed:
             return
         with self.lock:
-            warned_of = self._torn <= _MOST_TORN + self._config.max_in_flight
+            warned_of = self.torn <= _MOST_TORN + self._config.max_in_flight
             failed = [
                 (flight, error)
                 for flight, error in self._failed
@@ -237,7 +238,7 @@ class InFlight:
         (told, first), *others = untold
         told.failure_told = True
         if not warned_of:
-            first.add_note(f"{self._torn} checkpoints in a row were torn: nothing is saved any more")
+            first.add_note(f"{self.torn} checkpoints in a row were torn: nothing is saved any more")
         for flight, error in others:
             flight.failure_told = True
             first.add_note(f"the checkpoint of step {flight.step} failed too: {error}")

@@ -239,7 +239,10 @@ class Overlapped:
             versions, self._versions = self._versions, None
             if versions is not None and self._torn is None and (paths := versions.changed()):
                 what = "changed before its capture was waited for"
-                advice = "call engine.wait_captured() before code that changes it, or checkpoint with overlap=False"
+                advice = (
+                    "move code that trains it into the engine.step block, and call engine.wait_captured() before that "
+                    "code, or checkpoint with overlap=False"
+                )
                 self._note_torn(paths, what, advice)
 
     def detect(self, tensors: Iterable[torch.Tensor]) -> None:

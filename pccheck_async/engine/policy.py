@@ -123,6 +123,9 @@ class TrainingHooks:
     def before_restore(self) -> None:
         """Called when a restore is about to change the state."""
 
+    def found_nothing(self, state: Mapping[str, Any]) -> None:
+        """Called when there was nothing to restore into ``state``, and the training begins with what it holds."""
+
     def rejected(self) -> None:
         """Called after checkpoints were rejected: no step that began before is saved at its end, or as the last one."""
 

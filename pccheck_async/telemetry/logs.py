@@ -76,6 +76,7 @@ step_went_back      WARNING  the first step after a restore is smaller than the 
                              the one before, or began twice; once
 not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
                              state of the first save
+trained_before      WARNING  there is nothing to restore, and the optimizer has made steps with an engine closed before
 stores_below        WARNING  a store was made in a folder that has stores in its folders: which
 no_metric           WARNING  none of 16 checkpoints, or of all until the engine closes, has the number that
                              ``Keep(best=...)`` goes by in its metadata; once

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -50,6 +51,10 @@ _HOLD_NOTHING = (
 """Objects that do not save an optimizer or a loader unseen, as an object of a user's may."""
 _EVERY_STEP = 16
 """Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
+
+
+_trained: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have made steps with an engine that is closed."""
 
 
 class TrainingStep:
@@ -176,11 +181,23 @@ class TrainingRun(TrainingHooks):
         if self._last_finished is not None:
             self._last_finished.mark = None  # a restore may change the state, and that bumps no versions
 
+    def found_nothing(self, state: Mapping[str, Any]) -> None:
+        trained = [
+            name for name, value in state.items() if isinstance(value, torch.optim.Optimizer) and value in _trained
+        ]
+        if trained:
+            text = (
+                "there is no checkpoint to restore, and an engine of this process has trained with %r: training goes "
+                "on with what it and the parameters hold; to begin anew, make the objects again, too"
+            )
+            write("trained_before", text, trained[0], store=self.core.path)
+
     def rejected(self) -> None:
         self._last_finished = None
         self._rejections += 1
 
     def closed(self) -> None:
+        _trained.update(each for each in self.core.guard.optimizers if each.state)
         self._last_finished = None
         self._accumulation.close()
 
@@ -304,7 +321,9 @@ class TrainingRun(TrainingHooks):
         report = self.last_report = self._report(this, self._policy, "disk")
         wanted = (self._metric is not None and self._sets_metric(this, self._metric)) or this.wanted
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
-        self._due = save or self._due or wanted
+        # One that was torn is made again at once, and not an interval later; in a group that is known at other times.
+        again = core.in_flight.torn > 0 and not (core.in_flight.on_disk or core.peers.collective)
+        self._due = save or self._due or wanted or again
         if last:
             self.preemption.follow()
         self.decision = self._say("disk", self._policy)

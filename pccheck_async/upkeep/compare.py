@@ -21,7 +21,7 @@ from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state.restore.tree import paired
-from pccheck_async.store import CheckpointReader
+from pccheck_async.store import CheckpointReader, is_group_folder
 from pccheck_async.transfer import Tasks
 from pccheck_async.upkeep.listing import StoredLeaf, list_leaves
 from pccheck_async.upkeep.reading import Progress
@@ -137,7 +137,7 @@ def compare_checkpoints(
         other_step: Of the second; by default the newest one there.
         other_name: Of the second, instead of its step.
         rank: The rank of the first part, in the folder of a group; by default 0.
-        other_rank: The rank of the second part; in the same folder by default ``rank``.
+        other_rank: The rank of the second part; of a group by default ``rank``.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -148,8 +148,9 @@ def compare_checkpoints(
         ValueError: both a step and a name of one of them are given.
     """
     which, other_which = which_one(step, name), which_one(other_step, other_name)
-    if other is None:
-        other, other_rank = path, rank if other_rank is None else other_rank
+    other = path if other is None else other
+    if other_rank is None and (other == path or is_group_folder(other)):
+        other_rank = rank
 
     async def compare() -> Comparison:
         async with AsyncExitStack() as stack:

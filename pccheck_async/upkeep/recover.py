@@ -213,7 +213,10 @@ def recover_store(
             tuple(found),
             tuple(entry.info for entry in entries),
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
-            problems=problems,
+            problems=(
+                *problems,
+                *(await _other_contents(medium, record, identity, commit) if record and not search else ()),
+            ),
             dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
             refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
         )
@@ -399,6 +402,34 @@ async def _has_slot(medium: Medium, entry: Entry) -> bool:
         return False
     await medium.close(file)
     return entry.manifest_offset + entry.manifest_nbytes <= file.nbytes
+
+
+async def _other_contents(
+    medium: Medium, record: Record, identity: Identity | None, commit: tuple[memoryview, object] | None
+) -> list[str]:
+    """Return a sentence on the slots that hold other bytes than the checkpoints that the newest record names."""
+    found = []
+    for entry in record.entries:
+        if not await _has_slot(medium, entry):
+            continue
+        file = await medium.open(slot_name(entry.slot), writable=False)
+        try:
+            await read_manifest(medium, file, entry, identity.block_bytes if identity else MIN_BLOCK)
+        except (CorruptStoreError, ReadError) as error:
+            if is_exhausted(error):
+                raise
+            found.append(entry)
+        finally:
+            await medium.close(file)
+    now = await read_commit(medium) if found else None
+    if not found or now is None or commit is None or bytes(now[0]) != bytes(commit[0]):
+        return []  # or a trainer has written a newer record meanwhile, and to slots that it no longer names
+    slots, steps = [slot_name(entry.slot) for entry in found], [entry.step for entry in found]
+    return [
+        f"{first_few(slots, 5)}: not what the newest record names there (step {first_few(steps, 5)}). Damaged, or "
+        f"{COMMIT_NAME} is older than the slots, as in a backup that was put back in part: --search finds the "
+        "checkpoints that are whole in any slot"
+    ]
 
 
 def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:

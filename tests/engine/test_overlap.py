@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -1242,6 +1242,32 @@ def test_a_loop_that_perturbs_its_weights_goes_on_and_is_saved(
     assert equal(saved(tmp_path), want[3])
     events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
     assert sorted(events) == ["captured_eagerly", "failed", "failed", "not_in_state"]
+
+
+def test_a_torn_checkpoint_is_made_again_after_the_next_step(tmp_path: Path) -> None:
+    """And not an interval later: in a short run there may be none."""
+    model, io = nn.Sequential(nn.Linear(300, 300)), Device()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved_at = []
+    with SyncCheckpointEngine(tmp_path, interval=50, save_last=False, storage=StorageOptions(io=io, **SMALL)) as engine:
+        engine.attach(optimizer)
+        for step in range(60):
+            with engine.step({"model": model}, step) as this:
+                model(torch.ones(1, 300)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 49:
+                    io.medium.hold("write")
+            if this.pending is not None:
+                saved_at.append(step)
+            if step == 49:
+                with torch.no_grad():
+                    next(model.parameters()).add_(0.1)
+                io.medium.release()
+                with suppress(TornCaptureError):
+                    engine.drain()
+    assert saved_at == [49, 50]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [50]
 
 
 def test_a_run_of_which_nothing_is_saved_any_more_ends_with_an_error(

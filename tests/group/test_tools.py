@@ -823,6 +823,7 @@ def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
     assert "Step 3" in said
     assert "the parts of 2 ranks" in said
     assert "step 3" in pccheck("show", tmp_path / "all", "--rank=1")
+    assert "those of rank 1 were compared" in pccheck("compare", made, tmp_path / "all", "--rank=1")
     pccheck("export", made, tmp_path / "out.pt", "--to=torch", "--rank=1")
     assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
 

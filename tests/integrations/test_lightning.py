@@ -95,7 +95,8 @@ def test_a_loader_that_draws_its_order_goes_on_with_the_same_bits(tmp_path: Path
 
 def test_it_goes_on_from_memory(tmp_path: Path, shared_memory: Path) -> None:
     whole = live(kit.train(tmp_path / "whole"), tmp_path / "journal")
-    training = kit.train(tmp_path / "cut", interval=100, memory=MemoryTier(path=str(shared_memory)))
+    tier = MemoryTier(interval=1, path=str(shared_memory))
+    training = kit.train(tmp_path / "cut", interval=100, memory=tier)
     lives = [live(training, tmp_path / "journal", "in_memory 3")]
     assert list_checkpoints(tmp_path / "cut") == []
     lives.append(live(training, tmp_path / "journal"))

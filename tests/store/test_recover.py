@@ -99,6 +99,32 @@ def test_names_are_in_the_manifests_too(tmp_path: Path) -> None:
     assert found == [(3, "best", {}), (2, "last", {"loss": 1.0}), (1, None, {"loss": 0.5})]
 
 
+def test_records_that_are_older_than_the_slots_are_told_of(tmp_path: Path) -> None:
+    """As after a live copy, or a backup of which only a part was put back; the slots hold newer checkpoints."""
+    save(tmp_path, 1, 2, keep_last=2)
+    assert not stores.recover(tmp_path).problems
+    older = (tmp_path / "commit").read_bytes()
+    with SyncCheckpointEngine(
+        tmp_path, keep_last=2, max_in_flight=1, storage=StorageOptions(chunk_bytes=CHUNK)
+    ) as engine:
+        engine.restore(state_of(0) | {"weights": torch.zeros(3000 + 700 * 2)})
+        for step in range(3, 9):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    assert not stores.recover(tmp_path).problems
+    (tmp_path / "commit").write_bytes(older)
+    (problem,) = stores.recover(tmp_path).problems
+    assert re.fullmatch(
+        r"slot-00\d, slot-00\d: not what the newest record names there \(step 2, 1\)\. Damaged, or commit is older "
+        r"than the slots, .* --search finds .*",
+        problem,
+    )
+    with pytest.raises(CorruptStoreError, match="not what the newest record names"):
+        stores.recover(tmp_path, write=True)
+    stores.recover(tmp_path, write=True, search=True)
+    assert [info.step for info in list_checkpoints(tmp_path)][:2] == [8, 7]
+    assert stores.verify(tmp_path, every=True).whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["random", "zeros", "gone", "empty"])
 @pytest.mark.parametrize("identity", ["kept", "gone", "damaged"])

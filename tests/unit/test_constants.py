@@ -293,7 +293,7 @@ def test_a_run_whose_weights_are_changed_by_hand_goes_on_with_checkpoints(
         engine.attach(optimizer)
         for step in range(5):
             want = copied(model)
-            if step < 2:
+            if step in (0, 2):  # between them what was torn is captured before the call returns
                 io.medium.hold("write")
             pending = engine.checkpoint({"model": model}, step=step, overlap=True)
             with torch.no_grad():
@@ -304,6 +304,6 @@ def test_a_run_whose_weights_are_changed_by_hand_goes_on_with_checkpoints(
                 assert equal(load_sync(tmp_path)["model"], want)
             except TornCaptureError:
                 torn.append(step)
-    assert torn == [0, 1]
+    assert torn == [0, 2]
     events = [record.event for record in caplog.records if record.event != "failed"]  # type: ignore[attr-defined]
     assert events == ["not_in_state", "captured_eagerly"]

@@ -66,7 +66,8 @@ def test_what_is_torn_in_two_captures_in_a_row_is_eager_then(caplog: pytest.LogC
     """In either of them: with ``check_captures``, a capture names only the first leaf that it finds changed."""
     torn = TornLeaves()
     torn.note(["a", "b"], [])
-    assert torn.sources(PATHS, SOURCES) == []
+    assert torn.sources(PATHS, SOURCES) == [0, 1]  # for one capture
+    assert not caplog.records
     torn.note(["b", "c"], [])
     assert torn.sources(PATHS, SOURCES) == [0, 1, 2]
     (line,) = caplog.records
@@ -92,7 +93,10 @@ def test_what_is_torn_twice_among_eight_is_eager_then(caplog: pytest.LogCaptureF
     torn = TornLeaves()
     torn.note(["a", "b"], [])
     torn.note((), [])
+    assert torn.sources(PATHS, SOURCES) == []
     torn.note(["b", "c", "e"], ["e"])
+    assert torn.sources(PATHS, SOURCES) == [1, 2]
+    torn.note((), [])
     assert torn.sources(PATHS, SOURCES) == [1]
     assert [record.getMessage()[:60] for record in caplog.records] == [
         "code outside the steps of attached optimizers changes b, e w"

@@ -131,10 +131,10 @@ def _copy(sources: Sources, number: int) -> npt.NDArray[np.uint8]:
 class TornLeaves:
     """Leaves that changed in the middle of recent captures. May be used from several threads.
 
-    A leaf that is torn once, by chance, stays lazy. Leaves that are torn in two captures in a row, and one that is torn
-    twice among eight, are captured eagerly: a loop that changes weights by hand (sharpness-aware minimisation) would
-    never get a checkpoint otherwise. That code may end, so after 100 captures overlap is tried again; a leaf that
-    is torn then is eager at once.
+    A leaf that was torn in the last capture is captured eagerly in the next one, which is then saved; it may have been
+    by chance. Leaves that are torn in two captures in a row, and one that is torn twice among eight, are eager for
+    longer: a loop that changes weights by hand (sharpness-aware minimisation) would lose every other checkpoint. That
+    code may end, so after 100 captures overlap is tried again; a leaf that is torn then is eager at once.
 
     Leaves are told apart by their paths without escapes, as a TornCaptureError names them.
     """
@@ -172,7 +172,7 @@ class TornLeaves:
 
         A leaf without a source has a negative number in ``source_of``.
         """
-        eager = self._eager()
+        eager = self._eager() | self._recent[-1]
         if not eager:
             return []
         return [source for path, source in zip(paths, source_of, strict=True) if source >= 0 and plain(path) in eager]
