@@ -522,7 +522,8 @@ def _compared(comparison: pccheck.stores.Comparison) -> Iterator[str | Table]:
         yield f"Each rank has values of its own; {what} were compared{beside}: --rank and --other-rank choose."
     same = comparison.leaves - sum(each.change != "container" for each in comparison.differences)
     which = f"{same} of {comparison.leaves}" if comparison.differences else f"All {comparison.leaves}"
-    yield f"{which} leaves are equal in every bit."
+    containers = sum(each.change == "container" for each in comparison.differences)
+    yield f"{which} leaves are equal in every bit{f'; {containers} containers differ in kind' if containers else ''}."
 
 
 def _difference(each: pccheck.stores.LeafDifference) -> tuple[str, ...]:

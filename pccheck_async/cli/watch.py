@@ -37,6 +37,7 @@ from pccheck_async.cli.ranks import describe_slowest, read_place, slowest, stage
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import CommittedStatus, InFlightStatus, Published, Status
 
+_NOBODY = "no engine runs here, or it has not saved yet"
 _MOST_COMMITTED = 8
 _WIDE = 75
 _VERY_WIDE = 100
@@ -122,7 +123,7 @@ class WatchView:
         if (status := self.status) is None:
             if self.before is not None:
                 return f"{clock} the engine of process {self.before.pid} was closed; {newest}"
-            return f"{clock} {self._nobody}; {newest}"
+            return f"{clock} {_NOBODY}; {newest}"
         in_flight = [f"{each.step} {_phase(each)}" for each in status.in_flight]
         if self.state == "died":
             left = ", ".join(f"step {each}" for each in in_flight) or "nothing"
@@ -150,14 +151,10 @@ class WatchView:
             parts.append(self._facts(self.status))
         return parts
 
-    @property
-    def _nobody(self) -> str:
-        return "no engine runs here" if self.committed else "no engine has published anything here"
-
     def _headline(self) -> Text:
         headline = Text(str(self.path), style="bold")
         if (status := self.status or self.before) is None:
-            return headline.append(f"  {self._nobody}", style="yellow")
+            return headline.append(f"  {_NOBODY}", style="yellow")
         who, age = f"process {status.pid} on {printable(status.host)}", duration(self.age)
         said, style = {
             "closed": (f"the engine of {who} was closed", "green"),

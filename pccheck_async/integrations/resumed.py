@@ -22,8 +22,8 @@ def refuse_store(path: str | os.PathLike[str], argument: str) -> None:
     if any(os.path.isfile(os.path.join(path, name)) for name in (IDENTITY_NAME, GROUP_NAME)):
         raise ValueError(
             f"{argument} is {os.fspath(path)!r}, a store of this package: leave {argument} out, and PCcheckCallback "
-            f"goes on by itself from the folder that it is given; the weights alone: load_sync({os.fspath(path)!r}, "
-            'keys=["model"])'
+            "trains on by itself from the folder that it is given. The weights alone, as to validate, test or predict: "
+            f'model.load_state_dict(load_sync({os.fspath(path)!r}, keys=["model"])["model"]), of PCcheckIO "state_dict"'
         )
 
 
