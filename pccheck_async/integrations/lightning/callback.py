@@ -615,10 +615,11 @@ def _broadcast(model: Any) -> list[str]:
 
 def _ends(trainer: Any) -> bool:
     loop = trainer.fit_loop
+    epochs = -1 if loop.max_epochs is None else loop.max_epochs  # as for steps, -1 is no limit
     ended: bool = (
         (trainer.should_stop and loop._can_stop_early)
-        or loop.epoch_loop.global_step == loop.max_steps
-        or loop.epoch_progress.current.completed == loop.max_epochs
+        or 0 <= loop.max_steps <= loop.epoch_loop.global_step
+        or 0 <= epochs <= loop.epoch_progress.current.completed
     )
     return ended
 
