@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import warnings
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -260,6 +261,27 @@ def test_a_fit_that_goes_on_says_so_once(tmp_path: Path, caplog: pytest.LogCaptu
         f"PCcheckCallback: training goes on after step 4, from {tmp_path / 's'}",
         *[f"PCcheckCallback: nothing is left to train after step 9, from {tmp_path / 's'}"] * 2,
     ]
+
+
+@pytest.mark.parametrize("monitor", ["train_loss", "validation"])
+def test_a_mean_over_an_epoch_that_a_schedule_goes_by_is_told_of(tmp_path: Path, monitor: str) -> None:
+    class Logging(kit.Model):  # type: ignore[name-defined]
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            self.log("train_loss", loss["loss"] if isinstance(loss, dict) else loss, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": monitor}}
+
+    for limits in ({"max_steps": 3, "max_epochs": 2}, {"max_epochs": 2}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(adapter.PCcheckCallback(tmp_path / "s"), model=Logging(), **limits)
+        told = [str(each.message) for each in caught if "of this epoch counts from batch 3 on" in str(each.message)]
+        assert len(told) == (monitor == "train_loss" and "max_steps" not in limits)
 
 
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Never
 
 import torch.distributed as dist
@@ -42,7 +43,7 @@ PRIVATE: Final = {
     ),
     "Trainer.fit_loop.epoch_loop": (
         "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
-        "_num_ready_batches_reached", "_on_before_fetch", "restarting",
+        "_num_ready_batches_reached", "_on_before_fetch", "restarting", "_results",
     ),
     "Trainer.fit_loop.epoch_loop.val_loop": (
         "setup_data", "_combined_loader", "_should_reload_val_dl", "_last_val_dl_reload_epoch", "_results",
@@ -215,6 +216,7 @@ class PCcheckCallback(Callback):
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
                 _skip(loop, epoch.processed, batch.ready, self._state["draws"])
             _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop, *kept), once=True)
+            _around(loop.epoch_loop, "on_advance_end", after=partial(_warn_of_means, trainer, batch.ready), once=True)
         RNGState().load_state_dict(self._rng)
         self._rng = None
 
@@ -622,6 +624,19 @@ def _ends(trainer: Any) -> bool:
         or 0 <= epochs <= loop.epoch_progress.current.completed
     )
     return ended
+
+
+def _warn_of_means(trainer: Any, batch: int) -> None:
+    """Warn if what decides goes by a mean over the epoch of which the batches before this one were not saved."""
+    gathered = [each.meta for each in trainer.fit_loop.epoch_loop._results.values() if each.meta.on_epoch]
+    names = {name for meta in gathered for name in (meta.name, f"{meta.name}_epoch")}
+    by = [*trainer.lr_scheduler_configs, *trainer.callbacks]
+    if monitored := sorted(names.intersection(str(getattr(each, "monitor", None)) for each in by)):
+        rank_zero_warn(
+            f"{', '.join(monitored)} of this epoch counts from batch {batch} on: what self.log(on_epoch=True) gathers "
+            "is not saved, and a scheduler, EarlyStopping or ModelCheckpoint that goes by it may decide otherwise than "
+            "in a run that was not interrupted"
+        )
 
 
 def _around(
