@@ -22,7 +22,7 @@ from pccheck_async.convert import (
 )
 from pccheck_async.convert.pickled_values import Reading, read_file
 from pccheck_async.engine import StorageOptions
-from pccheck_async.errors import CheckpointError, UnsupportedStateError, first_few
+from pccheck_async.errors import CheckpointError, StoreError, UnsupportedStateError, first_few
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, check_metadata, new_step
 from pccheck_async.format.record import COMMIT_NAME, GROUP_NAME, IDENTITY_NAME, slot_number
 from pccheck_async.medium.open_medium import IO
@@ -88,8 +88,9 @@ def import_checkpoint(
         path: Folder of the store; created where it does not exist. Nobody else may write to it.
         source: The format.
         step: The step of the new checkpoint; by default that of the exported one, if the file was exported from here,
-            or the one that a file of Lightning or of the Trainer names, else the engine's counter. The name of an
-            exported one goes along, unless the store has a checkpoint of that name.
+            or the one that a file of Lightning or of the Trainer names, else the engine's counter. One that is
+            smaller than that of the store's newest checkpoint has to be given. The name of an exported one goes along,
+            unless the store has a checkpoint of that name.
         root: Put the contents below this name in the state (``"model"``); contents that are no mapping need one.
         metadata: Small facts, as for ``checkpoint``; by default those of the exported checkpoint, or that a
             file of safetensors names.
@@ -111,6 +112,7 @@ def import_checkpoint(
         CorruptStoreError: the file is damaged (it ends too early, a checksum in it does not hold), or one lacks a
             tensor that an index names.
         StoreLockedError: a trainer writes to the store.
+        StoreError: the store has a checkpoint of a later step, and ``step`` is not given.
         StoreFullError: there is no space, or the store holds as many checkpoints as it can.
         ImportError: ``source="safetensors"``, and that package is not there.
         ValueError: there is no such format.
@@ -150,7 +152,7 @@ def import_checkpoint(
     saved = None if kind in ("lightning", "transformers") else reading.saved
     if saved is not None:
         known, facts = saved.step, saved.metadata if facts is None else facts
-    step = known if step is None else step
+    asked, step = step is not None, known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
     own_name = None if saved is None else saved.name or None
     leaves = flatten(state).leaves
@@ -160,6 +162,13 @@ def import_checkpoint(
     with SyncCheckpointEngine(
         path, max_in_flight=1, keep_last="all", overwrite=True, storage=StorageOptions(io=io, host_memory=host_memory)
     ) as engine:
+        newest = engine.latest
+        if newest is not None and step is not None and step < newest.step and not asked:
+            raise StoreError(
+                f"{path} holds step {newest.step}, and {name} is of step {step}: it would be the newest one, and a run "
+                f"would go on from there. Nothing was saved; if that is meant, give the step (--step {step}, "
+                f"step={step}), else another folder"
+            )
         if own_name and own_name in [other.name for other in engine.checkpoints() if not other.rejected]:
             missing.append(f"the name {own_name!r} (the store has a checkpoint of that name)")
             own_name = None

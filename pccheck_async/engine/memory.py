@@ -145,6 +145,7 @@ class Memory:
         self._tier = tier
         self._disk = disk
         self._restored: int | None = None
+        self._removed = False  # by closing
         self._begun = False
         self._growing: asyncio.Task[None] | None = None
         self._base = self.largest_counter
@@ -200,6 +201,8 @@ class Memory:
     @property
     def entries(self) -> Sequence[Entry]:
         """The checkpoints in memory that the disk's line accepts, newest first."""
+        if self._removed:
+            return ()
         return on_the_line(self.store.committed.entries, self.store.committed.line, self._disk.committed.line)
 
     @property
@@ -323,4 +326,5 @@ class Memory:
             await asyncio.wait((self._growing,))
         await self.store.medium.close()
         if removes:
+            self._removed = True
             await operations.call(shutil.rmtree, self.folder, True)

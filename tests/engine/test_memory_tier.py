@@ -616,6 +616,15 @@ def test_a_signal_makes_the_last_step_durable(tmp_path: Path, tier: MemoryTier) 
     assert load_sync(tmp_path)["tensor"][0] == 8
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_closed_engine_says_where_its_checkpoints_are(tmp_path: Path, shared_memory: Path, stays: bool) -> None:
+    memory = MemoryTier(interval=1, path=str(shared_memory), keep_after_close=stays)
+    with engine_on(tmp_path, memory) as engine:
+        engine.checkpoint(state_of(1), step=1).result(60)
+    assert engine.latest is not None
+    assert engine.latest.tiers == (("memory", "disk") if stays else ("disk",))
+
+
 class Recording:
     """A policy that chooses some steps, and keeps what it is told."""
 

@@ -51,7 +51,14 @@ from pccheck_async.cli import app
 from pccheck_async.convert import dcp_reading, pickled_values, target, torch_file
 from pccheck_async.convert.safetensors_file import parts
 from pccheck_async.convert.target import new_file, new_folder
-from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, UnsupportedStateError, WriteError
+from pccheck_async.errors import (
+    CorruptStoreError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    UnsupportedStateError,
+    WriteError,
+)
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.record import MOST_ENTRIES
@@ -1670,6 +1677,21 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             assert sum(pool.map(publish, candidates)) == 1
         assert sum(candidate.exists() for candidate in candidates) == 7
+
+
+def test_an_older_step_becomes_the_newest_one_only_if_it_is_given(tmp_path: Path) -> None:
+    """A run would go on from it, and drop the later one."""
+    for folder, step in (("old", 39), ("run", 79)):
+        with SyncCheckpointEngine(tmp_path / folder) as engine:
+            engine.checkpoint({"x": torch.full((3,), float(step))}, step=step).result()
+    file = tmp_path / "old.pt"
+    stores.export(tmp_path / "old", file, to="torch")
+    with pytest.raises(StoreError, match=r"run holds step 79, and .*old\.pt is of step 39: .* \(--step 39, step=39\)"):
+        stores.import_(file, tmp_path / "run")
+    assert [info.step for info in list_checkpoints(tmp_path / "run")] == [79]
+    stores.import_(file, tmp_path / "run", step=39)
+    assert [info.step for info in list_checkpoints(tmp_path / "run")] == [39, 79]
+    stores.import_(file, tmp_path / "run")  # of the same step
 
 
 @pytest.mark.parametrize("call", ["open", "write", "fsync"])
