@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, final
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from pccheck_async.engine import (
     Caller,
@@ -35,6 +36,7 @@ from pccheck_async.errors import CheckpointError, ReplicasDifferError, Unsupport
 from pccheck_async.format import WINDOW_KEY, Metadata, Tier, check_metadata, new_step
 from pccheck_async.state import RNGState, check_outermost, containers_and_objects, is_stateful, state_dicts
 from pccheck_async.state.tensor_access import accessed_since, begin_period
+from pccheck_async.state.values import with_article
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.data import iterated
@@ -46,7 +48,7 @@ MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
 """Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
 _HOLD_NOTHING = (
-    torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, RNGState,
+    torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, RNGState,
 )  # fmt: skip
 """Objects that do not save an optimizer or a loader unseen, as an object of a user's may."""
 _EVERY_STEP = 16
@@ -417,19 +419,30 @@ class TrainingRun(TrainingHooks):
         if not all(isinstance(each, _HOLD_NOTHING) for each in values if is_stateful(each)):
             return
         absent: dict[str, object] = {}
-        if not any(isinstance(each, Mapping) and "param_groups" in each for each in values):
-            there = {id(unwrapped(each)) for each in values if isinstance(each, torch.optim.Optimizer)}
+        keys = {key for each in values if isinstance(each, Mapping) for key in each}
+        optimizers = [unwrapped(each) for each in values if isinstance(each, torch.optim.Optimizer)]
+        if "param_groups" not in keys:
+            there = {*map(id, optimizers)}
             absent |= {"optimizer": each for each in self.core.guard.optimizers if id(each) not in there}  # noqa: B035
+        # Schedulers of torch but for ReduceLROnPlateau leave this in the groups of the optimizer that they change.
+        scheduled = any("initial_lr" in group for each in optimizers for group in each.param_groups)
+        if scheduled and "last_epoch" not in keys and not any(isinstance(each, LRScheduler) for each in values):
+            absent["scheduler"] = LRScheduler
         loader = next((each for each, began in [*iterated.items()] if began > self._opened), None)
         if loader is not None and "ResumableLoader or its sampler" not in {owner for _, owner in state_dicts(state)}:
             absent["loader"] = loader
-        uses = {"optimizer": "is attached", "loader": "was iterated over"}
+        uses = {
+            "optimizer": "is attached",
+            "scheduler": "changes the learning rate of an optimizer",
+            "loader": "was iterated over",
+        }
         for name, each in absent.items():
+            kind = with_article("scheduler" if name == "scheduler" else type(each).__name__)
             text = (
-                "a %s %s, and is not in the state: what it holds is not saved, and a resumed run begins with it anew; "
+                "%s %s, and is not in the state: what it holds is not saved, and a resumed run begins with it anew; "
                 'save {..., "%s": %s}'
             )
-            write("not_in_state", text, type(each).__name__, uses[name], name, name, store=self.core.path)
+            write("not_in_state", text, kind, uses[name], name, name, store=self.core.path)
 
     def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
         """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""

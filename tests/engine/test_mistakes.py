@@ -470,7 +470,7 @@ def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.Log
             with engine.step({"model": model, "rng": RNGState()}, step):
                 pass
     one, other = told(caplog, "not_in_state")
-    assert one.startswith("a AdamW is attached, and is not in the state")
+    assert one.startswith("an AdamW is attached, and is not in the state")
     assert other.startswith("a ResumableLoader was iterated over, and is not in the state")
     assert other.endswith('save {..., "loader": loader}')
     caplog.clear()
@@ -485,6 +485,20 @@ def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.Log
             engine.attach(optimizer)
             engine.checkpoint(state, step=0).result()
     assert not told(caplog, "not_in_state")
+
+
+def test_a_scheduler_that_is_not_in_the_state_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    additions: list[dict[str, Any]] = [{}, {"s": scheduler}, {"s": scheduler.state_dict()}, {"x": Mine()}]
+    for number, more in enumerate(additions):
+        with SyncCheckpointEngine(tmp_path / str(number)) as engine:
+            engine.checkpoint(state | more, step=0).result()
+    (line,) = told(caplog, "not_in_state")
+    assert line.startswith("a scheduler changes the learning rate of an optimizer, and is not in the state: what it")
+    assert line.endswith('save {..., "scheduler": scheduler}')
 
 
 class Mine:
