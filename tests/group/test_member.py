@@ -482,7 +482,7 @@ def test_pins_that_cannot_be() -> None:
         group.carry_out(1, group.members[1].pin(other, True))
     group.deliver()
     first, second = [one.why or "" for one in group.decisions() if isinstance(one, Change)]
-    assert first == "there is no checkpoint of step 5"
+    assert first == "there is no checkpoint of step 5; there are steps 1"
     assert second == "ranks asked for different changes: pin 1, pin 2"
     assert ResolveChange(1, second) in group.done[1]
     assert ResolveChange(0, first, "missing") in group.done[0]

@@ -391,7 +391,9 @@ def test_checkpoints_of_other_layouts_are_compared_in_full(grids: dict[str, Path
         assert each.difference is not None
         assert (each.difference.bits, each.difference.total, each.difference.most_absolute) == (1, 7007, 1.0)
     if one != "alone":
-        ranks = stores.compare(grids[one], grids[other], rank=1)
+        if other != "alone":
+            assert stores.compare(grids[one], grids[other], rank=1).differences == ()
+        ranks = stores.compare(grids[one], grids[other], rank=1, other_rank=None if other == "alone" else 0)
         assert [(each.path, each.change) for each in ranks.differences] == [("t.own", "elements")]
         same = stores.compare(grids[one], step=1, other_step=1, rank=0, other_rank=1)
         assert [each.path for each in same.differences] == ["t.own"]

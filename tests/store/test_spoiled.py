@@ -43,7 +43,8 @@ def tear(engine: SyncCheckpointEngine, device: Device, *broken: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.attach(optimizer)
     device.medium.hold("flush")
-    pending = engine.checkpoint({"model": model}, step=1, overlap=True)
+    # One name each: what the capture before tore would be captured before the call returns.
+    pending = engine.checkpoint({"-".join(("model", *broken)): model}, step=1, overlap=True)
     device.medium.wait_stuck()  # the manifest is written by now, and the slot about to be flushed
     with torch.no_grad():
         model.weight.add_(1.0)
