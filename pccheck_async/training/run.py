@@ -425,7 +425,8 @@ class TrainingRun(TrainingHooks):
             there = {*map(id, optimizers)}
             absent |= {"optimizer": each for each in self.core.guard.optimizers if id(each) not in there}  # noqa: B035
         # Schedulers of torch but for ReduceLROnPlateau leave this in the groups of the optimizer that they change.
-        scheduled = any("initial_lr" in group for each in optimizers for group in each.param_groups)
+        groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]  # odd ones have none
+        scheduled = any("initial_lr" in group for group in groups)
         if scheduled and "last_epoch" not in keys and not any(isinstance(each, LRScheduler) for each in values):
             absent["scheduler"] = LRScheduler
         loader = next((each for each, began in [*iterated.items()] if began > self._opened), None)

@@ -23,7 +23,7 @@ from tests.support.crash_harness import BLOCK, Findings, Scenario, explore
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once", "alike")]
 
-STATES = 300
+STATES = 600
 """Distinct crash states in each scenario, at least."""
 _BLOCKS = (6, 6, 9, 6, 1, 6)
 """Blocks of the weights, by step; one alone is written together with its record."""

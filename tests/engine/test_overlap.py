@@ -1293,7 +1293,7 @@ def test_a_run_of_which_nothing_is_saved_any_more_ends_with_an_error(
 
     with pytest.raises(TornCaptureError, match="is torn") as raised:
         train()
-    assert 10 < steps < 20
+    assert 10 < steps < 39  # it is told of at a step after they ended
     assert raised.value.__notes__[0].endswith(" checkpoints in a row were torn: nothing is saved any more")
 
 
