@@ -23,7 +23,7 @@ from tests.support.crash_harness import BLOCK, Findings, Scenario, explore
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once", "alike")]
 
-STATES = 600
+STATES = 300
 """Distinct crash states in each scenario, at least."""
 _BLOCKS = (6, 6, 9, 6, 1, 6)
 """Blocks of the weights, by step; one alone is written together with its record."""
@@ -79,7 +79,7 @@ class Undated(WrappingWriter):
 
 def scenario(max_in_flight: int, keep_last: int, seed: int, wrap: Callable[[Medium], Medium] = Undated) -> Scenario:
     troubles: dict[str, Any] = {"deaths": 1, "trouble": 0.2, "wrap": wrap}
-    return Scenario(max_in_flight, keep_last, seed=seed, bursts=10, images=4, subsets=2, sampled=0.2, **troubles)
+    return Scenario(max_in_flight, keep_last, seed=seed, bursts=24, images=4, subsets=2, sampled=0.2, **troubles)
 
 
 @pytest.mark.parametrize(("max_in_flight", "keep_last", "seed"), [(1, 1, 0), (2, 1, 1), (4, 3, 2)])
