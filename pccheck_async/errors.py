@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Self
+from typing import Final, Self
 
 __all__ = [
     "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "DurabilityUnknownError", "GroupError",
@@ -199,6 +199,12 @@ class TornCaptureError(_PathError):
     Attributes:
         paths: The leaves that are known to have changed; others may have, too.
     """
+
+    ADVICE: Final = (
+        "move code that trains it into the engine.step block, and call engine.wait_captured() before that code, or "
+        "checkpoint with overlap=False"
+    )
+    """The remedy where code changes what no optimizer's step does."""
 
     def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
         super().__init__(message)

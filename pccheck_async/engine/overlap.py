@@ -239,11 +239,7 @@ class Overlapped:
             versions, self._versions = self._versions, None
             if versions is not None and self._torn is None and (paths := versions.changed()):
                 what = "changed before its capture was waited for"
-                advice = (
-                    "move code that trains it into the engine.step block, and call engine.wait_captured() before that "
-                    "code, or checkpoint with overlap=False"
-                )
-                self._note_torn(paths, what, advice)
+                self._note_torn(paths, what, TornCaptureError.ADVICE)
 
     def detect(self, tensors: Iterable[torch.Tensor]) -> None:
         """Called when an optimizer is about to change ``tensors``: while the capture runs, that tears it."""

@@ -359,7 +359,12 @@ def _seen_alone(identity: Identity, record: Record) -> SeenStore:
 
 
 async def open_place(
-    path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto", *, rank: int | None = None
+    path: str | os.PathLike[str],
+    io: IO,
+    host_memory: int | Auto = "auto",
+    *,
+    rank: int | None = None,
+    default_rank: int | None = None,
 ) -> Place:
     """Open a folder for reading, and read its records; close it.
 
@@ -367,13 +372,15 @@ async def open_place(
         path: Folder of a store, or of a group.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         host_memory: Most staging memory in bytes.
-        rank: Of a group: the rank whose part is read first; by default 0.
+        rank: Of a group: the rank whose part is read first; by default ``default_rank``, or 0.
+        default_rank: See above; of a store of one process it means nothing.
 
     Raises the errors of :meth:`Place.look`; ValueError: ``rank`` for a folder that is no group's.
     """
     opened = await open_folder(path, io, host_memory)
     try:
-        return await _place(path, opened, isinstance(io, str) and is_group_folder(path), rank)
+        grouped = isinstance(io, str) and is_group_folder(path)
+        return await _place(path, opened, grouped, default_rank if grouped and rank is None else rank)
     except BaseException:
         await opened.close()
         raise

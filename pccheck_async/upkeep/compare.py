@@ -21,7 +21,7 @@ from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state.restore.tree import paired
-from pccheck_async.store import CheckpointReader, is_group_folder
+from pccheck_async.store import CheckpointReader
 from pccheck_async.transfer import Tasks
 from pccheck_async.upkeep.listing import StoredLeaf, list_leaves
 from pccheck_async.upkeep.reading import Progress
@@ -149,13 +149,11 @@ def compare_checkpoints(
     """
     which, other_which = which_one(step, name), which_one(other_step, other_name)
     other = path if other is None else other
-    if other_rank is None and (other == path or is_group_folder(other)):
-        other_rank = rank
 
     async def compare() -> Comparison:
         async with AsyncExitStack() as stack:
             one = await _side(stack, path, which, io, rank)
-            two = await _side(stack, other, other_which, io, other_rank)
+            two = await _side(stack, other, other_which, io, other_rank, default_rank=rank)
             comparing = _Comparing(one.opened, one, two, progress)
             differences = tuple(await comparing.run())
             return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences, one.rank, two.rank)
@@ -192,9 +190,17 @@ class _Side:
         return memoryview(whole)
 
 
-async def _side(stack: AsyncExitStack, path: str | os.PathLike[str], which: Which, io: IO, rank: int | None) -> _Side:
+async def _side(
+    stack: AsyncExitStack,
+    path: str | os.PathLike[str],
+    which: Which,
+    io: IO,
+    rank: int | None,
+    *,
+    default_rank: int | None = None,
+) -> _Side:
     """Hold one until the stack is left; of a group's, tensors that lie on several ranks are in full."""
-    place = await stack.enter_async_context(await open_place(path, io, rank=rank))
+    place = await stack.enter_async_context(await open_place(path, io, rank=rank, default_rank=default_rank))
     checkpoint = await stack.enter_async_context(place.hold(which))
     await checkpoint.merge()
     checkpoint.own.keeps = True

@@ -72,7 +72,7 @@ def test_what_is_torn_in_two_captures_in_a_row_is_eager_then(caplog: pytest.LogC
     assert torn.sources(PATHS, SOURCES) == [0, 1, 2]
     (line,) = caplog.records
     assert line.getMessage().startswith("code outside the steps of attached optimizers changes a, b, c while checkpoin")
-    assert "the next 100 checkpoints capture that before engine.step ends" in line.getMessage()
+    assert "the next 100 checkpoints begun from now on capture that before engine.step ends" in line.getMessage()
 
 
 def test_a_dot_inside_a_key_is_none_in_the_error_that_names_it() -> None:

@@ -110,8 +110,8 @@ class ByteCheck:
             if not np.array_equal(then[source_offset : source_offset + length], now):
                 path = self._paths.get(number, "a tensor")
                 raise TornCaptureError(
-                    f"{path} changed while it was captured; nothing of that checkpoint is committed. Call "
-                    "engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
+                    f"{path} changed while it was captured; nothing of that checkpoint is committed: "
+                    f"{TornCaptureError.ADVICE}",
                     paths=[path],
                 )
 
@@ -161,8 +161,8 @@ class TornLeaves:
             names = ", ".join(sorted(more)[:_NAMED]) + (f" and {len(more) - _NAMED} more" if len(more) > _NAMED else "")
             text = (
                 "code outside the steps of attached optimizers changes %s while checkpoints are captured beside "
-                "training; the next %d checkpoints capture that before engine.step ends, which takes longer: call "
-                "engine.wait_captured() before that code instead"
+                "training; the next %d checkpoints begun from now on capture that before engine.step ends, which takes "
+                "longer: call engine.wait_captured() before that code instead"
             )
             with suppress(Exception):  # of a handler of the log: the checkpoint ends all the same
                 write("captured_eagerly", text, names, _EAGER)
