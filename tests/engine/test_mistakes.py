@@ -501,6 +501,29 @@ def test_a_scheduler_that_is_not_in_the_state_is_told_of(tmp_path: Path, caplog:
     assert line.endswith('save {..., "scheduler": scheduler}')
 
 
+def test_objects_that_an_engine_trained_before_are_told_of_where_nothing_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after Ctrl-C before the first checkpoint, when the cell of a notebook is run again."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    for _ in range(2):
+        with SyncCheckpointEngine(tmp_path, interval=100, save_last=False) as engine:
+            engine.attach(optimizer)
+            assert engine.restore(state) is None
+            with engine.step(state, 0):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    (line,) = told(caplog, "trained_before")
+    assert "there is no checkpoint to restore, and an engine of this process has trained with 'optimizer'" in line
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state, step=0).result()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.restore(state)
+    assert len(told(caplog, "trained_before")) == 1
+
+
 class Mine:
     """May hold anything."""
 
