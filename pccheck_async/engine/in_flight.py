@@ -59,14 +59,14 @@ class InFlight:
     @property
     def on_disk(self) -> int:
         """How many of them are due on disk: those take the places that ``max_in_flight`` gives."""
-        with self.lock:
-            return sum(flight.on_disk for flight in self._in_flight)
+        return self.count("disk")
 
-    @property
-    def in_memory_alone(self) -> int:
-        """How many of them are due in memory alone."""
+    def count(self, tier: Tier) -> int:
+        """Return how many of them are due on disk, or in memory alone."""
+        if not self._in_flight:  # asked at every step, and mostly so
+            return 0
         with self.lock:
-            return sum(not flight.on_disk for flight in self._in_flight)
+            return sum(flight.on_disk is (tier == "disk") for flight in self._in_flight)
 
     def checkpoints(self) -> list[Flight]:
         """Return the checkpoints admitted and not ended, oldest first."""

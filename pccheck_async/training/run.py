@@ -142,7 +142,7 @@ class TrainingRun(TrainingHooks):
         self._accumulation = Accumulation(core.guard, core.path)
         self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
         self._last_ended = 0  # the period that began when it ended
-        self._reported_stall: dict[Tier, float] = {"disk": 0.0, "memory": 0.0}
+        self._reported_stall: dict[Tier, float] = {"disk": 0.0} if in_memory is None else {"disk": 0.0, "memory": 0.0}
         self._due = False
         self._due_in_memory = False
         self._postponed, self._postponed_since = 0, 0.0  # contexts in a row that ended in a window while it was due
@@ -236,7 +236,7 @@ class TrainingRun(TrainingHooks):
         this.rejections = self._rejections
         this.window = self._accumulation.begin(this.state)
         this.stall_then = core.stream.totals.stall_seconds
-        this.in_flight = {"disk": core.in_flight.on_disk, "memory": core.in_flight.in_memory_alone}
+        this.in_flight = {tier: core.in_flight.count(tier) for tier in self._reported_stall}
         this.began = time.monotonic()
         this.inside = here
         self._inside[here] = this
@@ -373,15 +373,14 @@ class TrainingRun(TrainingHooks):
         stall, in_memory = self.core.stream.totals.stall_seconds, in_flight.memory_stall
         for saved in in_flight.take_reports(tier):
             policy.saved(saved)
-        on_disk = stall - in_memory, in_flight.on_disk
-        own, flying = on_disk if tier == "disk" else (in_memory, in_flight.in_memory_alone)
+        own = in_memory if tier == "memory" else stall - in_memory
         before, self._reported_stall[tier] = self._reported_stall[tier], own
         return StepReport(
             step=this.step,
             now=now,
             seconds=max(0.0, now - this.began - (stall - this.stall_then)),
             stall=own - before,
-            in_flight=max(this.in_flight.get(tier, 0), flying),
+            in_flight=max(this.in_flight[tier], in_flight.count(tier)),
         )
 
     def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
