@@ -1,19 +1,24 @@
 """Actors and a learner on one event loop. While it trains, they gather with the weights from before the last update.
 
+A process beside them evaluates the newest policy in the memory that the learner saved it into, without a copy.
+
 python examples/actor_learner.py [UPDATES]    # makes 20 updates more; the second run resumes, and learns the same
 """
 
 import asyncio
 import random
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from pccheck_async import CheckpointEngine
+from pccheck_async import CheckpointEngine, MemoryTier, open_checkpoint
 
+FOLDER = "checkpoints/actor_learner"
 UPDATES = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 
 
@@ -46,12 +51,21 @@ def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, fragments: torch.
     return float(rewards.mean())
 
 
+def evaluate() -> str:
+    """Return a score of the newest policy; called in another process."""
+    with open_checkpoint(FOLDER, tier="memory") as newest:
+        weight, bias = newest["policy.weight"], newest["policy.bias"]
+        places = torch.randn(1000, 4)
+        score = -(places @ weight.T + bias - places.sum(1, keepdim=True)).square().mean()
+        return f"update {newest.info.step}: score {score:.4f}, evaluated from memory"
+
+
 async def main() -> None:
     torch.manual_seed(0)
     policy, acting, actors = nn.Linear(4, 1), nn.Linear(4, 1), [Actor(seed) for seed in range(4)]
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.05)
     state = {"policy": policy, "acting": acting, "optimizer": optimizer, "actors": actors}
-    async with CheckpointEngine("checkpoints/actor_learner") as engine:
+    async with CheckpointEngine(FOLDER, memory=MemoryTier(interval=1)) as engine:
         restored = await engine.restore(state)
         first = restored.step + 1 if restored else 0
         print(f"resumed after update {restored.step}" if restored else "starting from scratch")
@@ -64,6 +78,9 @@ async def main() -> None:
             await engine.checkpoint(state, step=update, metadata={"reward": reward})
         await gathering
         print(f"update {update}: mean reward {reward:.3f}")
+        with ProcessPoolExecutor(1, get_context("spawn")) as evaluator:
+            print(await asyncio.get_running_loop().run_in_executor(evaluator, evaluate))
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -6,22 +6,22 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property, partial
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.engine import Auto, EngineLoop
+from pccheck_async.engine import Auto, EngineLoop, MemoryTier
 from pccheck_async.errors import ClosedError, CorruptStoreError
-from pccheck_async.format import CheckpointInfo, Which, dtypes, explained, which_one
-from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.format import CheckpointInfo, Tier, Which, check_tier, dtypes, explained, which_one
+from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
-from pccheck_async.group import Place, open_place
+from pccheck_async.group import Place, open_memory_place, open_place
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import Allocation, Array, Targets, paths
 from pccheck_async.state.ambient import without_modes
@@ -45,6 +45,7 @@ def open_checkpoint(
     allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
+    tier: Tier | MemoryTier = "disk",
 ) -> OpenCheckpoint:
     """Open a checkpoint for reading tensor by tensor. Works beside a writer, which leaves it alone until it is closed.
 
@@ -63,6 +64,11 @@ def open_checkpoint(
             checkpoint names: give it only if you trust its writer. Without it reading such a value is refused.
         host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
+        tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
+            engine's if it has a ``path``), of one process. Its tensors are not copied: they view the memory that
+            training saved into, once a checksum of it held, and keep it, also when this is closed; training takes other
+            memory meanwhile. What you write into them is seen by this process alone, in all that it takes from here.
+            On other devices they are copies.
 
     Returns:
         The checkpoint; use it as a context manager, or close it. If you forget, it is closed with a ResourceWarning
@@ -75,9 +81,14 @@ def open_checkpoint(
         CorruptStoreError: this version, or this torch, does not understand it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for a folder that is no group's, or both ``step`` and ``name``.
+        StoreError: the folder in memory may be another user's.
+        ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
     """
-    connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank)
+    if not isinstance(tier, MemoryTier):
+        tier = MemoryTier() if check_tier(tier) == "memory" else "disk"
+    if rank is not None and tier != "disk":
+        raise ValueError(f"rank={rank} means nothing in memory, where only one process saves")
+    connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank, tier)
     connection.allow_pickle = allow_pickle
     try:
         warn_of_others(connection.differing(is_needed=False), path)
@@ -91,6 +102,7 @@ class Connection:
     """A checkpoint in a place that is open and locked, and the loop that reads it."""
 
     allow_pickle = False
+    _payload: memoryview | None = None  # of a checkpoint in memory
 
     def __init__(
         self,
@@ -100,6 +112,7 @@ class Connection:
         host_memory: int | Auto,
         io: IO,
         rank: int | None = None,
+        tier: Literal["disk"] | MemoryTier = "disk",
     ) -> None:
         torch.empty(0, device=device)  # raises if there is no such device
         self.path = os.fspath(path)
@@ -109,19 +122,25 @@ class Connection:
         self._closed = True
         self._loop = EngineLoop("pccheck-open")
         try:
-            self._loop.call(self._open(which, rank, host_memory, io))
+            self._loop.call(self._open(which, rank, host_memory, io, tier))
         except BaseException:
             self.close()  # the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
-    async def _open(self, which: Which, rank: int | None, host_memory: int | Auto, io: IO) -> None:
-        place = await open_place(self.path, io, host_memory, rank=rank)
+    async def _open(
+        self, which: Which, rank: int | None, host_memory: int | Auto, io: IO, tier: Literal["disk"] | MemoryTier
+    ) -> None:
+        if tier == "disk":
+            place = await open_place(self.path, io, host_memory, rank=rank)
+        else:
+            place = await open_memory_place(self.path, tier, host_memory)
         try:
 
             async def use(checkpoint: CheckpointReader) -> CheckpointReader:
                 await checkpoint.merge()
                 checkpoint.own.keeps = True
+                self._payload = None if tier == "disk" else await checkpoint.own.view()
                 return checkpoint
 
             self.checkpoint = await place.read(which, use, host_memory, keep=True)
@@ -168,6 +187,11 @@ class Connection:
         if os.getpid() != self._pid:
             raise ClosedError("this checkpoint was opened by the parent process; open it here")
 
+    @property
+    def is_view(self) -> bool:
+        """Whether arrays on the host view the memory that the checkpoint was saved into."""
+        return self._payload is not None
+
     def summary(self) -> str:
         """Return step, folder and state in words."""
         state = " of the parent process" if os.getpid() != self._pid else ", closed" if self._closed else ""
@@ -181,6 +205,7 @@ class Connection:
         self._forgotten.detach()
         try:
             self._loop.call(self.place.close())  # ends the reads first, and then closes the slots
+            self._payload = None
         finally:
             self._loop.stop()
 
@@ -190,8 +215,7 @@ class Connection:
         pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
         with without_modes():
             check_classes(node)
-            allocation = Allocation(self.manifest, sorted(arrays(node)))
-            self.call(self.checkpoint.fill(Targets(allocation.targets())))
+            allocation = self.call(self._allocated(self.manifest, sorted(arrays(node))))
             # On the caller's thread: pickled values run code.
             return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled, composed=compose)
 
@@ -201,9 +225,19 @@ class Connection:
 
     async def fetch(self, entry: TensorEntry) -> Array:
         """Read the array of ``entry``, on the loop that reads."""
-        allocation = Allocation(structs.replace(self.manifest, tensors=(entry,)), (0,))
-        await self.checkpoint.fill(Targets(allocation.targets()))
+        allocation = await self._allocated(structs.replace(self.manifest, tensors=(entry,)), (0,))
         return allocation.array(0, self.device)
+
+    async def _allocated(self, manifest: Manifest, wanted: Sequence[int]) -> Allocation:
+        """Return the memory of arrays, filled, or that of the slot itself; of that what they view was verified."""
+        if self._payload is None:
+            allocation = Allocation(manifest, wanted)
+            await self.checkpoint.fill(Targets(allocation.targets()))
+            return allocation
+        allocation = Allocation.over(manifest, self._payload, wanted)
+        ranges = [(target.payload_offset, target.end) for target in allocation.targets()]
+        await self.checkpoint.own.verify_there(self._payload, ranges)
+        return allocation
 
 
 def _let_go(loop: EngineLoop, place: Place, pid: int) -> None:
@@ -277,6 +311,8 @@ class StoredTensor:
 
     def _part(self, start: int, count: int, step: int) -> Any:
         array = self._connection.read(rows(self.entry, start, count, step))
+        if self._connection.is_view:
+            return array
         if isinstance(array, np.ndarray):
             return array.copy()
         # Bytes between the items were read with them, and would stay in memory.

@@ -12,7 +12,16 @@ from pccheck_async.engine.config import Auto, Decisions, EngineConfig, MemoryTie
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.engine.loop import EngineLoop, call_once
-from pccheck_async.engine.memory import MEMORY_ROOT, ORIGIN_NAME, Memory, memory_folder, memory_prefix, on_the_line
+from pccheck_async.engine.memory import (
+    MEMORY_ROOT,
+    ORIGIN_NAME,
+    Memory,
+    check_own_folder,
+    memory_folder,
+    memory_prefix,
+    memory_root,
+    on_the_line,
+)
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, hooks_of_all, unwrapped
 from pccheck_async.engine.peers import Alone, Connected, Peers, Private, RestoreCandidate, RestoreCandidates, StepEnd
@@ -58,12 +67,14 @@ __all__ = [
     "block_on",
     "call_once",
     "check_flag",
+    "check_own_folder",
     "decide",
     "flight_of",
     "hooks_of",
     "hooks_of_all",
     "memory_folder",
     "memory_prefix",
+    "memory_root",
     "note_closing_failure_on",
     "on_the_line",
     "openmetrics",

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,8 +36,10 @@ __all__ = [
     "ORIGIN_NAME",
     "Memory",
     "Staged",
+    "check_own_folder",
     "memory_folder",
     "memory_prefix",
+    "memory_root",
     "on_the_line",
     "warn_of_memory",
 ]
@@ -45,6 +48,7 @@ MEMORY_ROOT = "/dev/shm"
 _GIB = 1 << 30
 ORIGIN_NAME = "origin"
 """The path of the store on disk, for people."""
+_HELD_SECONDS = 1.0
 _AT_ONCE = 16 << 20
 """Bytes of a slot that is made while its first checkpoint waits: that takes some 10 ms at the most."""
 
@@ -68,6 +72,11 @@ class Staged:
     def release(self) -> None:
         """Give the slot back. Called once."""
         self.store.slots.table.stop_reading(self.entry.slot)
+
+
+def memory_root(tier: MemoryTier) -> Path:
+    """Return the tmpfs of a tier."""
+    return Path(MEMORY_ROOT if tier.path == "auto" else tier.path)
 
 
 def memory_prefix() -> str:
@@ -114,17 +123,14 @@ def warn_of_memory(path: str, store_id: str) -> None:
             write("memory_ignored", text, path, folder)
 
 
-def _make_folder(folder: Path) -> None:
-    """Make the folder, for this user alone. Raises StoreError: it is there, and another user may have made it."""
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise StoreError(
-                f"{folder} is not a folder of this user's alone: another one may have made it, and nothing in it is "
-                "trusted; remove it, or give MemoryTier(path=...)"
-            ) from None
+def check_own_folder(folder: Path) -> None:
+    """Raise StoreError if another user may have made it, or may write to it."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise StoreError(
+            f"{folder} is not a folder of this user's alone: another one may have made it, and nothing in it is "
+            "trusted; remove it, or give MemoryTier(path=...)"
+        )
 
 
 class Memory:
@@ -148,6 +154,7 @@ class Memory:
         self._removed = False  # by closing
         self._begun = False
         self._growing: asyncio.Task[None] | None = None
+        self._held_until = 0.0  # by readers
         self._base = self.largest_counter
         disk.committed.line = disk.committed.record.line
         store.committed.line = store.committed.record.line
@@ -163,13 +170,15 @@ class Memory:
 
         Raises StoreError: its place is not in memory, or cannot be trusted.
         """
-        root = Path(MEMORY_ROOT if tier.path == "auto" else tier.path)
+        root = memory_root(tier)
         folder = memory_folder(root, Path(path), disk.file.identity.store_id)
 
         def prepare() -> None:
             if not root.is_dir() or filesystem_type(root) not in IN_MEMORY:
                 raise StoreError(f"MemoryTier needs a tmpfs, and {root} is none: give MemoryTier(path=...) one")
-            _make_folder(folder)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            check_own_folder(folder)
 
         async def open_there() -> Store:
             await operations.call(prepare)
@@ -232,35 +241,56 @@ class Memory:
 
     @property
     def ready(self) -> bool:
-        """Whether a checkpoint that is due in memory alone is to be made: it works, and no slot is being made."""
-        return not self.off and self._growing is None
+        """Whether a checkpoint that is due in memory alone is to be made: a slot for it can be expected."""
+        return not self.off and self._growing is None and time.monotonic() >= self._held_until
 
     async def lease(self, nbytes: int) -> SlotLease | None:
         """Lease a slot of at least ``nbytes``; None if there is no memory for it (then the tier is off), or not yet.
 
-        The pages of a large slot are made beside training, for the next checkpoints: half a second for a GiB.
+        The pages of a large slot are made beside training, for the next checkpoints: half a second for a GiB. Readers
+        that hold slots cost one slot more; if they hold that, too, nothing is saved here for a while.
         """
         if self.off or self._growing is not None:
             return None
+        creates = nbytes <= _AT_ONCE
         try:
-            decision = self.store.slots.table.decide(nbytes)
-            if decision.create:
+            if self.store.slots.table.decide(nbytes).create:
                 self._check_room(nbytes)
-                if nbytes > _AT_ONCE:
-                    self._growing = asyncio.create_task(self._grow(nbytes))
-                    return None
-            return None if decision.slot is None else await self.store.reserve(nbytes)
+            lease = await self.store.reserve_now(nbytes, creates=creates)
         except OSError as error:
-            self.turn_off(error)
+            self._failed(error)
             return None
+        if lease is None and creates:
+            self._note_held()
+        elif lease is None:
+            self._growing = asyncio.create_task(self._grow(nbytes))
+        return lease
 
     async def _grow(self, nbytes: int) -> None:
         try:
-            await self.store.release(await self.store.reserve(nbytes))
+            lease = await self.store.reserve_now(nbytes, creates=True)
+            if lease is None:
+                self._note_held()
+            else:
+                await self.store.release(lease)
         except OSError as error:
-            self.turn_off(error)
+            self._failed(error)
         finally:
             self._growing = None
+
+    def _note_held(self) -> None:
+        """Save nothing here for a while: readers hold all slots."""
+        if not self._held_until:
+            text = "readers of other processes hold all slots in %s: meanwhile checkpoints are saved on disk alone"
+            write("readers", text, self.folder)
+        self._held_until = time.monotonic() + _HELD_SECONDS
+
+    def _failed(self, error: OSError) -> None:
+        table = self.store.slots.table
+        if isinstance(error, StoreFullError) and table.count >= table.most:
+            self._note_held()  # only the slot that readers cost is missing
+        else:
+            self.turn_off(error)
 
     def _check_room(self, nbytes: int) -> None:
         """Raise StoreFullError if the slots that are missing are more than the tmpfs, or this process, can take."""

@@ -144,7 +144,7 @@ class Place:
             self.stores = await read_stores(self.opened, self.path)
             seen = {rank: seen_store(rank, *found) for rank, found in self.stores.items()}
         else:
-            found = await StoreReader.newest(self.opened)
+            found = await self._newest()
             self.stores = {} if found is None else {0: found}
             seen = {rank: _seen_alone(*found) for rank, found in self.stores.items()}
         self._parts = defaultdict(dict)
@@ -152,6 +152,10 @@ class Place:
             for part in store.parts:
                 self._parts[part.key][rank] = part
         return seen
+
+    async def _newest(self) -> tuple[Identity, Record] | None:
+        """Return the identity and the newest record of the store of one process; None if there is none."""
+        return await StoreReader.newest(self.opened)
 
     # -- contents
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import weakref
@@ -107,6 +108,23 @@ def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(memory, unmap, address, nbytes, os.getpid()).atexit = False
     return memoryview(memory).cast("B")
+
+
+def view_private(fd: int, nbytes: int) -> memoryview:
+    """Map the beginning of an open file that is locked, shared; what is written there stays in this process.
+
+    A lock of its own is held until the last view is gone, and in a forked child, which has the mapping too, until that
+    ends. Raises OSError.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # It keeps a duplicate of the descriptor, and with it the lock.
+        return memoryview(mmap.mmap(own, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    except ValueError as error:  # the file is shorter
+        raise OSError(errno.EBADMSG, str(error)) from error
+    finally:
+        os.close(own)
 
 
 class Mapping:

@@ -27,6 +27,7 @@ from pccheck_async.format import Entry, align, combine, crc32
 from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
+from pccheck_async.medium.mapping import view_private
 from pccheck_async.state import Targets
 from pccheck_async.store.chunks import Checked, Damaged, Staging, check_chunks, in_buffers
 from pccheck_async.transfer import (
@@ -153,6 +154,7 @@ class PartReader:
         self.keeps = False
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._turn = asyncio.Lock()
+        self._verified: set[int] = set()  # chunks, in the mapped payload
 
     @property
     def entry(self) -> Entry:
@@ -197,6 +199,39 @@ class PartReader:
         await check_chunks(
             medium, operations, self._file, self.manifest, self.staging, damaged=damaged, checked=checked
         )
+
+    async def view(self) -> memoryview:
+        """Map the payload, of a file in memory, privately; it stays locked until nobody has a view of it any more.
+
+        What lies in it is verified by :meth:`verify_there`. Raises DamagedError.
+        """
+        if not (nbytes := self.manifest.payload_nbytes):
+            return memoryview(b"")
+        try:
+            return await self.backend.operations.call(view_private, self._file.fd, nbytes)
+        except OSError as error:
+            raise DamagedError(f"{self._file.name} of the checkpoint cannot be mapped: {error.strerror}") from error
+
+    async def verify_there(self, payload: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
+        """Verify the chunks that hold these ranges (first byte, the one after the last) in the mapped payload, once.
+
+        Raises DamagedError, ReadError.
+        """
+        chunks = self.manifest.chunks
+        async with Tasks() as group:
+            for index in {n for low, high in ranges for n in _chunks_between(chunks, low, high)} - self._verified:
+                group.create_task(self._verify_chunk(index, payload))
+
+    async def _verify_chunk(self, index: int, payload: memoryview) -> None:
+        chunk = self.manifest.chunks[index]
+        view = payload[chunk.offset : chunk.offset + chunk.nbytes]
+        try:
+            await self.backend.scatter(view, chunk.checksum, Segments())
+        except OSError as error:
+            if error.errno != errno.EBADMSG:
+                raise read_error(error, self._file.name) from error
+            raise self._damaged(index, chunk.offset, chunk.nbytes, error.strerror) from None
+        self._verified.add(index)
 
     @cached_property
     def _bounds(self) -> npt.NDArray[np.int64]:

@@ -236,21 +236,29 @@ class Slots:
 
     async def lease(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
-        if not self._reserved:
-            await self._reserve_all(nbytes)
         passed_over: set[int] = set()
         waiting = False
+        while (lease := await self.lease_now(nbytes, passed_over)) is None:
+            if not waiting:
+                waiting = True
+                self.reader_waits += 1
+                text = "a checkpoint waits for %d reader(s) of this store to finish"
+                write("readers", text, len(passed_over))
+            await asyncio.sleep(LOCK_POLL_SECONDS)
+            passed_over.clear()
+        return lease
+
+    async def lease_now(self, nbytes: int, passed_over: set[int], *, creates: bool = True) -> SlotLease | None:
+        """Lease a slot; None if readers hold all, which are added to ``passed_over``, or one would have to be created.
+
+        Called under :attr:`lock`. Raises StoreFullError.
+        """
+        if creates and not self._reserved:
+            await self._reserve_all(nbytes)
         while True:
             slot, create, old = self.table.decide(nbytes, passed_over)
-            if slot is None:
-                if not waiting:
-                    waiting = True
-                    self.reader_waits += 1
-                    text = "a checkpoint waits for %d reader(s) of this store to finish"
-                    write("readers", text, len(passed_over))
-                await asyncio.sleep(LOCK_POLL_SECONDS)
-                passed_over.clear()
-                continue
+            if slot is None or (create and not creates):
+                return None
             # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
             reused = old if create else slot
             if reused is not None and not await self._lock_free(reused):

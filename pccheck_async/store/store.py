@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -199,7 +199,16 @@ class Store:
 
         Raises StoreFullError: no space, and nothing was changed but free slots; StoreFailedError.
         """
-        nbytes = align(nbytes, self.block_bytes)
+        async with self._slots_to_lease() as slots:
+            return await slots.lease(align(nbytes, self.block_bytes))
+
+    async def reserve_now(self, nbytes: int, *, creates: bool) -> SlotLease | None:
+        """As :meth:`reserve`; None if readers of other processes hold all slots, or one would have to be created."""
+        async with self._slots_to_lease() as slots:
+            return await slots.lease_now(align(nbytes, self.block_bytes), set(), creates=creates)
+
+    @asynccontextmanager
+    async def _slots_to_lease(self) -> AsyncIterator[Slots]:
         if self.committed.adopted:
             # Free the slots of checkpoints found damaged: a record without them, and with the adopted ones.
             await self.amend(lambda entries: entries)
@@ -207,7 +216,7 @@ class Store:
             self.latch.check()
             if not self.took_over:
                 await self.take_over()
-            return await self.slots.lease(nbytes)
+            yield self.slots
 
     async def commit(self, written: Written) -> bool:
         """Commit a checkpoint; False if it is superseded (I6).

@@ -84,7 +84,7 @@ metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=.
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 record_lost         WARNING  no copy of a commit record is valid, and it may have been the newest; when it is opened
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
-readers             WARNING  a checkpoint waits for readers of other processes
+readers             WARNING  a checkpoint waits for readers of other processes; in memory it is left out instead
 incomplete          WARNING  a checkpoint of a group was complete once, and lacks parts now: which ranks, on which hosts
 slow_ranks          WARNING  a checkpoint or restore of a group has waited for ranks for a minute: for which ones
 group_left          WARNING  rank 0 of a group closed although other ranks have not left: which ones

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pccheck_async.engine import MEMORY_ROOT, ORIGIN_NAME, memory_folder, memory_prefix, on_the_line
+from pccheck_async.engine import MEMORY_ROOT, ORIGIN_NAME, MemoryTier, memory_prefix
 from pccheck_async.errors import CheckpointError, StoreLockedError
 from pccheck_async.format import CheckpointInfo
 from pccheck_async.format.record import COMMIT_NAME
-from pccheck_async.group import read_place
+from pccheck_async.group import read_memory_place, read_place
 from pccheck_async.medium.filesystem import slot_bytes
 
 __all__ = ["MemoryFolder", "clear_memory", "list_memory", "memory_of"]
@@ -78,19 +78,10 @@ def clear_memory(folder: str | os.PathLike[str]) -> int:
 
 def memory_of(path: str | os.PathLike[str], root: str | os.PathLike[str] = MEMORY_ROOT) -> list[CheckpointInfo]:
     """Return the checkpoints in memory that a restart of the store at ``path`` takes into account, newest first."""
-    place = read_place(path)
-    if place.of_group or not place.stores:
-        return []
-    identity, record = place.stores[0]
-    folder = memory_folder(Path(root), Path(path), identity.store_id)
-    if record.line is None or not folder.is_dir():
-        return []
     try:
-        found = read_place(folder)
+        return read_memory_place(path, MemoryTier(path=os.fspath(root))).infos
     except (CheckpointError, OSError):
         return []
-    own = found.stores[0][1] if found.stores else None
-    return [] if own is None else [entry.info for entry in on_the_line(own.entries, own.line, record.line)]
 
 
 @contextmanager

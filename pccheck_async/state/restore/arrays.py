@@ -187,29 +187,27 @@ class Allocation:
     ) -> None:
         self._manifest = manifest
         self._moved: dict[tuple[int | None, Place], torch.UntypedStorage] = {}
-        views: dict[int, list[int]] = {}
-        for index in wanted:
-            if (storage := manifest.tensors[index].storage) is not None:
-                views.setdefault(storage, []).append(index)
         self._memories: dict[int, _NewMemory] = {}
-        for storage, indices in views.items():
+        for storage, indices in _by_storage(manifest, wanted).items():
             first, *others = {devices.get(index, _HOST) for index in indices}
             entries = [manifest.tensors[index] for index in indices]
             self._memories[storage] = _allocate(entries, _HOST if others else first)
 
     @classmethod
-    def over(cls, manifest: Manifest, payload: memoryview) -> Allocation:
-        """Return arrays that view ``payload``, the manifest's payload in memory, and keep it."""
+    def over(cls, manifest: Manifest, payload: memoryview, wanted: Iterable[int] | None = None) -> Allocation:
+        """Return ``wanted`` arrays, by default all, that view ``payload``, the manifest's in memory, and keep it."""
         allocation = cls(manifest, ())
-        tensors = {entry.storage for entry in manifest.tensors if entry.kind != "ndarray"}
-        for number, storage in enumerate(manifest.storages):
+        wanted = range(len(manifest.tensors)) if wanted is None else wanted
+        for number, indices in _by_storage(manifest, wanted).items():
+            storage, entries = manifest.storages[number], [manifest.tensors[index] for index in indices]
             part = np.frombuffer(payload, np.uint8, storage.nbytes, storage.offset)
-            flat: Array = torch.from_numpy(part) if number in tensors else part
-            allocation._memories[number] = _NewMemory(0, flat, address_of(part), [(0, storage.nbytes)])
+            has_tensors = any(entry.kind != "ndarray" for entry in entries)
+            flat: Array = torch.from_numpy(part) if has_tensors else part
+            allocation._memories[number] = _NewMemory(0, flat, address_of(part), viewed_ranges(entries))
         return allocation
 
     def targets(self) -> Iterator[Target]:
-        """Yield the memory that has to be filled before any array is used."""
+        """Yield the memory that has to be filled, or verified, before any array is used."""
         for storage, memory in self._memories.items():
             start, flat = self._manifest.storages[storage].offset, memory.flat
             device = flat.get_device() if isinstance(flat, torch.Tensor) else HOST
@@ -274,6 +272,15 @@ class Allocation:
         if entry.kind == "parameter":
             return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
         return tensor.requires_grad_(entry.requires_grad)
+
+
+def _by_storage(manifest: Manifest, wanted: Iterable[int]) -> dict[int, list[int]]:
+    """Return the ``wanted`` arrays, of those that have elements, by their storages."""
+    views: dict[int, list[int]] = {}
+    for index in wanted:
+        if (storage := manifest.tensors[index].storage) is not None:
+            views.setdefault(storage, []).append(index)
+    return views
 
 
 def _untyped(placed: Any, flat: torch.Tensor) -> torch.UntypedStorage:
