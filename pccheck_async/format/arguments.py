@@ -20,9 +20,10 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 _HERE: Final = {
     "interval": """
-        save_steps every_n_train_steps every_n_epochs every_n_steps save_strategy save_interval train_time_interval
-        checkpoint_interval checkpointing_steps save_every checkpoint_every every_steps every save_freq frequency period
+        save_steps every_n_train_steps every_n_steps save_interval train_time_interval checkpoint_interval
+        checkpointing_steps save_every checkpoint_every every_steps every save_freq frequency period
     """,
+    "interval=n, in steps (for each epoch, as many as it has)": "every_n_epochs save_every_n_epochs save_strategy",
     "keep_last": "save_total_limit total_limit max_to_keep keep_latest_k num_to_keep last",
     'keep=Keep(best=(metric, 1, "min"))': """
         save_top_k monitor mode metric_for_best_model greater_is_better load_best_model_at_end save_best

@@ -77,8 +77,9 @@ def test_the_path_by_its_name_of_before_works_with_one_warning_at_the_line_of_th
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("save_strategy", "interval"),
-        ("every_n_epochs", "interval"),
+        ("save_steps", "interval"),
+        ("save_strategy", "interval=n, in steps (for each epoch, as many as it has)"),
+        ("every_n_epochs", "interval=n, in steps (for each epoch, as many as it has)"),
         ("save_total_limit", "keep_last"),
         ("metric_for_best_model", 'keep=Keep(best=(metric, 1, "min"))'),
         ("dirpath", "path"),

@@ -149,6 +149,8 @@ def test_an_old_keyword_beside_other_fields_of_the_new_one(tmp_path: Path) -> No
         ("save_every", r"; did you mean interval\?$"),
         ("save_steps", r"; did you mean interval\?$"),
         ("every_n_train_steps", r"; did you mean interval\?$"),
+        ("every_n_epochs", r"; did you mean interval=n, in steps \(for each epoch, as many as it has\)\?$"),
+        ("save_strategy", r"; did you mean interval=n, in steps \(for each epoch, as many as it has\)\?$"),
         ("save_total_limit", r"; did you mean keep_last\?$"),
         ("save_top_k", r'; did you mean keep=Keep\(best=\(metric, 1, "min"\)\)\?$'),
         ("dirpath", r"; did you mean path\?$"),
