@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pccheck_async import Group, ResumableLoader, StateMismatchError, SyncCheckpointEngine
+from pccheck_async import Group, ResumableLoader, StateMismatchError, SyncCheckpointEngine, stores
 from tests.support.killed_ranks import RankJournal, on_ranks
-from tests.support.killed_training import Journal, agree, live
+from tests.support.killed_training import Journal, agree, bits, live
 from tests.support.lazily import Lazily, need_framework
 
 need_framework("accelerate")
@@ -126,6 +126,45 @@ def test_killed_ranks_resume_with_the_same_bits(tmp_path: Path, kind: str) -> No
 def test_accelerate_has_what_is_read() -> None:
     accelerator = accelerator_of()
     assert all(hasattr(accelerator, name) for name in adapter.PRIVATE)
+
+
+def test_a_folder_of_save_state_is_gone_on_from_once(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+
+    def run(store: str, until: int = 100) -> tuple[Any, str]:
+        accelerator = accelerator_of(window=1)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        loader = adapter.AcceleratedLoader(ResumableLoader(DATA, batch_size=4), accelerator)
+        state = adapter.training_state(accelerator, loader)
+        with SyncCheckpointEngine(tmp_path / store, interval=1) as engine:
+            engine.attach(optimizer)
+            restored = engine.restore(state)
+            if restored is None and folder.exists():
+                accelerator.load_state(folder)
+            step = restored.step + 1 if restored else 10
+            for epoch in loader.epochs(1):
+                for (batch,) in epoch:
+                    with engine.step(state, step):
+                        accelerator.backward(model(batch).square().mean())
+                        optimizer.step()
+                        schedule.step()
+                        optimizer.zero_grad()
+                    step += 1
+                    if step == until:
+                        break
+                break
+        return accelerator, bits([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])
+
+    run("before")[0].save_state(folder)
+    _, whole = run("whole")
+    assert run("parts", until=13)[1] != whole
+    assert run("parts")[1] == whole
+    info = stores.import_(folder, tmp_path / "imported", root="model")
+    assert info.source == "safetensors"
+    assert [each.split()[0] for each in info.missing] == ["optimizer.bin", "random_states_0.pkl", "scheduler.bin"]
 
 
 def test_wrong_uses_are_told() -> None:
