@@ -72,7 +72,7 @@ def _quiet(nothing_left_behind: None) -> None: ...
 
 def killed_at(moments: list[str], tmp_path: Path, kind: str, workers: int, in_flight: int = 2) -> None:
     whole = live(kit.train(tmp_path / "whole", kind, workers), tmp_path / "journal")
-    assert len(whole.keys) == 18 + 6 * 2 + 2
+    assert len(whole.keys) == 18 + 6 * 2 + 3 + 2
     for moment in moments:
         place = tmp_path / moment.replace(" ", "-")
         lives = [live(kit.train(place, kind, workers, in_flight=in_flight), tmp_path / "journal", moment)]
@@ -130,8 +130,9 @@ def of_ranks(kind: str, folder: Path, tmp_path: Path, die_at: str | None = None)
 
 def one_rank_killed_at(moments: list[str], tmp_path: Path, kind: str) -> None:
     whole = of_ranks(kind, tmp_path / "whole", tmp_path)
-    assert [len(life.keys) for life in whole] == [9 + 9 + 2] * 2
-    assert all(one != other for (_, one), (_, other) in zip(*(life.lines[:18] for life in whole), strict=True))
+    assert [len(life.keys) for life in whole] == [9 + 9 + 3 + 2] * 2
+    local = [[line for line in life.lines if line[0].startswith(("train", "validation"))] for life in whole]
+    assert all(one != other for (_, one), (_, other) in zip(*local, strict=True))
     for moment in moments:
         folder = tmp_path / moment.replace(" ", "-")
         lives = [of_ranks(kind, folder, tmp_path, moment), of_ranks(kind, folder, tmp_path)]
@@ -194,7 +195,7 @@ def test_more_epochs_and_steps(tmp_path: Path) -> None:
     assert bits(part.lightning_module.state_dict()) == bits(whole.lightning_module.state_dict())
 
 
-def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
+def test_other_batches_inside_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def train(batch: int, **options: Any) -> None:
         trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"), max_epochs=4, **options)
         trainer.fit(
@@ -202,8 +203,10 @@ def test_other_batches_inside_an_epoch(tmp_path: Path) -> None:
         )
 
     train(4, max_steps=2)
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
     with pytest.raises(StateMismatchError, match="made after 2 of 6 batches of an epoch, which has 3 now"):
         train(8, max_steps=6)
+    assert "goes on" not in caplog.text
     with pytest.warns(UserWarning, match="accumulate_grad_batches is 2 and was 1 in the checkpoint"):
         train(4, max_steps=4, accumulate_grad_batches=2)  # ends the epoch
     train(8, max_steps=7)
@@ -245,7 +248,7 @@ def test_a_fit_that_trains_nothing_shows_the_metrics_of_its_checkpoint(tmp_path:
     seen: list[dict[str, float]] = []
     for _ in range(2):
         fit(adapter.PCcheckCallback(tmp_path / "s"), Sees())
-    assert seen[0].keys() == {"loss", "validation"}
+    assert seen[0].keys() == {"loss", "mean", "validation"}
     assert seen[0] == seen[1]
 
 
@@ -263,25 +266,118 @@ def test_a_fit_that_goes_on_says_so_once(tmp_path: Path, caplog: pytest.LogCaptu
     ]
 
 
-@pytest.mark.parametrize("monitor", ["train_loss", "validation"])
-def test_a_mean_over_an_epoch_that_a_schedule_goes_by_is_told_of(tmp_path: Path, monitor: str) -> None:
+class Gathers(pl.Callback):  # type: ignore[name-defined]
+    """Notes what an epoch has gathered, and the learning rate, at the end of each."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen[f"lr {trainer.current_epoch}"] = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_fit_end(self, trainer: Any, *_: Any) -> None:
+        self.on_train_epoch_start(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen |= {f"{name} {trainer.current_epoch}": v.item() for name, v in trainer.callback_metrics.items()}
+
+
+def gathering(
+    folder: Path, monitor: str, make_metric: Callable[[], Any], moments: tuple[int, ...]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Stop and go on at moments; return what was warned of means, and what a whole run and the last one have seen."""
+
     class Logging(kit.Model):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric, self.several = make_metric(), make_collection()
+
         def training_step(self, batch: Any, index: int) -> Any:
             loss = super().training_step(batch, index)
-            self.log("train_loss", loss["loss"] if isinstance(loss, dict) else loss, on_step=False, on_epoch=True)
+            for kind in ("mean", "max", "min", "sum"):
+                self.log(f"the_{kind}", loss, on_step=kind == "sum", on_epoch=True, reduce_fx=kind)
+            self.log("wide", loss.double(), on_step=False, on_epoch=True)
+            if index % 2 == 0:
+                self.log("seldom", loss, on_step=False, on_epoch=True)
+            self.metric(loss.detach())
+            self.log("metric", self.metric, on_step=False, on_epoch=True)
+            self.several(loss.detach().repeat(2), loss.detach().repeat(2) ** 2)
+            self.log_dict(self.several, on_step=False, on_epoch=True)
             return loss
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            super().on_train_batch_end(*arguments)
+            self.log("after", float(self.counted), on_step=False, on_epoch=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1, factor=0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": monitor}}
 
-    for limits in ({"max_steps": 3, "max_epochs": 2}, {"max_epochs": 2}):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(adapter.PCcheckCallback(tmp_path / "s"), model=Logging(), **limits)
-        told = [str(each.message) for each in caught if "of this epoch counts from batch 3 on" in str(each.message)]
-        assert len(told) == (monitor == "train_loss" and "max_steps" not in limits)
+    def make_collection() -> Any:
+        torchmetrics = pytest.importorskip("torchmetrics")
+        return torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
+
+    told, seen = [], []
+    for name, limits in (("whole", (-1,)), ("parts", (*moments, -1))):
+        noted = Gathers()
+        for limit in limits:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                saver = adapter.PCcheckCallback(folder / name)
+                torch.manual_seed(0)
+                fit(saver, noted, model=Logging(), max_epochs=4, max_steps=limit)
+            told += [found[0] for each in caught if (found := re.findall(".* of this epoch .* on:", str(each.message)))]
+        seen.append(noted.seen)
+    return told, seen
+
+
+def test_means_over_an_epoch_are_those_of_a_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    told, (whole, parts) = gathering(tmp_path, "the_mean", torchmetrics.MeanMetric, (1, 2, 9, 10, 18))
+    assert told == []
+    assert {f"{name} 3" for name in ("the_mean", "wide", "seldom", "metric", "MeanSquaredError", "after")} <= {*whole}
+    assert len({value for name, value in whole.items() if name.startswith("lr")}) > 1
+    assert parts == whole
+
+
+@pytest.mark.parametrize("monitor", ["metric", "validation"])
+def test_what_an_epoch_gathered_in_lists_is_not_saved_and_told_of(tmp_path: Path, monitor: str) -> None:
+    cat = pytest.importorskip("torchmetrics").CatMetric
+
+    class Median(cat):  # type: ignore[misc, valid-type]
+        def compute(self) -> Any:
+            return torch.cat([each.flatten() for each in self.value]).median()
+
+    told, _ = gathering(tmp_path, monitor, Median, (3,))
+    assert told == ["metric of this epoch counts from batch 3 on:"] * (monitor == "metric")
+
+
+def test_validate_test_and_predict_take_the_weights_in_memory_and_leave_the_store_alone(tmp_path: Path) -> None:
+    class Tested(kit.Model):  # type: ignore[name-defined]
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("validation", self.net(batch).square().mean())
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch)
+
+    def measured(model: Any) -> list[Any]:
+        trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"))
+        loader = DataLoader(kit.Samples(8, random=False), 4)
+        found = [trainer.validate(model, loader, verbose=False), trainer.test(model, loader, verbose=False)]
+        with pytest.raises(ValueError, match=r"ckpt_path is .*, a store of this package: leave ckpt_path out"):
+            trainer.validate(model, loader, ckpt_path=str(tmp_path / "s"), verbose=False)
+        return [*found, bits(trainer.predict(model, loader))]
+
+    trained, fresh = Tested(), Tested()
+    fit(adapter.PCcheckCallback(tmp_path / "s"), model=trained)
+    before = {each: each.read_bytes() for each in (tmp_path / "s").rglob("*") if each.is_file()}
+    assert measured(fresh) != measured(trained)
+    fresh.load_state_dict(load_sync(tmp_path / "s", keys=["model"])["model"])
+    assert measured(fresh) == measured(trained)
+    assert before == {each: each.read_bytes() for each in (tmp_path / "s").rglob("*") if each.is_file()}
 
 
 def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = self.net(batch).square().mean()
         self.log("loss", loss)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
         self._note(f"train {self.trainer.fit_loop.total_batch_idx}", loss)
         return loss  # type: ignore[no-any-return]
 
@@ -98,6 +99,9 @@ class Model(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.counted += int(torch.randint(10, ()))
+
+    def on_train_epoch_end(self) -> None:
+        self._note(f"mean {self.trainer.current_epoch}", self.trainer.callback_metrics.get("mean"))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["counted"] = self.counted

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, Never
 
 import torch.distributed as dist
 from lightning import __version__
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, Timer
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -49,10 +51,10 @@ PRIVATE: Final = {
         "setup_data", "_combined_loader", "_should_reload_val_dl", "_last_val_dl_reload_epoch", "_results",
     ),
     "Trainer._checkpoint_connector": ("_get_loops_state_dict", "resume_start"),
-    "Trainer._logger_connector": ("_callback_metrics",),
+    "Trainer._logger_connector": ("_callback_metrics", "_first_loop_iter"),
 }  # fmt: skip
 """The attributes of Lightning that are used beyond its documentation, with ``Timer._duration``,
-``BaseFinetuning._restarting`` and the imports above of ``call`` and ``fabric``.
+``BaseFinetuning._restarting``, ``Metric._update_count`` and the imports above of ``call``, ``fabric`` and results.
 
 No hook is called at the end of a batch: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
 the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
@@ -121,6 +123,7 @@ class PCcheckCallback(Callback):
         self._state: dict[str, Any] = {}
         self._step = ExitStack()
         self._this: TrainingStep | None = None
+        self._says = ""  # where training goes on, until it is said
         self._shown: dict[str, Any] = {}  # metrics of the restored checkpoint, until training begins
         self._measured: dict[str, Any] = {}  # by the validation that follows the step underway
 
@@ -174,7 +177,9 @@ class PCcheckCallback(Callback):
             self._of = trainer, pl_module
             self._shown = self._state["others"].metrics
             if self.restored is not None and (self._resume_stopped or not self._stop_again(trainer, self.restored)):
-                rank_zero_info(in_words(self.restored, engine.path, ended=_ends(trainer)))
+                self._says = in_words(self.restored, engine.path, ended=_ends(trainer))
+                if _ends(trainer):
+                    self._say()
         loop = trainer.fit_loop
         draws: _Draws = self._state["draws"]
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
@@ -215,10 +220,18 @@ class PCcheckCallback(Callback):
             kept = [] if self._state["others"].metrics else [loop]
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
                 _skip(loop, epoch.processed, batch.ready, self._state["draws"])
+            results: _Results = self._state["results"]
+            results.go_on()
             _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop, *kept), once=True)
-            _around(loop.epoch_loop, "on_advance_end", after=partial(_warn_of_means, trainer, batch.ready), once=True)
+            _around(loop.epoch_loop, "on_advance_end", after=partial(results.warn, batch.ready), once=True)
+        self._say()  # nothing is refused any more
         RNGState().load_state_dict(self._rng)
         self._rng = None
+
+    def _say(self) -> None:
+        if self._says:
+            rank_zero_info(self._says)
+        self._says = ""
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a step, unless one with gradient accumulation goes on."""
@@ -358,6 +371,94 @@ class _Others:
                 part.load_state_dict(checkpoint[name])
         call._call_callbacks_on_load_checkpoint(trainer, checkpoint | {"callbacks": {}})
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+
+
+class _Results:
+    """The means and the like that ``self.log(on_epoch=True)`` gathers in a training epoch: by key, states by name.
+
+    Of a metric of torchmetrics whose states are lists there are none: they would grow with each batch.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._saved: Mapping[str, Any] = {}
+        self._known: list[str] = []  # the keys whose states were restored
+
+    def _gathered(self) -> Iterator[tuple[str, Any]]:
+        """Yield the keys and metrics of the epoch underway."""
+        for key, each in self._trainer.fit_loop.epoch_loop._results.items():
+            if each.meta.on_epoch and not each.has_reset:
+                yield key, each
+
+    def state_dict(self) -> dict[str, Any]:
+        results = self._trainer.fit_loop.epoch_loop._results
+        saved = {**results.waiting} if isinstance(results, _ResultsOn) else {}
+        for key, each in self._gathered():
+            metric = each if each.is_tensor else each.value
+            states = metric.metric_state
+            if any(isinstance(state, list) for state in states.values()):
+                states = {}
+            saved[key] = {"states": states, "count": metric.update_count, "attribute": each.meta.metric_attribute}
+        return saved
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._saved = state
+
+    def go_on(self) -> None:
+        """Go on with the saved epoch."""
+        trainer, values = self._trainer, {}
+        modules = dict(trainer.lightning_module.named_modules())
+        for key, saved in self._saved.items():
+            if saved["attribute"] is None:
+                values[key] = saved
+            elif (metric := modules.get(saved["attribute"])) is not None:
+                _gather_on(metric, saved)
+            else:
+                continue
+            if saved["states"]:
+                self._known.append(key)
+        trainer.fit_loop.epoch_loop._results = _ResultsOn(values)
+        trainer._logger_connector._first_loop_iter = True  # else the next batch would be taken for an epoch's first
+
+    def warn(self, batch: int) -> None:
+        """Warn if what decides goes by a value over the epoch of which the batches before this one were not saved."""
+        gathered = [each.meta for key, each in self._gathered() if key not in self._known]
+        names = {name for meta in gathered for name in (meta.name, f"{meta.name}_epoch")}
+        by = [*self._trainer.lr_scheduler_configs, *self._trainer.callbacks]
+        if monitored := sorted(names.intersection(str(getattr(each, "monitor", None)) for each in by)):
+            rank_zero_warn(
+                f"{', '.join(monitored)} of this epoch counts from batch {batch} on: what self.log(on_epoch=True) "
+                "gathered before is not in the checkpoint, and a scheduler, EarlyStopping or ModelCheckpoint that goes "
+                "by it may decide otherwise than in a run that was not interrupted"
+            )
+
+
+class _ResultsOn(_ResultCollection):
+    """Results of an epoch that goes on. Lightning makes each when it is logged; then it begins with what was saved.
+
+    Args:
+        waiting: Changed: what was saved of those that were not logged since.
+    """
+
+    def __init__(self, waiting: dict[str, Any]) -> None:
+        super().__init__(training=True)
+        self.waiting = waiting
+
+    def __setitem__(self, key: str, metric: Any) -> None:
+        super().__setitem__(key, metric)
+        if key in self.waiting:
+            _gather_on(metric, self.waiting.pop(key))
+
+    def reset(self, *arguments: Any, **named: Any) -> None:
+        self.waiting = {}  # of an epoch that has ended
+        super().reset(*arguments, **named)
+
+
+def _gather_on(metric: Any, saved: Mapping[str, Any]) -> None:
+    """Set the states of a metric to the saved ones, if there are any."""
+    for name, state in saved["states"].items():
+        setattr(metric, name, move_data_to_device(state, metric.device))
+        metric._update_count = saved["count"]
 
 
 class _Sizes:
@@ -517,8 +618,8 @@ class _Cycled:
 
 
 _WRAPPED: Final = ("on_advance_end", "on_run_start", "setup_data", "_load_combined_loader_states", "_on_before_fetch")
-_UNKNOWN: Final = frozenset({"draws", "rng", "sizes"})
-"""The parts that a converted file of Lightning does not have."""
+_UNKNOWN: Final = frozenset({"draws", "results", "rng", "sizes"})
+"""The parts that a converted file of Lightning, or a checkpoint of an older version, does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
 
@@ -532,6 +633,7 @@ def _state(trainer: Any) -> dict[str, Any]:
         "loops": _Loops(trainer),
         "others": _Others(trainer),
         "draws": _Draws(),
+        "results": _Results(trainer),
         "sizes": _Sizes(trainer),
         "rng": RNGState(),
     }
@@ -539,7 +641,7 @@ def _state(trainer: Any) -> dict[str, Any]:
 
 def _restore(engine: SyncCheckpointEngine, state: dict[str, Any], trainer: Any, private: Private) -> Restored | None:
     if private != "modulo":  # such as averages, of each rank's batches
-        private = ["callbacks.*", "loops.*", "others.*", *_broadcast(trainer.model), *private]
+        private = ["callbacks.*", "loops.*", "others.*", "results.*", *_broadcast(trainer.model), *private]
     try:
         restored = engine.restore(state, private=private)
     except StateMismatchError as error:
@@ -624,19 +726,6 @@ def _ends(trainer: Any) -> bool:
         or 0 <= epochs <= loop.epoch_progress.current.completed
     )
     return ended
-
-
-def _warn_of_means(trainer: Any, batch: int) -> None:
-    """Warn if what decides goes by a mean over the epoch of which the batches before this one were not saved."""
-    gathered = [each.meta for each in trainer.fit_loop.epoch_loop._results.values() if each.meta.on_epoch]
-    names = {name for meta in gathered for name in (meta.name, f"{meta.name}_epoch")}
-    by = [*trainer.lr_scheduler_configs, *trainer.callbacks]
-    if monitored := sorted(names.intersection(str(getattr(each, "monitor", None)) for each in by)):
-        rank_zero_warn(
-            f"{', '.join(monitored)} of this epoch counts from batch {batch} on: what self.log(on_epoch=True) gathers "
-            "is not saved, and a scheduler, EarlyStopping or ModelCheckpoint that goes by it may decide otherwise than "
-            "in a run that was not interrupted"
-        )
 
 
 def _around(
