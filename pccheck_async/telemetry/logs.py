@@ -75,7 +75,7 @@ unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its
 step_went_back      WARNING  the first step after a restore is smaller than the restored one; or a step is smaller than
                              the one before, or began twice; once
 not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
-                             state of the first save
+                             state of the first save; or another optimizer trains a model that is
 trained_before      WARNING  there is nothing to restore, and the optimizer has made steps with an engine closed before
 stores_below        WARNING  a store was made in a folder that has stores in its folders: which
 no_metric           WARNING  none of 16 checkpoints, or of all until the engine closes, has the number that

@@ -23,9 +23,10 @@ their own, FSDP2 without synchronisation) need an attached optimizer.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from pccheck_async.state.ambient import no_functions
 from pccheck_async.state.tensor_access import storage_address
 from pccheck_async.telemetry import write
 
-__all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in"]
+__all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in", "parameters_of"]
 
 
 class Mark(NamedTuple):
@@ -97,10 +98,18 @@ class Accumulation:
     """Watches the attached optimizers, and those in the state, for the ends of windows.
 
     Those in the state join the attached ones in ``guard``: their steps would tear captures.
+
+    Args:
+        guard: That of the engine.
+        store: Its folder, for events.
+        look_at: Called once with an optimizer that made steps in several contexts and shares no parameter with a
+            watched one, until it returns whether it looked.
     """
 
-    def __init__(self, guard: Guard, store: str) -> None:
+    def __init__(self, guard: Guard, store: str, look_at: Callable[[torch.optim.Optimizer], bool]) -> None:
         self._guard = guard
+        self._look_at = look_at
+        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
         self._store = store
         self._watched: dict[int, _Watched] = {}  # by the identity of the optimizer; one that is collected leaves it
         self._hooks: StepHooks | None = None
@@ -172,12 +181,16 @@ class Accumulation:
             self._begin_patience()
         return ""
 
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the steps of this very optimizer are seen."""
+        return id(optimizer) in self._watched
+
     def mark(self) -> Mark:
         """Return a mark for :meth:`is_at`: the watched optimizers and their parameters at this moment."""
         parameters: list[torch.Tensor] = []
         for each in list(self._watched.values()):
             if (optimizer := each.reference()) is not None:
-                parameters += _parameters(optimizer)
+                parameters += parameters_of(optimizer)
         return self._mark(parameters)
 
     def is_at(self, mark: Mark) -> bool:
@@ -194,6 +207,7 @@ class Accumulation:
         if self._hooks is not None:
             self._hooks.remove(self._after_step)
         self._watched.clear()
+        self._strangers.clear()
 
     def _lose_patience(self, waiting: Collection[_Watched], step: int) -> bool:
         """Count a context that unused gradients alone keep in a window; return whether they are ignored from now on."""
@@ -230,7 +244,11 @@ class Accumulation:
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         this = self._watched.get(id(optimizer))
-        for each in self._with_parameters_of(optimizer) if this is None else [this]:
+        stepped = self._with_parameters_of(optimizer) if this is None else [this]
+        # In the first context it may be on its way into the state.
+        if not stepped and self._strangers.setdefault(optimizer, self._context) < self._context:
+            self._strangers[optimizer] = math.inf if self._look_at(optimizer) else self._context
+        for each in stepped:
             if each.ignored and (length := self._context - each.last) >= each.patience:
                 # It was ignored because it made no step, and now makes one: its windows are only long.
                 each.ignored, each.patience = False, max(2 * length, PATIENCE + 1)
@@ -239,11 +257,11 @@ class Accumulation:
 
     def _with_parameters_of(self, other: torch.optim.Optimizer) -> list[_Watched]:
         """Return the records of the watched optimizers that have a parameter of another one."""
-        theirs = {*map(id, _parameters(other))}
+        theirs = {*map(id, parameters_of(other))}
         return [
             each
             for each in list(self._watched.values())
-            if (own := each.reference()) is not None and not theirs.isdisjoint(map(id, _parameters(own)))
+            if (own := each.reference()) is not None and not theirs.isdisjoint(map(id, parameters_of(own)))
         ]
 
     def _say_unseen(self, optimizer: torch.optim.Optimizer, error: TypeError) -> None:
@@ -282,7 +300,8 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
             return [*map(storage_address, tensors)]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all its groups."""
     found: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         found += group["params"]
@@ -291,7 +310,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _gradients(optimizer: torch.optim.Optimizer, sample: int | None) -> list[torch.Tensor]:
     """Return the gradients of about ``sample`` parameters, spread over all; of all if None, or if most have none."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     if sample is not None:
         some = parameters[:: len(parameters) // sample or 1]
         if 2 * len(found := _gradients_of(some)) > len(some):

@@ -38,8 +38,8 @@ from pccheck_async.state import RNGState, check_outermost, containers_and_object
 from pccheck_async.state.tensor_access import accessed_since, begin_period
 from pccheck_async.state.values import with_article
 from pccheck_async.telemetry import Span, write
-from pccheck_async.training.accumulation import Accumulation, Mark
-from pccheck_async.training.data import iterated
+from pccheck_async.training.accumulation import Accumulation, Mark, parameters_of
+from pccheck_async.training.data import ResumableLoader, ResumableSampler, iterated
 from pccheck_async.training.preemption import Preemption
 
 __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
@@ -48,9 +48,10 @@ MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
 """Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
 _HOLD_NOTHING = (
-    torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, RNGState,
+    torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, RNGState, ResumableLoader,
+    ResumableSampler,
 )  # fmt: skip
-"""Objects that do not save an optimizer or a loader unseen, as an object of a user's may."""
+"""Objects that do not save another one unseen, as an object of a user's may."""
 _EVERY_STEP = 16
 """Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
 
@@ -139,7 +140,7 @@ class TrainingRun(TrainingHooks):
         self._policy = policy
         self._in_memory = in_memory  # the policy of the tier in memory, if there is that
         self._save_last = save_last
-        self._accumulation = Accumulation(core.guard, core.path)
+        self._accumulation = Accumulation(core.guard, core.path, self._look_at_stranger)
         self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
         self._last_ended = 0  # the period that began when it ended
         self._reported_stall: dict[Tier, float] = {"disk": 0.0} if in_memory is None else {"disk": 0.0, "memory": 0.0}
@@ -414,35 +415,52 @@ class TrainingRun(TrainingHooks):
         if self._looked_for_absent:
             return
         self._looked_for_absent = True
-        values = [value for _, value in containers_and_objects(state)]
-        if not all(isinstance(each, _HOLD_NOTHING) for each in values if is_stateful(each)):
+        if (values := _seen(state)) is None:
             return
-        absent: dict[str, object] = {}
-        keys = {key for each in values if isinstance(each, Mapping) for key in each}
-        optimizers = [unwrapped(each) for each in values if isinstance(each, torch.optim.Optimizer)]
+        absent: list[tuple[str, str, str]] = []
+        keys = _keys(values)
+        optimizers = _optimizers(values)
         if "param_groups" not in keys:
             there = {*map(id, optimizers)}
-            absent |= {"optimizer": each for each in self.core.guard.optimizers if id(each) not in there}  # noqa: B035
+            forgotten = [each for each in self.core.guard.optimizers if id(each) not in there]
+            absent += [("optimizer", type(each).__name__, "is attached") for each in forgotten[-1:]]
         # Schedulers of torch but for ReduceLROnPlateau leave this in the groups of the optimizer that they change.
         groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]  # odd ones have none
         scheduled = any("initial_lr" in group for group in groups)
         if scheduled and "last_epoch" not in keys and not any(isinstance(each, LRScheduler) for each in values):
-            absent["scheduler"] = LRScheduler
+            absent.append(("scheduler", "scheduler", "changes the learning rate of an optimizer"))
         loader = next((each for each, began in [*iterated.items()] if began > self._opened), None)
-        if loader is not None and "ResumableLoader or its sampler" not in {owner for _, owner in state_dicts(state)}:
-            absent["loader"] = loader
-        uses = {
-            "optimizer": "is attached",
-            "scheduler": "changes the learning rate of an optimizer",
-            "loader": "was iterated over",
-        }
-        for name, each in absent.items():
-            kind = with_article("scheduler" if name == "scheduler" else type(each).__name__)
-            text = (
-                "%s %s, and is not in the state: what it holds is not saved, and a resumed run begins with it anew; "
-                'save {..., "%s": %s}'
-            )
-            write("not_in_state", text, kind, uses[name], name, name, store=self.core.path)
+        kept = any(isinstance(each, ResumableLoader | ResumableSampler) for each in values)  # another is for validation
+        kept = kept or "ResumableLoader or its sampler" in {owner for _, owner in state_dicts(state)}
+        if loader is not None and not kept:
+            absent.append(("loader", type(loader).__name__, "was iterated over"))
+        for each in absent:
+            self._say_absent(*each)
+
+    def _look_at_stranger(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Warn of an unattached optimizer that trains a model in the state, and that nothing there may hold.
+
+        Called in its step. Returns False outside step contexts, where it does nothing.
+        """
+        if (this := self._inside.get(_thread_and_task())) is None:
+            return False
+        values = _seen(this.state)
+        if values is None or "param_groups" in _keys(values) or not any(optimizer.state.values()):
+            return True
+        there = _optimizers(values)
+        models = [each for each in values if isinstance(each, torch.nn.Module)]
+        trained = {id(parameter) for model in models for parameter in model.parameters()}
+        # One in the state whose own steps are not seen may be a wrapper of this one.
+        if all(map(self._accumulation.watches, there)) and not trained.isdisjoint(map(id, parameters_of(optimizer))):
+            self._say_absent("optimizer", type(optimizer).__name__, "trains a model in the state")
+        return True
+
+    def _say_absent(self, name: str, kind: str, use: str) -> None:
+        text = (
+            "%s %s, and is not in the state: what it holds is not saved, and a resumed run begins with it anew; "
+            'save {..., "%s": %s}'
+        )
+        write("not_in_state", text, with_article(kind), use, name, name, store=self.core.path)
 
     def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
         """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""
@@ -536,6 +554,20 @@ class TrainingRun(TrainingHooks):
                 "leave the context before that, or call engine.checkpoint before it"
             )
         return ""
+
+
+def _seen(state: Mapping[str, Any]) -> list[Any] | None:
+    """Return the containers and objects of a state; None if one of them may hold others unseen."""
+    values = [value for _, value in containers_and_objects(state)]
+    return values if all(isinstance(each, _HOLD_NOTHING) for each in values if is_stateful(each)) else None
+
+
+def _keys(values: list[Any]) -> set[Any]:
+    return {key for each in values if isinstance(each, Mapping) for key in each}
+
+
+def _optimizers(values: list[Any]) -> list[torch.optim.Optimizer]:
+    return [unwrapped(each) for each in values if isinstance(each, torch.optim.Optimizer)]
 
 
 def _thread_and_task() -> tuple[int, int]:

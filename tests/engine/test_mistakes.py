@@ -487,6 +487,78 @@ def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.Log
     assert not told(caplog, "not_in_state")
 
 
+def test_an_attached_optimizer_that_is_not_beside_a_loader_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loader, validation = nn.Linear(1, 1), ResumableLoader(range(4)), ResumableLoader(range(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = loader, loader.sampler, {"mine": Mine()}
+    for number, one in enumerate(kept):
+        with SyncCheckpointEngine(tmp_path / str(number)) as engine:
+            engine.attach(optimizer)
+            list(validation)
+            engine.checkpoint({"model": model, "loader": one, "rng": RNGState()}, step=0).result()
+    lines = told(caplog, "not_in_state")
+    assert [line.partition(", and")[0] for line in lines] == ["an AdamW is attached"] * 2
+
+
+class Combined(torch.optim.Optimizer):
+    """Makes the steps of others, and has no parameters of its own."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): each.state_dict() for number, each in enumerate(self.inner)}
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_an_optimizer_that_trains_the_model_and_is_forgotten_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, attach: bool
+) -> None:
+    model, other = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
+    first, second = (torch.optim.AdamW(part.parameters()) for part in model)
+    third, plain = torch.optim.AdamW(other.parameters()), torch.optim.SGD(model[1].parameters(), 0.1)
+
+    def saved(
+        name: str, state: dict[str, Any], *steps: Any, inside: bool = True, late: torch.optim.Optimizer | None = None
+    ) -> list[str]:
+        caplog.clear()
+        with SyncCheckpointEngine(tmp_path / name, interval=1) as engine:
+            if attach:
+                engine.attach(first)
+            for step in range(4):
+                with engine.step(state, step):
+                    (model(torch.ones(1, 1)) + other(torch.ones(1, 1))).sum().backward()
+                    first.step()
+                    for each in steps if inside else ():
+                        (each() if callable(each) else each).step()
+                    if late is not None:
+                        state["late"] = late
+                for each in () if inside else steps:
+                    each.step()
+        return told(caplog, "not_in_state")
+
+    both = {"model": model, "first": first, "loader": ResumableLoader(range(4))}
+    (line,) = saved("forgotten", both, second)
+    assert line.startswith("an AdamW trains a model in the state, and is not in the state: what it holds is not saved")
+    assert line.endswith('save {..., "optimizer": optimizer}')
+    assert not saved("of other parameters", both, third)
+    assert not saved("holds nothing", both, plain)
+    assert not saved("outside of steps", both, second, inside=False)
+    assert not saved("made anew", both, lambda: torch.optim.AdamW(model[1].parameters()))
+    assert not saved("put there late", dict(both), second, late=second)
+    assert not saved("there", both | {"all": [{"of": second}]}, second)
+    assert not saved("as a dict", both | {"second": second.state_dict()}, second)
+    assert not saved("in an object", both | {"mine": Mine()}, second)
+    assert not saved("in a wrapper", both | {"second": Combined(second)}, second)
+    assert not saved("for each parameter", both | {"many": [second, *[nn.Linear(1, 1)] * 70]}, second)
+
+
 def test_a_scheduler_that_is_not_in_the_state_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
