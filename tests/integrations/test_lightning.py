@@ -316,7 +316,10 @@ def gathering(
 
     def make_collection() -> Any:
         torchmetrics = pytest.importorskip("torchmetrics")
-        return torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
+        mse = torchmetrics.MeanSquaredError
+        return torchmetrics.MetricCollection(
+            {"mse": mse(), "rmse": mse(squared=False), "mae": torchmetrics.MeanAbsoluteError()}
+        )
 
     told, seen = [], []
     for name, limits in (("whole", (-1,)), ("parts", (*moments, -1))):
@@ -336,9 +339,20 @@ def test_means_over_an_epoch_are_those_of_a_run_that_was_not_interrupted(tmp_pat
     torchmetrics = pytest.importorskip("torchmetrics")
     told, (whole, parts) = gathering(tmp_path, "the_mean", torchmetrics.MeanMetric, (1, 2, 9, 10, 18))
     assert told == []
-    assert {f"{name} 3" for name in ("the_mean", "wide", "seldom", "metric", "MeanSquaredError", "after")} <= {*whole}
+    assert {f"{name} 3" for name in ("the_mean", "wide", "seldom", "metric", "rmse", "after")} <= {*whole}
     assert len({value for name, value in whole.items() if name.startswith("lr")}) > 1
     assert parts == whole
+
+
+def test_a_checkpoint_of_an_older_version_has_no_means_and_that_is_told_of(tmp_path: Path) -> None:
+    fit(adapter.PCcheckCallback(tmp_path), model=kit.Model(), max_steps=3)
+    held = load_sync(tmp_path)
+    held.pop("results")
+    with SyncCheckpointEngine(tmp_path, overwrite=True) as engine:
+        engine.checkpoint(held, step=2).result()
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "files", monitor="mean")
+    with pytest.warns(UserWarning, match="mean of this epoch counts from batch 3 on: what self.log"):
+        fit(adapter.PCcheckCallback(tmp_path), saver, enable_checkpointing=True, model=kit.Model(), max_epochs=2)
 
 
 @pytest.mark.parametrize("monitor", ["metric", "validation"])
