@@ -124,18 +124,22 @@ class Accumulation:
         if number in watched:
             return
         hooks_of(optimizer)
-        if self._hooks is None:
-            self._hooks = hooks_of_all()
-            self._hooks.add(after=self._after_step)
+        self._see_steps()
         if len(watched) == 1:
             for other in list(watched.values()):
                 if all(map(_is_used, other.gradients())):
                     other.note_used(None)  # so far that was noted of one gradient alone
         watched[number] = _Watched(weakref.ref(optimizer, lambda _: watched.pop(number, None)), self._context - 1)
 
+    def _see_steps(self) -> None:
+        if self._hooks is None:
+            self._hooks = hooks_of_all()
+            self._hooks.add(after=self._after_step)
+
     def begin(self, state: Mapping[str, Any]) -> int:
         """Called when a step context begins; returns its number. Watches the optimizers in its state, too."""
         self._context += 1
+        self._see_steps()
         attached = self._guard.attached
         for found in optimizers_in(state):
             if (known := self._watched.get(id(found))) is not None and known.guarded >= attached:
@@ -244,7 +248,7 @@ class Accumulation:
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         this = self._watched.get(id(optimizer))
-        stepped = self._with_parameters_of(optimizer) if this is None else [this]
+        stepped = [this] if this is not None else self._with_parameters_of(optimizer) if self._watched else []
         # In the first context it may be on its way into the state.
         if not stepped and self._strangers.setdefault(optimizer, self._context) < self._context:
             self._strangers[optimizer] = math.inf if self._look_at(optimizer) else self._context

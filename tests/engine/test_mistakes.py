@@ -547,6 +547,9 @@ def test_an_optimizer_that_trains_the_model_and_is_forgotten_is_told_of_once(
     (line,) = saved("forgotten", both, second)
     assert line.startswith("an AdamW trains a model in the state, and is not in the state: what it holds is not saved")
     assert line.endswith('save {..., "optimizer": optimizer}')
+    if not attach:
+        (line,) = saved("none in the state", {"model": model})
+        assert line.startswith("an AdamW trains a model in the state, and is not in the state")
     assert not saved("of other parameters", both, third)
     assert not saved("holds nothing", both, plain)
     assert not saved("outside of steps", both, second, inside=False)
