@@ -65,10 +65,11 @@ class PCcheckCallback(Callback):
     """Saves the training at each ``interval``, and goes on from the newest checkpoint when ``fit`` begins.
 
     A checkpoint holds the model with its buffers, optimizers, schedulers, the precision plugin, loops, the states of
-    callbacks and the datamodule, the additions of their hooks and the module's on saving, the positions of training
-    loaders that have a ``state_dict``, and the global generators. It is taken between two batches, after the validation
-    that follows the first of them, and not inside a window of gradient accumulation. Loaders without a position are
-    iterated over again up to the batch, with the random numbers that the epoch began with.
+    callbacks and the datamodule, the additions of their hooks and the module's on saving, the means that
+    ``self.log(on_epoch=True)`` has gathered, the positions of training loaders that have a ``state_dict``, and the
+    global generators. It is taken between two batches, after the validation that follows the first of them, and not
+    inside a window of gradient accumulation. Loaders without a position are iterated over again up to the batch, with
+    the random numbers that the epoch began with.
 
     Under several ranks each gives the same arguments, and they save one checkpoint together.
 
