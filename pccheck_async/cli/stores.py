@@ -63,7 +63,7 @@ from pccheck_async.errors import DamagedError, NoCheckpointError, first_few, pla
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
-    from pccheck_async.upkeep import ShardedLeaf, StoredLeaf
+    from pccheck_async.upkeep import RecordCopy, ShardedLeaf, StoredLeaf
 
 _MOST_LEAVES = 8
 _MOST_CHANGES = 20
@@ -83,8 +83,8 @@ def _noun(infos: Sized) -> str:
 def ls(path: AnyFolder, json: Json = False) -> Report:
     """List the committed checkpoints, newest first.
 
-    Safe while a trainer writes to the store. Of a group's folder those that are complete, with the bytes of all ranks,
-    and below them those that lack parts.
+    Reads no tensor: `pccheck verify` checks all bytes. Safe while a trainer writes to the store. Of a group's folder
+    those that are complete, with the bytes of all ranks, and below them those that lack parts.
 
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
@@ -134,7 +134,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
 
 
 def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None = None) -> str:
-    """Return a sentence that names the checkpoint that a restart restores.
+    """Return a sentence that names the checkpoint that a restart restores, or tries if it was not checked.
 
     Args:
         place: Where it restarts from.
@@ -145,19 +145,26 @@ def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None
     newest_first = sorted((*place.infos, *superseded), key=lambda info: -info.counter)
     found = [info for info in newest_first if not info.rejected and info.counter not in lost]
     if not found:
-        return "A restart restores none of them: all are rejected, lost or damaged."
+        return "No checkpoint can be restored: all are rejected, lost or damaged."
     newest = found[0]
-    if newest in superseded:
-        older = next((f"step {info.step}" for info in found if info not in superseded), "none")
-        return (
-            f"A restart restores step {newest.step}, which a newer one superseded, unless a save has written over its "
-            f"slot since; then {older}."
-        )
+    what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
     if whole is None:
-        return f"A restart restores step {newest.step}, if it is whole (`pccheck verify` checks it)."
+        return f"A restart tries step {newest.step}{what}: no tensor was read here (`pccheck verify` checks all bytes)."
+    if newest in superseded:
+        return (
+            f"A restart restores step {newest.step}, from {whole[newest.counter]}, which a newer one superseded: the "
+            "next save may write over it."
+        )
     if newest.counter not in whole:
         return f"A restart tries step {newest.step}, which was not checked (--all checks it)."
     return f"A restart restores step {newest.step}, from {whole[newest.counter]}."
+
+
+def _outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict[int, str]]:
+    """Return the counters of the checkpoints that are damaged, and those of the checked ones, with their places."""
+    checked = (*verification.checkpoints, *verification.superseded)
+    places = {each.info.counter: each.slot if each.rank is None else "the parts of all its ranks" for each in checked}
+    return {each.info.counter for each in checked if each.damage}, places
 
 
 @contextmanager
@@ -368,13 +375,8 @@ def verify(
     }
     lines = [*_verified(verification)]
     if not rank_of_store(place):
-        lost = {each.info.counter for each in verification.checkpoints if each.damage}
-        whole = {
-            each.info.counter: each.slot if each.rank is None else "the parts of all its ranks"
-            for each in verification.checkpoints
-        }
         lines += describe_incomplete(place) if (newer := newer_lost(place)) else ()
-        lines.append(f"{fault}." if fault else _restart(place, lost, whole))
+        lines.append(f"{fault}." if fault else _restart(place, *_outcomes(verification)))
         fault = fault or ("newer ones are lost" if newer else "")
     return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
 
@@ -385,6 +387,9 @@ def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table
         verdict = f"{len(each.damage)} damaged" if each.damage else "whole"
         slot = _of_rank(each.rank) + each.slot
         rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), slot, verdict)
+    for each in verification.superseded:
+        verdict = f"superseded, {'damaged or written over' if each.damage else 'whole'}"
+        rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), each.slot, verdict)
     yield rows
     for rank, damage in ((each.rank, damage) for each in verification.checkpoints for damage in each.damage):
         leaves = ", ".join(printable(path) for path in damage.leaves[:_MOST_LEAVES])
@@ -394,17 +399,31 @@ def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table
         yield f"{_of_rank(rank)}{damage.file}: {damage.what} ({where}): {printable(damage.reason)}{holds}"
     for copy in verification.records:
         name = f"{_of_rank(copy.rank)}commit: copy {copy.name}"
-        if copy.state == "damaged":
+        if copy in verification.damaged_copies:
+            yield _damaged_copy(copy)
+        elif copy.state == "damaged":
             yield (
-                f"{name} of a record, at byte {copy.offset}, is damaged, or was cut short by a power "
-                "failure; the next two commits write it anew"
+                f"{name} of a record, at byte {copy.offset}, is damaged, or was cut short by a power failure, and the "
+                "other copy, too: it may have named a newer checkpoint (`pccheck recover --search`)"
             )
         elif copy.state == "older":
             yield f"{name} was not written when the other copy was: a kill in between (harmless)"
     rate = f", {size(int(verification.nbytes / verification.seconds))}/s" if verification.seconds > 0 else ""
     cached = "" if verification.direct else " through the page cache"
-    verdict = "Every checksum holds." if verification.whole else "DAMAGED."
+    damaged = [copy for copy in verification.records if copy.state == "damaged"]
+    is_whole = verification.whole or damaged == [*verification.damaged_copies]
+    if is_whole := is_whole and not any(each.damage for each in verification.checkpoints):
+        verdict = "Every checksum of the checkpoints holds, and nothing is lost."
+    verdict = "Every checksum holds." if verification.whole else verdict if is_whole else "DAMAGED."
     yield f"{size(verification.nbytes)} read in {verification.seconds:.2f} s{rate}{cached}. {verdict}"
+
+
+def _damaged_copy(copy: RecordCopy) -> str:
+    return (
+        f"{_of_rank(copy.rank)}commit: copy {copy.name} of a record, at byte {copy.offset}, is damaged, or was cut "
+        "short by a power failure; the other copy is valid, so that nothing is lost. The next two saves write it anew, "
+        "or `pccheck recover --write`"
+    )
 
 
 def _of_rank(rank: int | None) -> str:
@@ -732,7 +751,8 @@ def recover(
 ) -> Report:
     """Find whole checkpoints where the commit records are lost.
 
-    Searches a store whose commit records or store.json are lost for checkpoints of which every byte holds. Writes
+    Searches a store whose commit records or store.json are lost for checkpoints of which every byte holds. Of one that
+    has both it checks every checksum, as verify --all; --write then writes a damaged copy of a record anew. Writes
     nothing without --write. Never changes a slot, and keeps the files that it replaces under other names. Where no
     commit record is valid, pins and rejections are lost: a run that was rejected may be restored
     again; look with `pccheck ls`, and reject it again.
@@ -758,6 +778,8 @@ def recover(
         "refusal": recovery.refusal,
     }
     status = 0 if recovery.written or not recovery.needed else NOTHING
+    if recovery.copies and not recovery.written:
+        status = DIFFERENT
     lost = (recovery.missing or recovery.problems) and not recovery.named_anew
     if lost or (status and (recovery.named or recovery.record == "valid")):
         status = DIFFERENT
@@ -788,12 +810,16 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
     if recovery.missing:
         slots_lost, names = ", ".join(recovery.missing), "named" if recovery.named_anew else "names"
         yield f"LOST: {slots_lost}, which the newest record {names}: gone, cut short, or no regular file."
-        if not recovery.named_anew and (recovery.written or not recovery.needed):
-            from pccheck_async.upkeep import lost_slots  # and torch
-
-            place = read_place(path)
-            yield _restart(place, lost_slots(place))
     yield from recovery.problems
+    if not recovery.written:
+        yield from map(_damaged_copy, recovery.copies)
+    if (recovery.missing or recovery.problems) and not recovery.named_anew:
+        from pccheck_async.upkeep import lost_slots  # and torch
+
+        if recovery.verification is not None:
+            yield _restart(read_place(path), *_outcomes(recovery.verification))
+        elif recovery.written:
+            yield _restart(place := read_place(path), lost_slots(place))
     if recovery.written:
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
         yield f"Written: {', '.join(recovery.written)}{kept}."
@@ -807,12 +833,13 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
         yield f"Nothing was written. With --write the store names {steps}, newest first."
         if dropped:
             yield f"It no longer names {dropped}: no slot that was chosen holds them whole."
+    elif recovery.found and recovery.record == "valid":
+        yield "No slot holds a whole checkpoint: none can be restored. Nothing was written."
     elif not recovery.needed and (recovery.missing or recovery.problems):
         yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
     elif not recovery.needed:
-        bytes_too = f"no checkpoint was read: `pccheck verify {path} --all` checks the bytes"
         can = "" if forbidden else ", and a trainer can open this store"
-        yield f"Nothing is missing from the records{can}; {bytes_too}."
+        yield f"Nothing is missing from the records, and every checksum of the checkpoints holds{can}."
     elif recovery.record == "valid":
         yield "Nothing was written. With --write the store is there again; it names no checkpoint."
     else:

@@ -18,11 +18,19 @@ from pccheck_async.upkeep.listing import ShardBox, ShardedLeaf, StoredLeaf, list
 from pccheck_async.upkeep.memory import MemoryFolder, clear_memory, list_memory, memory_of
 from pccheck_async.upkeep.reading import Description, describe_checkpoint, forbidden_files, lost_records, lost_slots
 from pccheck_async.upkeep.recover import Recovery, recover_store
-from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints
+from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, RecordCopy, Verification, verify_checkpoints
 
 __all__ = ["CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal"]
 __all__ += ["MemoryFolder", "clear_memory", "list_memory", "memory_of"]
-__all__ += ["ShardBox", "ShardedLeaf", "StoredLeaf", "Verification", "compare_checkpoints", "copy_checkpoint"]
+__all__ += [
+    "RecordCopy",
+    "ShardBox",
+    "ShardedLeaf",
+    "StoredLeaf",
+    "Verification",
+    "compare_checkpoints",
+    "copy_checkpoint",
+]
 __all__ += [
     "describe_checkpoint",
     "forbidden_files",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import readable
-from pccheck_async.format import CheckpointInfo, Entry, which_one
+from pccheck_async.errors import is_exhausted, is_forbidden, readable
+from pccheck_async.format import CheckpointInfo, Entry, crc32, which_one
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import COMMIT_NAME, newest_record, slot_name
 from pccheck_async.group import Place, open_place
@@ -39,9 +39,10 @@ LOCK_SECONDS = 1.0
 
 
 def lost_slots(place: Place) -> dict[int, str]:
-    """Return what ails the slots of complete checkpoints, by their counters. No byte of them is read.
+    """Return what ails the slots of complete checkpoints, by their counters. Of their bytes only manifests are read.
 
-    Those whose files are gone, too short for what the records name, or no regular files.
+    Those whose files are gone, too short for what the records name, or no regular files; or hold something else where
+    the manifest lies.
     """
     faults = dict[int, list[str]]()
     for one in place.complete:
@@ -93,7 +94,14 @@ def _slot_fault(path: Path, entry: Entry) -> str:
         kinds = {stat.S_IFDIR: "is a directory", stat.S_IFLNK: "is a symbolic link"}
         return kinds.get(stat.S_IFMT(found.st_mode), "is no regular file")
     end = entry.manifest_offset + entry.manifest_nbytes
-    return f"has {found.st_size} of at least {end} bytes" if found.st_size < end else ""
+    if found.st_size < end:
+        return f"has {found.st_size} of at least {end} bytes"
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), entry.manifest_nbytes, entry.manifest_offset)
+    except OSError as error:
+        return "" if is_exhausted(error) or is_forbidden(error) else f"cannot be read ({error.strerror})"
+    return "" if crc32(data) == entry.manifest_checksum else "does not hold what the newest record names there"
 
 
 @dataclass(frozen=True, slots=True)

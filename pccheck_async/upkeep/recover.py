@@ -35,6 +35,7 @@ from pccheck_async.format.record import (
     GROUP_VERSION,
     IDENTITY_NAME,
     MIN_BLOCK,
+    REGION_NBYTES,
     encode_domain,
     encode_identity,
     encode_record,
@@ -46,7 +47,7 @@ from pccheck_async.format.record import (
     slot_name,
     slot_number,
 )
-from pccheck_async.group import SeenStore, open_folder, parts_by_key, read_place, stored_domain, view_of
+from pccheck_async.group import Place, SeenStore, open_folder, parts_by_key, stored_domain, view_of
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, OpenMedium
@@ -65,7 +66,7 @@ from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.rank_records import LostRecords, RankStores, find_parts, lock_ranks, read_ranks
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_records, lost_slots
 from pccheck_async.upkeep.salvage import BUSY, FoundCheckpoint, find_in_slot, record_entries
-from pccheck_async.upkeep.verify import examine_records
+from pccheck_async.upkeep.verify import RecordCopy, Verification, check_place, damaged_copies, examine_records
 
 __all__ = ["Recovery", "recover_store"]
 
@@ -94,6 +95,8 @@ class Recovery:
         dropped: Checkpoints that a valid record named, and that the one of a search does not: no slot holds them whole.
         unnamed: Of a group, the folders of ranks whose ``store.json`` is missing or damaged.
         refusal: Why ``write`` writes nothing; empty if it may.
+        verification: The records and checkpoints as they were found, with every checksum; None if the files that a
+            trainer needs are not all valid, or the slots were searched.
     """
 
     identity: FileState
@@ -108,6 +111,12 @@ class Recovery:
     refusal: str = ""
     unnamed: tuple[str, ...] = ()
     dropped: tuple[CheckpointInfo, ...] = ()
+    verification: Verification | None = None
+
+    @property
+    def copies(self) -> tuple[RecordCopy, ...]:
+        """The damaged copies of records whose other copy is valid: nothing is lost, and ``write`` writes them anew."""
+        return () if self.verification is None else self.verification.damaged_copies
 
     @property
     def needed(self) -> bool:
@@ -117,7 +126,7 @@ class Recovery:
     @property
     def named_anew(self) -> bool:
         """Whether a record was written that names what was found: it does not name any more what was missing."""
-        return COMMIT_NAME in self.written
+        return COMMIT_NAME in self.written and not self.copies
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -137,15 +146,16 @@ def recover_store(
 ) -> Recovery:
     """Examine the contents of a damaged store, and make it a store again.
 
-    A record that is valid decides, also if ``store.json`` is lost. Without one the slots are searched: a checkpoint
-    counts as whole if its manifest decodes and every chunk has the checksum listed there. That proves that the bytes
-    of its tensors are those that were written. It does not prove that it had been committed: the newest one may be one
-    that the engine was about to commit. One that failed, such as one whose state changed while it was captured
-    (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
-    died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest
-    flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). Pins
-    and rejections are known only if a record is valid: without one, a run that was rejected may be restored again
-    (:attr:`Recovery.lost`).
+    A record that is valid decides, also if ``store.json`` is lost. If both are valid, every checksum is checked, and
+    ``write`` makes a damaged copy of a record anew from its other copy. Without a record the slots are searched: a
+    checkpoint counts as whole if its manifest decodes and every chunk has the checksum listed there. That proves that
+    the bytes of its tensors are those that were written. It does not prove that it had been committed: the newest one
+    may be one that the engine was about to commit. One that failed, such as one whose state changed while it was
+    captured (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the
+    process died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the
+    manifest flipped, for only the record has its checksum: look at steps and plain values
+    (:func:`describe_checkpoint`). Pins and rejections are known only if a record is valid: without one, a run that was
+    rejected may be restored again (:attr:`Recovery.lost`).
 
     Of a folder that is no store, and has those of a group's ranks, it reads the records of all ranks, and makes a
     ``group.json`` that is lost or damaged anew. Where ranks lost their records, and not ``store.json``, it makes
@@ -192,13 +202,12 @@ def recover_store(
         if record is None or search:
             block = identity.block_bytes if identity else MIN_BLOCK
             found = [await find_in_slot(opened, number, block, progress, keep=write, alone=alone) for number in numbers]
-            if write and any(one.note == BUSY for one in found):
-                raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
-            if alone and COMMIT_NAME in await medium.names():
-                raise StoreLockedError(f"another process recovered {name} meanwhile: nothing was written")
-            if slots is not None:
-                unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
-                found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
+            await _check_alone(medium, name, found if write else (), alone)
+            problems += tuple(_not_found(record, found))
+            found = [
+                replace(one, entry=None, note=one.note or "not asked for") if slots and one.slot not in slots else one
+                for one in found
+            ]
             entries, notes = record_entries(found)
             entries = _marked_as_before(entries, record)
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
@@ -207,18 +216,19 @@ def recover_store(
         before = record.entries if record else ()
         named = {(entry.counter, entry.slot) for entry in entries}
         version = _version(Path(path), identity, record)
+        is_checked = identity_state == "valid" and record is not None and not search
+        verification = await _verify(Place(path, opened, of_group=False), progress) if is_checked else None
+        others = await _other_contents(medium, record, identity, commit) if record is not None and not search else ()
         recovery = Recovery(
             identity_state,
             record_state,
             tuple(found),
             tuple(entry.info for entry in entries),
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
-            problems=(
-                *problems,
-                *(await _other_contents(medium, record, identity, commit) if record and not search else ()),
-            ),
+            problems=(*problems, *_damaged_chunks(verification), *others),
             dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
             refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
+            verification=verification,
         )
         if not write:
             return recovery
@@ -229,8 +239,9 @@ def recover_store(
             identity = Identity(format=version, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
         files: dict[str, bytes] = {}
         if record is None or search:
-            records = [Record(generation, tuple(entries)) for generation in (0, 1)]
-            files[COMMIT_NAME] = _commit_file(identity, records)
+            files[COMMIT_NAME] = _commit_file(identity, [Record(generation, tuple(entries)) for generation in (0, 1)])
+        elif recovery.copies and commit is not None:
+            files[COMMIT_NAME] = _mended(commit[0], identity)
         if identity_state != "valid":  # it comes last, after the records of the store that it names
             files[IDENTITY_NAME] = encode_identity(identity)
         return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
@@ -269,25 +280,22 @@ async def _recover_group(
     if write and (stores.lost or stores.unnamed):
         await lock_ranks(opened, folder, [rank_name(rank) for rank in (*stores.seen, *stores.lost)])
         stores = await read_ranks(opened, folder)
+    place, found = Place(folder, opened, of_group=True), dict[int, LostRecords]()
     if stores.lost or stores.unnamed:
         found = await find_parts(opened, folder, stores.seen, stores.lost, progress)
         recovery = _without_records(state, stores, found)
     else:
-        found, place = {}, read_place(folder)
-        faults = lost_slots(place)
-        problems = (
-            *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
-            *(f"LOST: step {info.step}: {faults[info.counter]}." for info in place.infos if info.counter in faults),
-            *(f"{_BOTH_COPIES.format(name)}." for name in lost_records(place)),
-        )
-        recovery = Recovery(state, "valid", (), tuple(place.infos), identity_name=GROUP_NAME, problems=problems)
+        recovery = await _with_records(state, place, progress)
     if not write:
         return recovery
     _check_writable(os.fspath(folder), recovery, search=False)
-    files: dict[str, bytes] = {}
-    kept: list[str] = []
-    for rank in sorted({*found, *stores.unnamed}):
+    files, kept = dict[str, bytes](), list[str]()
+    copied = {copy.rank for copy in recovery.copies if copy.rank is not None}
+    await lock_ranks(opened, folder, [rank_name(rank) for rank in copied])
+    for rank in sorted({*found, *stores.unnamed, *copied}):
         medium, own = Files(folder / rank_name(rank), opened.operations), dict[str, bytes]()
+        if rank in copied and (commit := await read_commit(opened.medium, f"{rank_name(rank)}/")) is not None:
+            own[COMMIT_NAME] = _mended(commit[0], place.stores[rank][0])
         if (each := found.get(rank)) is not None:
             own[COMMIT_NAME] = _commit_file(each.identity, each.records(stores.seen.values()))
         if rank in stores.unnamed:  # last, after the records of the store that it names
@@ -303,6 +311,61 @@ async def _recover_group(
         files[GROUP_NAME] = encode_domain(secrets.token_hex(16))
         kept += await _replace_files(opened.medium, names, {GROUP_NAME: files[GROUP_NAME]})
     return replace(recovery, written=tuple(files), kept=tuple(kept))
+
+
+async def _with_records(identity: FileState, place: Place, progress: Progress) -> Recovery:
+    """Return the recovery of a group of which all ranks have their records."""
+    verification = await _verify(place, progress)
+    faults = lost_slots(place)
+    problems = (
+        *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
+        *(f"LOST: step {info.step}: {faults[info.counter]}." for info in place.infos if info.counter in faults),
+        *(f"{_BOTH_COPIES.format(name)}." for name in lost_records(place)),
+        *_damaged_chunks(verification),
+    )
+    named = tuple(place.infos)
+    return Recovery(
+        identity, "valid", (), named, identity_name=GROUP_NAME, problems=problems, verification=verification
+    )
+
+
+async def _check_alone(medium: Medium, name: str, found: Sequence[FoundCheckpoint], alone: bool) -> None:
+    """Raise StoreLockedError if another process writes to one of these slots, or has made records meanwhile."""
+    if any(one.note == BUSY for one in found):
+        raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
+    if alone and COMMIT_NAME in await medium.names():
+        raise StoreLockedError(f"another process recovered {name} meanwhile: nothing was written")
+
+
+async def _verify(place: Place, progress: Progress) -> Verification:
+    await place.look()
+    return await check_place(place, progress=progress)
+
+
+def _not_found(record: Record | None, found: Sequence[FoundCheckpoint]) -> Iterator[str]:
+    """Yield a sentence for each checkpoint that a record names and that a search of its slot did not find whole."""
+    whole = {(one.entry.counter, one.slot) for one in found if one.entry}
+    there = {one.slot for one in found}
+    for entry in record.entries if record else ():
+        if entry.slot in there and (entry.counter, entry.slot) not in whole:
+            yield f"DAMAGED: step {entry.step}, in {slot_name(entry.slot)}."
+
+
+def _damaged_chunks(verification: Verification | None) -> Iterator[str]:
+    """Yield a sentence for each part with chunks that are not what was written: its manifest is what it was."""
+    for each in () if verification is None else verification.checkpoints:
+        if chunks := [damage for damage in each.damage if damage.what not in ("manifest", "slot")]:
+            name = each.slot if each.rank is None else f"{rank_name(each.rank)}/{each.slot}"
+            yield f"DAMAGED: step {each.info.step}, in {name}: {len(chunks)} of {each.chunks} chunks."
+
+
+def _mended(commit: memoryview, identity: Identity) -> bytes:
+    """Return the bytes of a commit file in which valid copies of records take the place of damaged ones beside them."""
+    image = bytearray(bytes(commit).ljust(COMMIT_NBYTES, b"\0"))
+    for copy in damaged_copies(examine_records(memoryview(image), identity.id_bytes)):
+        other = copy.offset ^ REGION_NBYTES
+        image[copy.offset : copy.offset + REGION_NBYTES] = image[other : other + REGION_NBYTES]
+    return bytes(image)
 
 
 def _without_records(identity: FileState, ranks: RankStores, found: Mapping[int, LostRecords]) -> Recovery:
@@ -451,7 +514,13 @@ def _only_by_its_group(folder: Path) -> str:
 
 def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
     """Raise StoreError, NoCheckpointError where nothing is to be written."""
-    if not recovery.needed and not search and (lost := [*recovery.missing, *recovery.problems]):
+    if recovery.copies:
+        return
+    if (
+        not recovery.needed
+        and not search
+        and (lost := [*recovery.missing, *(problem.rstrip(".") for problem in recovery.problems)])
+    ):
         raise CorruptStoreError(
             f"nothing can be written: the records of {name} are valid, and what is lost cannot be made again "
             f"({first_few(lost, 3)})"

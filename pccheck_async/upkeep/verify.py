@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, ReadError, is_forbidden
-from pccheck_async.format import CheckpointInfo, Entry, Record, which_one
+from pccheck_async.format import CheckpointInfo, Entry, Record, Which, which_one
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
-from pccheck_async.group import open_place
+from pccheck_async.group import Place, open_place
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import Staging, StoreReader, check_chunks, read_manifest
@@ -23,8 +23,8 @@ from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.listing import Listing, list_leaves
 from pccheck_async.upkeep.reading import Progress, counting
 
-__all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
-__all__ += ["verify_checkpoints"]
+__all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "check_place"]
+__all__ += ["damaged_copies", "examine_records", "verify_checkpoints"]
 
 _LOOKS = 20
 _LOOK_SECONDS = 0.025
@@ -106,6 +106,8 @@ class Verification:
         nbytes: Bytes of checkpoints that were read.
         seconds: The time that reading and checking them took.
         direct: Whether they came from the device, past the page cache.
+        superseded: Those that the newest ones superseded, newest first; checked only where a restart comes to them,
+            as all newer ones are damaged. A save may have written over them since.
     """
 
     records: tuple[RecordCopy, ...]
@@ -113,11 +115,17 @@ class Verification:
     nbytes: int
     seconds: float
     direct: bool
+    superseded: tuple[CheckedCheckpoint, ...] = ()
 
     @property
     def whole(self) -> bool:
         """Whether no byte differs from the written one."""
         return not (any(copy.state == "damaged" for copy in self.records) or any(c.damage for c in self.checkpoints))
+
+    @property
+    def damaged_copies(self) -> tuple[RecordCopy, ...]:
+        """The damaged copies of records whose other copy is valid: nothing is lost with them."""
+        return damaged_copies(self.records)
 
 
 def verify_checkpoints(
@@ -151,29 +159,55 @@ def verify_checkpoints(
 
     async def verify() -> Verification:
         async with await open_place(path, io) as place:
-            while True:  # a running writer may drop all of them before they can be held
-                chosen, start = place.choose(which), time.perf_counter()
-                wanted = [place.parts(one.key) for one in (place.complete if every else (chosen,))]
-                entries = [part.entry for parts in wanted for part in parts.values()]
-                read = counting(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in entries))
-                copies: list[RecordCopy] = []
-                checks: list[CheckedCheckpoint] = []
-                for rank in place.stores:
-                    reader = await StoreReader.open(place.opened, place.folder(rank))
-                    if reader is None:
-                        continue  # it was removed meanwhile
-                    copies += (replace(copy, rank=place.named(rank)) for copy in await _records(reader))
-                    for part in (parts[rank] for parts in wanted if rank in parts):
-                        if checked := await _check(reader, part.entry, read):
-                            checks.append(replace(checked, rank=place.named(rank)))
-                    await place.opened.medium.close(reader.commit)
-                if checks:
-                    nbytes, seconds = sum(checked.nbytes for checked in checks), time.perf_counter() - start
-                    direct = place.opened.medium.statistics().direct
-                    return Verification(tuple(copies), tuple(checks), nbytes, seconds, direct)
-                await place.look()
+            place.choose(which)  # raises if there is none
+            return await check_place(place, which, every=every, progress=progress)
 
     return call_once(verify())
+
+
+async def check_place(
+    place: Place, which: Which = None, *, every: bool = True, progress: Progress = lambda done, total: None
+) -> Verification:
+    """Check the records of a place, and its checkpoints or one of them. Raises the errors of verify_checkpoints()."""
+    while True:  # a running writer may drop all of them before they can be held
+        start = time.perf_counter()
+        wanted = [place.parts(one.key) for one in (place.complete if every else (place.choose(which),))]
+        entries = [part.entry for parts in wanted for part in parts.values()]
+        read = counting(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in entries))
+        copies: list[RecordCopy] = []
+        checks: list[CheckedCheckpoint] = []
+        superseded: list[CheckedCheckpoint] = []
+        for rank in place.stores:
+            reader = await StoreReader.open(place.opened, place.folder(rank))
+            if reader is None:
+                continue  # it was removed meanwhile
+            copies += (replace(copy, rank=place.named(rank)) for copy in await _records(reader))
+            for part in (parts[rank] for parts in wanted if rank in parts):
+                if checked := await _check(reader, part.entry, read):
+                    checks.append(replace(checked, rank=place.named(rank)))
+            for entry in _next_tried(place, checks):
+                if checked := await _check(reader, entry, read, superseded=True):
+                    superseded.append(checked)
+            await place.opened.medium.close(reader.commit)
+        if checks or not wanted:
+            nbytes, seconds = sum(each.nbytes for each in (*checks, *superseded)), time.perf_counter() - start
+            direct = place.opened.medium.statistics().direct
+            return Verification(tuple(copies), tuple(checks), nbytes, seconds, direct, tuple(superseded))
+        await place.look()
+
+
+def _next_tried(place: Place, checks: Collection[CheckedCheckpoint]) -> list[Entry]:
+    """Return the superseded checkpoints that a restart tries before any that is kept and may be whole."""
+    damaged = {each.info.counter for each in checks if each.damage}
+    kept = [one.entry.counter for one in place.complete if not one.entry.rejected]
+    newest = max((counter for counter in kept if counter not in damaged), default=-1)
+    return [entry for entry in place.superseded if entry.counter > newest] if damaged else []
+
+
+def damaged_copies(copies: Collection[RecordCopy]) -> tuple[RecordCopy, ...]:
+    """Return the damaged copies of records whose other copy is valid."""
+    valid = {(copy.rank, copy.name[0]) for copy in copies if copy.state == "valid"}
+    return tuple(copy for copy in copies if copy.state == "damaged" and (copy.rank, copy.name[0]) in valid)
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
@@ -215,11 +249,14 @@ async def _records(reader: StoreReader) -> tuple[RecordCopy, ...]:
     return copies
 
 
-async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None]) -> CheckedCheckpoint | None:
+async def _check(
+    reader: StoreReader, entry: Entry, read: Callable[[int], None], *, superseded: bool = False
+) -> CheckedCheckpoint | None:
     """Check one checkpoint; None if it was dropped meanwhile."""
 
     def pick(record: Record) -> Entry | None:
-        return next((one for one in record.entries if (one.counter, one.slot) == (entry.counter, entry.slot)), None)
+        entries = record.superseded if superseded else record.entries
+        return next((one for one in entries if (one.counter, one.slot) == (entry.counter, entry.slot)), None)
 
     held = await reader.lock(pick)
     if held is None:

@@ -764,7 +764,19 @@ def test_ls_names_a_part_whose_slot_is_gone(folder: Path) -> None:
     (folder / slot).unlink()
     said = pccheck("ls", folder, status=4)
     assert f"LOST: step 3: {slot} is gone." in said
-    assert "A restart restores step 2" in said
+    assert "A restart tries step 2" in said
+
+
+def test_one_damaged_copy_of_a_ranks_record_is_mended(folder: Path) -> None:
+    commit = folder / "rank-00001" / "commit"
+    data = bytearray(commit.read_bytes())
+    data[70] ^= 1
+    commit.write_bytes(data)
+    for command in ("verify", "recover"):
+        assert "rank 1: commit: copy A0 of a record" in pccheck(command, folder, status=4)
+    assert "Written: rank-00001/commit" in pccheck("recover", folder, "--write")
+    for command in ("verify", "recover"):
+        assert "rank 1: commit" not in pccheck(command, folder)
 
 
 def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
@@ -777,7 +789,7 @@ def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
     assert "No trainer" in parsed("ls", folder, status=4)["problem"]
     assert not parsed("verify", folder, status=4)["whole"]
     pccheck("recover", folder, "--write")
-    assert "A restart restores step 3" in pccheck("ls", folder)
+    assert "A restart tries step 3" in pccheck("ls", folder)
 
 
 def test_ls_says_how_much_all_ranks_have_on_disk(made: Path) -> None:
