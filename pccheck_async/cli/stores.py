@@ -764,7 +764,19 @@ def recover(
     with progress_bar("searching") as progress:
         recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
     document = {
-        **pick(recovery, "needed", "missing", "lost", "problems", "identity", "record", "written", "kept", "unnamed"),
+        **pick(
+            recovery,
+            "needed",
+            "missing",
+            "lost",
+            "problems",
+            "identity",
+            "record",
+            "written",
+            "kept",
+            "unnamed",
+            "unrecorded",
+        ),
         "dropped": [as_json(info) for info in recovery.dropped],
         "slots": [
             pick(one, "chunks", "whole", "note", slot="file")
@@ -796,7 +808,10 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
             facts = (*_columns(one.info), captured_at(one.info)) if one.info else [""] * 4
             rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
         yield rows
-    yield f"{recovery.identity_name} is {recovery.identity}, the commit records are {recovery.record}."
+    yield (
+        f"{recovery.identity_name} is {recovery.identity}, the commit records"
+        f"{' of ' * bool(recovery.unrecorded)}{first_few(recovery.unrecorded, 5)} are {recovery.record}."
+    )
     if recovery.unnamed:
         yield f"store.json of {', '.join(recovery.unnamed)} is missing, damaged, or of a store of one process."
     steps = f"{_noun(recovery.named)} {_steps(recovery.named)}"

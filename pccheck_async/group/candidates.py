@@ -213,5 +213,7 @@ def _error(reason: str, why: str) -> Exception:
         "damaged": DamagedError,
         "rejected": StoreError,
     }.get(reason, GroupError)
+    if reason == "incomplete":
+        why += "; put the folders of these ranks back, from a backup or their hosts, or begin anew in another folder"
     error: Exception = kind(why)
     return error

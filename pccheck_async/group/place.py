@@ -26,6 +26,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
     ReadError,
     StoreError,
+    first_few,
     is_exhausted,
 )
 from pccheck_async.format import (
@@ -212,6 +213,9 @@ class Place:
         lacking = [one for one in self.incomplete if matches(which, one.step, None)]
         if lacking:
             what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
+            ranks = {rank for one in lacking for rank in one.ranks}.difference(self.rank_folders or ())
+            if gone := [rank_name(rank) for rank in sorted(ranks)]:
+                what += f"; {first_few(gone, 5)} is not there: put it back, from a backup or that rank's host"
             return IncompleteCheckpointError(
                 f"{self.path} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
                 f"from its own folder, such as {self.path / rank_name(min(self.stores))}"

@@ -68,6 +68,7 @@ class RankStores:
     Attributes:
         seen: By their newest records.
         lost: Identities of those that have no valid record of a rank.
+        gone: Those of ``lost`` that have no file of records.
         unnamed: Identities of those whose ``store.json`` is to be written anew: it is missing or damaged, or says that
             one process made the store.
     """
@@ -75,6 +76,7 @@ class RankStores:
     seen: dict[int, SeenStore] = field(default_factory=dict)
     lost: dict[int, Identity] = field(default_factory=dict)
     unnamed: dict[int, Identity] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
 
 
 async def read_ranks(opened: OpenMedium, folder: Path) -> RankStores:
@@ -96,6 +98,7 @@ async def read_ranks(opened: OpenMedium, folder: Path) -> RankStores:
         record = None if commit is None else newest_record(commit[0], identity.id_bytes)
         if commit is None or record is None or record.parts is None or unread_record(*commit, identity.id_bytes):
             stores.lost[rank] = identity
+            stores.gone |= {rank} if commit is None else set()
         else:
             stores.seen[rank] = seen_store(rank, identity, record)
     return stores

@@ -95,6 +95,7 @@ class Recovery:
         dropped: Checkpoints that a valid record named, and that the one of a search does not: no slot holds them whole.
         unnamed: Of a group, the folders of ranks whose ``store.json`` is missing or damaged.
         refusal: Why ``write`` writes nothing; empty if it may.
+        unrecorded: Of a group, the folders of ranks whose records are missing or damaged.
         verification: The records and checkpoints as they were found, with every checksum; None if the files that a
             trainer needs are not all valid, or the slots were searched.
     """
@@ -111,6 +112,7 @@ class Recovery:
     refusal: str = ""
     unnamed: tuple[str, ...] = ()
     dropped: tuple[CheckpointInfo, ...] = ()
+    unrecorded: tuple[str, ...] = ()
     verification: Verification | None = None
 
     @property
@@ -382,12 +384,13 @@ def _without_records(identity: FileState, ranks: RankStores, found: Mapping[int,
     problems = () if infos else (f"The slots of {names} hold no part of a checkpoint that all other ranks have.",)
     return Recovery(
         identity,
-        "damaged" if ranks.lost else "valid",
+        "valid" if not ranks.lost else "missing" if ranks.gone == {*ranks.lost} else "damaged",
         slots,
         tuple(infos),
         identity_name=GROUP_NAME,
         problems=problems if found else (),
         unnamed=tuple(rank_name(rank) for rank in ranks.unnamed),
+        unrecorded=tuple(rank_name(rank) for rank in ranks.lost),
     )
 
 
