@@ -25,7 +25,7 @@ from pccheck_async.errors import (
 )
 from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part
 from pccheck_async.medium.filesystem import probe
-from pccheck_async.medium.folder import Folder
+from pccheck_async.medium.folder import Folder, largest_file
 from pccheck_async.telemetry import StageClock, write
 from pccheck_async.transfer import abandoned_in_child
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step
@@ -293,7 +293,8 @@ class Files(Medium):
 def map_error(error: OSError, path: Path) -> OSError:
     """Map the ``OSError`` of a failed change, keeping errno and naming the file."""
     if error.errno in _NO_SPACE:
-        return StoreFullError(error.errno, f"{error.strerror}; committed checkpoints are untouched", os.fspath(path))
+        why = largest_file() if error.errno == errno.EFBIG else error.strerror
+        return StoreFullError(error.errno, f"{why}; committed checkpoints are untouched", os.fspath(path))
     return write_error(error, path)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.medium.base import MOST_SMALL_BYTES
 from pccheck_async.transfer import ForkLock, map_memory
 
-__all__ = ["Folder", "open_nameless", "open_new", "open_regular", "reserve", "sync"]
+__all__ = ["Folder", "largest_file", "open_nameless", "open_new", "open_regular", "reserve", "sync"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -166,6 +167,14 @@ def open_new(folder: Path, flags: int = 0) -> tuple[int, Path | None]:
             raise
     path = folder / f".new-{secrets.token_hex(8)}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _MODE), path
+
+
+def largest_file() -> str:
+    """Return in words what forbids a file that is too large (EFBIG): the limit of this process, or the filesystem."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "File too large for this filesystem: use another one"
+    return f"File too large: at most {limit} bytes in this process (RLIMIT_FSIZE); raise `ulimit -f`"
 
 
 def reserve(fd: int, nbytes: int) -> str:

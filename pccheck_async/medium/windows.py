@@ -25,7 +25,7 @@ from typing import Any
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
 from pccheck_async.medium.base import LOCK_POLL_SECONDS
-from pccheck_async.medium.folder import open_new, open_regular, reserve
+from pccheck_async.medium.folder import largest_file, open_new, open_regular, reserve
 from pccheck_async.medium.mapped import kind_of_folder
 from pccheck_async.medium.mapping import (
     READ_WRITE,
@@ -340,7 +340,8 @@ def _reserve(fd: int, nbytes: int, path: Path) -> None:
         reserve(fd, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreFullError(error.errno, f"there is no space for {nbytes} bytes", os.fspath(path)) from error
+            why = f": {largest_file()}" if error.errno == errno.EFBIG else ""
+            raise StoreFullError(error.errno, f"there is no space for {nbytes} bytes{why}", os.fspath(path)) from error
         raise write_error(error, path) from error
 
 

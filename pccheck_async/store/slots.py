@@ -10,6 +10,7 @@ committed slot becomes free only once the record without it is durable (:meth:`S
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -322,6 +323,9 @@ class Slots:
             try:
                 await uninterrupted(self._create_slot(number, nbytes))
             except StoreFullError as error:
+                if error.errno == errno.EFBIG:  # free space is no help
+                    text = f"a slot has {nbytes} bytes: {error.strerror}"
+                    raise StoreFullError(error.errno, text, error.filename) from error
                 raise StoreFullError(
                     error.errno,
                     f"{self.table.most} slots of {nbytes} bytes are needed (in flight and kept), there was space for "

@@ -383,7 +383,7 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path, on_disk: OnDisk
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
         try:
-            with pytest.raises(StoreFullError, match="untouched"):
+            with pytest.raises(StoreFullError, match=rf"{PAGE_BYTES} bytes in this process .*RLIMIT_FSIZE.*untouched"):
                 await writer.reserve("slot-000", 10 * PAGE_BYTES)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
