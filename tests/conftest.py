@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 
@@ -8,3 +10,6 @@ def pytest_configure(config: pytest.Config) -> None:
     controller = config.getoption("dist") != "no" and config.getoption("tx") and not config.option.collectonly
     if not controller:
         config.pluginmanager.import_plugin("tests.fixtures")
+
+
+os.environ.pop("COLUMNS", None)  # of pytest-xdist's workers; what commands print into a pipe would be so narrow

@@ -56,11 +56,15 @@ def table(found: RoundComparison) -> Table:
             _rate(found.nbytes, outcome.values("durable")),
             "" if factor is None else f"{factor:.2f}",
             _spread(outcome.values("load")),
-            f"{statistics.median(outcome.values('processor')) * (1 << 30) / found.nbytes:.2f}",
+            _few_digits(statistics.median(outcome.values("processor")) * (1 << 30) / found.nbytes),
         )
     if found.raw:
         shown.add_row("the disk itself", "", _spread(found.raw), _rate(found.nbytes, found.raw), "", "", "")
     return shown
+
+
+def _few_digits(number: float) -> str:
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def as_json(found: RoundComparison) -> str:

@@ -348,7 +348,7 @@ class _Screen(Console):
 
 def terminal(*, stderr: bool = False, markup: bool = False, width: int | None = None) -> Console:
     """Return stdout, or stderr. Names and reasons come from files: they are no markup."""
-    if width is None and not stderr and not sys.stdout.isatty():
+    if width is None and not stderr and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = 200
     return _Screen(stderr=stderr, width=width, markup=markup, emoji=False, highlight=False)
 

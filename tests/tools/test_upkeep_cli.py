@@ -194,6 +194,13 @@ def test_verify_names_the_damage(store: Path) -> None:
     assert parsed("verify", store, "--step=2", status=4)["checkpoints"][0]["whole"]  # the record's copy is damaged
 
 
+def test_columns_count_where_the_output_is_piped(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    assert "step 3, counter 2" in pccheck("ls", made).stdout
+    monkeypatch.delenv("COLUMNS")
+    assert "captured (UTC)" in pccheck("ls", made).stdout.splitlines()[1]
+
+
 @pytest.mark.slow
 def test_what_a_restart_restores_is_said(store: Path) -> None:
     slots = {step: stores.describe(store, step=step).slot for step in (1, 2, 3)}
