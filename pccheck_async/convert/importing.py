@@ -184,7 +184,12 @@ def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
     Raise if it is of another format: the error of its reader would not name that.
     """
     if (name / IDENTITY_NAME).is_file() or (name / GROUP_NAME).is_file():
-        raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
+        among = _look(name)
+        if source is None or among is None:
+            other = f", or import what another program saved there (--from {among}, source={among!r})" if among else ""
+            raise UnsupportedStateError(
+                f"{name} is a store of this package: copy its checkpoint (`pccheck copy`){other}"
+            )
     if not name.is_dir() and not name.is_file():
         raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
     looks = _look(name)

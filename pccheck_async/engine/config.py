@@ -140,6 +140,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_count("max_in_flight", self.max_in_flight)
+        keep: object = self.keep
+        if keep == "all" or (isinstance(self.keep, int) and not isinstance(self.keep, bool)):
+            raise TypeError(f"keep is a Keep; to keep the newest {self.keep}, write keep_last={self.keep!r}")
         _check_kind("keep", self.keep, Keep, "Keep(every=1000)")
         _check_kind("storage", self.storage, StorageOptions, "StorageOptions(writers=8)")
         if self.memory is not None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, final
 
@@ -50,7 +51,7 @@ from pccheck_async.medium import forget, holder_here, remember
 from pccheck_async.medium.open_medium import store_path
 from pccheck_async.medium.status_file import Status
 from pccheck_async.state import check_outermost, refuse_filling
-from pccheck_async.store import KeepAll, MetricWatch
+from pccheck_async.store import KeepAll, MetricWatch, others_in
 from pccheck_async.telemetry import ReadProgress, Stream, UsersLine, Work, work, write
 from pccheck_async.telemetry.events import Opened
 
@@ -172,6 +173,17 @@ class EngineCore:
             text = "%s holds no checkpoint, but has stores in its folders: %s; to go on with one of them, give its path"
             write("stores_below", text, self.path, first_few(found, 5), store=self.path)
 
+    def _warn_of_others(self) -> None:
+        """Warn if this empty store lies among checkpoints of other programs: training would begin anew beside them."""
+        if not self.config.overwrite and (found := others_in(self.path)):
+            source = self.path if ".metadata" in found else os.path.join(self.path, found[-1])
+            option = " --from dcp" if ".metadata" in found else ""
+            text = (
+                "%s holds no checkpoint of this package, but those of other programs (%s), which are not restored: "
+                "training begins anew; to go on from one, close the engine, and `pccheck import %s %s%s`"
+            )
+            write("others_here", text, self.path, first_few(found, 5), source, self.path, option, store=self.path)
+
     async def _open(self) -> None:
         work.set(Work(self.path))
         await self._assembly.open(
@@ -189,6 +201,7 @@ class EngineCore:
         )
         if not self.infos:
             self._warn_of_stores_below()
+            self._warn_of_others()
 
     async def _lost_holder(self) -> EngineCore | None:
         """Return the engine of this process that holds the store, if no code can call it; collects garbage for that."""
@@ -335,16 +348,21 @@ class EngineCore:
         if self.state == "open":
             return self._assembly
         if self.state in ("new", "opening"):
-            raise ClosedError(f"the engine of {self.path} is not open yet; use it as a context manager, or call open()")
+            raise ClosedError(f"the engine of {self.path} is not open yet; {self._how_to_open}")
         raise ClosedError(f"the engine of {self.path} is {self.state}")
+
+    @property
+    def _how_to_open(self) -> str:
+        facade = None if self.facade is None else self.facade()
+        if iscoroutinefunction(getattr(facade, "open", None)):
+            return "use it as a context manager (`async with`), or write `await engine.open()`"
+        return "use it as a context manager (`with`), or call `engine.open()`"
 
     @property
     def assembly(self) -> EngineParts:
         """The parts of an engine that was opened, closed or not: its counts stay readable."""
         if not self._assembly.complete:
-            raise ClosedError(
-                f"the engine of {self.path} was never opened; use it as a context manager, or call open()"
-            )
+            raise ClosedError(f"the engine of {self.path} was never opened; {self._how_to_open}")
         return self._assembly
 
     # -- checkpoints

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,12 +40,14 @@ from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.store.rank_folders import rank_name
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "others_in"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
 _OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 """Ends of the names of files that other programs save states in."""
+_OTHER_FOLDERS = re.compile(r"checkpoint-\d+|\.metadata")
+"""Names of the folders of Hugging Face's Trainer, and of the file in each folder of torch.distributed.checkpoint."""
 LOCK_SECONDS = 30.0
 """For which a reader tries to lock a checkpoint while newer ones replace it."""
 
@@ -75,12 +78,20 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
     if stores := _stores_below(path):
         text += f"; there are stores in it: {first_few(stores, 5)}"
     text += above
-    files = sorted(each.name for each in found if each.name.endswith(_OF_OTHERS))
-    if files:
+    if files := others_in(path):
         text += (
             f"; there is {first_few(files, 3)} in it: `pccheck import` makes a checkpoint of a file of another format"
         )
     return NoCheckpointError(text)
+
+
+def others_in(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names in a folder that look like checkpoints of other programs, those of the highest numbers last."""
+    names: list[str] = []
+    with suppress(OSError), os.scandir(path) as entries:
+        names = [each.name for each in islice(entries, 1000)]
+    found = [name for name in names if name.endswith(_OF_OTHERS) or _OTHER_FOLDERS.fullmatch(name)]
+    return sorted(found, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
 
 
 def _is_store(folder: str | os.PathLike[str]) -> bool:

@@ -78,6 +78,7 @@ not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader
                              state of the first save; or another optimizer trains a model that is
 trained_before      WARNING  there is nothing to restore, and the optimizer has made steps with an engine closed before
 stores_below        WARNING  a store was made in a folder that has stores in its folders: which
+others_here         WARNING  a store without checkpoints is opened in a folder that has those of other programs: which
 no_metric           WARNING  none of 16 checkpoints, or of all until the engine closes, has the number that
                              ``Keep(best=...)`` goes by in its metadata; once
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
@@ -152,6 +153,8 @@ def warn_user(text: str, category: type[Warning]) -> None:
 def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:
     """Write a record of an event of :data:`TABLE`, with these fields."""
     if log.isEnabledFor(level := LEVELS[event]):
+        if not log.hasHandlers():  # then Python prints the message alone, which does not say whose it is
+            message = f"pccheck_async: {message}"
         log.log(level, message, *arguments, extra={"event": event, **fields}, stacklevel=2)
 
 

@@ -54,6 +54,15 @@ def test_the_library_installs_no_handler() -> None:
     assert logging.getLogger("pccheck_async").handlers == []
 
 
+def test_a_line_says_whose_it_is_where_python_prints_the_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logs.log, "handle", lambda record: said.append(record.getMessage()))
+    for has_handlers in (False, True):
+        monkeypatch.setattr(logs.log, "hasHandlers", lambda has=has_handlers: has)
+        logs.write("status", "%s cannot be written", "status")
+    assert said == ["pccheck_async: status cannot be written", "status cannot be written"]
+
+
 def test_a_run_as_json(tmp_path: Path, lines: JSONLines) -> None:
     state = {"weights": torch.arange(10_000.0)}
     with SyncCheckpointEngine(tmp_path) as engine:

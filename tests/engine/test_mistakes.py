@@ -656,6 +656,24 @@ def test_the_folder_above_stores(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert len(told(caplog, "stores_below")) == 1
 
 
+@pytest.mark.parametrize("name", ["old.pt", "epoch=3.ckpt", "checkpoint-20", ".metadata"])
+def test_a_folder_with_checkpoints_of_other_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / "train.log").write_text("a log and a config beside a store are fine")
+    (tmp_path / "config.yaml").touch()
+    with SyncCheckpointEngine(tmp_path, overwrite=True), SyncCheckpointEngine(tmp_path / "other"):
+        assert not told(caplog, "others_here")
+    (tmp_path / name).mkdir() if name == "checkpoint-20" else (tmp_path / name).touch()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        (said,) = told(caplog, "others_here")
+        source = f"{tmp_path} {tmp_path} --from dcp" if name == ".metadata" else f"{tmp_path / name} {tmp_path}"
+        assert said.endswith(f"and `pccheck import {source}`")
+        engine.checkpoint(STATE, step=1).result()
+    with SyncCheckpointEngine(tmp_path):
+        assert len(told(caplog, "others_here")) == 1
+
+
 def test_a_step_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=8) as engine:
         for step in range(8):
@@ -717,3 +735,17 @@ def test_a_locked_store_says_what_to_type(tmp_path: Path, monkeypatch: pytest.Mo
                 SyncCheckpointEngine(tmp_path).open()
 
     asyncio.run(main())
+
+
+def test_an_engine_that_is_not_open_says_how_to_open_it(tmp_path: Path) -> None:
+    engine = SyncCheckpointEngine(tmp_path)
+    with pytest.raises(
+        ClosedError, match=r"not open yet; use it as a context manager \(`with`\), or call `engine.open"
+    ):
+        engine.checkpoint(STATE, step=1)
+
+    async def use() -> None:
+        await CheckpointEngine(tmp_path).checkpoint(STATE, step=1)
+
+    with pytest.raises(ClosedError, match=r"\(`async with`\), or write `await engine.open\(\)`$"):
+        asyncio.run(use())

@@ -1523,6 +1523,18 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
     assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_import_into_the_folder_that_it_lies_in(tmp_path: Path) -> None:
+    save(tmp_path / "store", {"x": torch.ones(3), "step": 7})
+    stores.export(tmp_path / "store", tmp_path / "run", to="dcp")
+    with SyncCheckpointEngine(tmp_path / "run"):  # it warns, and saves nothing
+        pass
+    with pytest.raises(UnsupportedStateError, match=r"is a store of this package: .*--from dcp"):
+        stores.import_(tmp_path / "run", tmp_path / "run")
+    stores.import_(tmp_path / "run", tmp_path / "run", source="dcp")
+    assert not difference(load_sync(tmp_path / "run"), load_sync(tmp_path / "store"))
+
+
 @pytest.mark.parametrize("text", ["", "!", "AAAA", "gaNhYmPA"])
 def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file

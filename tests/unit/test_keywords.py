@@ -216,7 +216,8 @@ def test_an_error_from_inside_a_call_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ({"keep": 3}, r"keep is a Keep, such as keep=Keep\(every=1000\), not 3"),
+        ({"keep": 3}, "keep is a Keep; to keep the newest 3, write keep_last=3$"),
+        ({"keep": "all"}, "keep is a Keep; .* write keep_last='all'$"),
         ({"storage": "python"}, r"storage is a StorageOptions, such as .*, not 'python'"),
         ({"keep": StorageOptions()}, "keep is a Keep"),
     ],
