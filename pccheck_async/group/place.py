@@ -60,6 +60,7 @@ from pccheck_async.store import (
     is_group_folder,
     no_store,
     only_rejected,
+    others_in_words,
     rank_folders,
     rank_name,
     unreadable_errors,
@@ -222,7 +223,7 @@ class Place:
             )
         if not self.stores and not self.of_group:
             return no_store(self.opened, self.path)
-        there = there_are(which, self.infos)
+        there = there_are(which, self.infos) or ("" if self.infos else others_in_words(self.path))
         return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}{there}")
 
     # -- reading

@@ -46,7 +46,7 @@ from pccheck_async.store.retention import Best, Keep, KeepAll, MetricWatch, Rete
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.sources import FolderPart, OwnSlot
 from pccheck_async.store.store import Store, StoreStatistics, Written, open_store
-from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store, others_in
+from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, at_once, no_store, others_in, others_in_words
 
 __all__ = [
     "LOCK_SECONDS",
@@ -86,6 +86,7 @@ __all__ = [
     "only_rejected",
     "open_store",
     "others_in",
+    "others_in_words",
     "rank_folders",
     "rank_name",
     "ranks_in_words",

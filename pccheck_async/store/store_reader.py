@@ -40,7 +40,7 @@ from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.store.rank_folders import rank_name
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "others_in"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "others_in", "others_in_words"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -77,12 +77,13 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
     if stores := _stores_below(path):
         text += f"; there are stores in it: {first_few(stores, 5)}"
-    text += above
-    if files := others_in(path):
-        text += (
-            f"; there is {first_few(files, 3)} in it: `pccheck import` makes a checkpoint of a file of another format"
-        )
-    return NoCheckpointError(text)
+    return NoCheckpointError(text + above + others_in_words(path))
+
+
+def others_in_words(path: str | os.PathLike[str]) -> str:
+    """Return advice on a folder's checkpoints of other programs, for the end of a message; empty if it has none."""
+    found = first_few(others_in(path), 3)
+    return f"; there is {found} in it: `pccheck import` makes a checkpoint of a file of another format" if found else ""
 
 
 def others_in(path: str | os.PathLike[str]) -> list[str]:

@@ -669,6 +669,8 @@ def test_a_folder_with_checkpoints_of_other_programs(
         (said,) = told(caplog, "others_here")
         source = f"{tmp_path} {tmp_path} --from dcp" if name == ".metadata" else f"{tmp_path / name} {tmp_path}"
         assert said.endswith(f"and `pccheck import {source}`")
+        with pytest.raises(NoCheckpointError, match=f"holds no checkpoint; there is {name} in it: `pccheck import`"):
+            load_sync(tmp_path)
         engine.checkpoint(STATE, step=1).result()
     with SyncCheckpointEngine(tmp_path):
         assert len(told(caplog, "others_here")) == 1
