@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any, Literal, Self, TypeVar
@@ -145,6 +146,7 @@ class Connection:
 
             self.checkpoint = await place.read(which, use, host_memory, keep=True)
             self.entry, self.manifest = self.checkpoint.entry, self.checkpoint.manifest
+            self.info = replace(self.entry.info, tiers=place.tiers(self.entry.counter))
         except BaseException:
             await place.close()
             raise
@@ -195,7 +197,8 @@ class Connection:
     def summary(self) -> str:
         """Return step, folder and state in words."""
         state = " of the parent process" if os.getpid() != self._pid else ", closed" if self._closed else ""
-        return f"step {self.entry.step} in {self.path!r}{state}"
+        where = "in memory, of" if self.is_view else "in"
+        return f"step {self.entry.step} {where} {self.path!r}{state}"
 
     def close(self) -> None:
         """Release the slot and end the threads. Idempotent."""
@@ -205,7 +208,7 @@ class Connection:
         self._forgotten.detach()
         try:
             self._loop.call(self.place.close())  # ends the reads first, and then closes the slots
-            self._payload = None
+            self._payload = None if self._payload is None else memoryview(b"")
         finally:
             self._loop.stop()
 
@@ -490,7 +493,7 @@ class OpenCheckpoint(StoredState):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection, connection.manifest.skeleton)
-        self.info: CheckpointInfo = connection.entry.info
+        self.info: CheckpointInfo = connection.info
 
     @property
     def bytes_read(self) -> int:

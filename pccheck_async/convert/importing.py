@@ -88,8 +88,8 @@ def import_checkpoint(
         path: Folder of the store; created where it does not exist. Nobody else may write to it.
         source: The format.
         step: The step of the new checkpoint; by default that of the exported one, if the file was exported from here,
-            or the one that a file of Lightning or of the Trainer names, else the engine's counter. One that is
-            smaller than that of the store's newest checkpoint has to be given. The name of an exported one goes along,
+            or the one that a file of Lightning or of the Trainer names, else one more than that of the store's
+            newest checkpoint. One that is smaller has to be given. The name of an exported one goes along,
             unless the store has a checkpoint of that name.
         root: Put the contents below this name in the state (``"model"``); contents that are no mapping need one.
         metadata: Small facts, as for ``checkpoint``; by default those of the exported checkpoint, or that a
@@ -163,6 +163,8 @@ def import_checkpoint(
         path, max_in_flight=1, keep_last="all", overwrite=True, storage=StorageOptions(io=io, host_memory=host_memory)
     ) as engine:
         newest = engine.latest
+        if newest is not None and step is None:
+            step = newest.step + 1
         if newest is not None and step is not None and step < newest.step and not asked:
             raise StoreError(
                 f"{path} holds step {newest.step}, and {name} is of step {step}: it would be the newest one, and a run "

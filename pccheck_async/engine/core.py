@@ -521,7 +521,8 @@ class EngineCore:
             self._told_smaller = True
             text = (
                 "step %d comes after step %d, without a restore between them: a checkpoint of it is the newest one all "
-                "the same; number the steps of all epochs in one row, or open the engine with overwrite=True"
+                "the same; a loop that is run again begins with restore(state), and goes on from there; one of several "
+                "epochs numbers their steps in one row; overwrite=True means it"
             )
             write("step_went_back", text, step, last[0], step=step, store=self.path)
         if restored is not None and step is not None and step < restored:

@@ -177,6 +177,8 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
             _hook_switches(optimizer, hooks)
             _hooks[optimizer] = hooks
     except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
+        if not hasattr(optimizer, "step"):
+            raise TypeError(f"attach takes optimizers, not a {type(optimizer).__qualname__}") from None
         raise TypeError(
             f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
             "inside it, or call engine.wait_captured() before each of its steps"

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from pccheck_async.engine import Auto, MemoryTier, check_own_folder, memory_folder, memory_root, on_the_line
 from pccheck_async.errors import CheckpointError, NoCheckpointError
-from pccheck_async.format import Entry, Identity, Record, Which, describe_which, there_are
+from pccheck_async.format import Entry, Identity, Record, Tier, Which, describe_which, there_are
 from pccheck_async.group.place import Place, open_folder, read_place
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import at_once
@@ -28,11 +28,13 @@ class MemoryPlace(Place):
 
     def __init__(self, path: str | os.PathLike[str], opened: OpenMedium) -> None:
         super().__init__(path, opened, of_group=False)
+        self._on_disk: set[int] = set()
 
     async def _newest(self) -> tuple[Identity, Record] | None:
         found = await super()._newest()
         # Read last: a run's line is on disk before its first checkpoint is in memory.
         _, on_disk = await self.opened.operations.call(_store_on_disk, self.path)
+        self._on_disk = {entry.counter for entry in on_disk.entries}
         if found is None:
             return None
         identity, record = found
@@ -42,6 +44,9 @@ class MemoryPlace(Place):
     @property
     def superseded(self) -> tuple[Entry, ...]:
         return ()
+
+    def tiers(self, counter: int) -> tuple[Tier, ...]:
+        return ("memory", "disk") if counter in self._on_disk else ("memory",)
 
     def nothing(self, which: Which) -> CheckpointError:
         if not self.infos:

@@ -36,6 +36,7 @@ from pccheck_async.format import (
     Key,
     Record,
     Run,
+    Tier,
     Which,
     describe_which,
     matches,
@@ -181,7 +182,12 @@ class Place:
 
     def info(self, one: Complete) -> CheckpointInfo:
         """Return the info of a complete checkpoint for users: the bytes of all ranks; the rest is rank 0's."""
-        return replace(one.entry.info, nbytes=sum(part.entry.nbytes for part in self.parts(one.key).values()))
+        nbytes = sum(part.entry.nbytes for part in self.parts(one.key).values())
+        return replace(one.entry.info, nbytes=nbytes, tiers=self.tiers(one.entry.counter))
+
+    def tiers(self, counter: int) -> tuple[Tier, ...]:
+        """Return where a checkpoint is known to be, by its counter."""
+        return ("disk",)
 
     @property
     def infos(self) -> list[CheckpointInfo]:

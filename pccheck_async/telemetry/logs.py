@@ -75,7 +75,8 @@ unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its
 step_went_back      WARNING  the first step after a restore is smaller than the restored one; or a step is smaller than
                              the one before, or began twice; once
 not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
-                             state of the first save; or another optimizer trains a model that is
+                             state of the first save; or another optimizer trains a model that is; or one in it trains
+                             nothing in it
 trained_before      WARNING  there is nothing to restore, and the optimizer has made steps with an engine closed before
 stores_below        WARNING  a store was made in a folder that has stores in its folders: which
 others_here         WARNING  a store without checkpoints is opened in a folder that has those of other programs: which

@@ -160,8 +160,9 @@ class _Signals:
 
     def _watch_time(self, request: _Request) -> None:
         name = _name(request.signum)
-        text = "got %s: saving once more after this training step, then the process goes, in %g s at the latest"
-        write("preemption", text, name, request.seconds)
+        text = "got %s: saving once more after this training step, then %s, in %g s at the latest"
+        handled = callable(self._previous.get(request.signum))
+        write("preemption", text, name, "its former handler runs" if handled else "the process goes", request.seconds)
         for each in request.asked:
             each.end_last_drains_at(request.until)
         request.wait_woken()

@@ -10,8 +10,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, final
 
@@ -420,10 +421,19 @@ class TrainingRun(TrainingHooks):
         absent: list[tuple[str, str, str]] = []
         keys = _keys(values)
         optimizers = _optimizers(values)
+        strange = partial(_trains_others, _parameters(values))
         if "param_groups" not in keys:
             there = {*map(id, optimizers)}
             forgotten = [each for each in self.core.guard.optimizers if id(each) not in there]
-            absent += [("optimizer", type(each).__name__, "is attached") for each in forgotten[-1:]]
+            for each in forgotten[-1:]:
+                use = "is attached, and trains another model than the state holds" if strange(each) else "is attached"
+                absent.append(("optimizer", type(each).__name__, use))
+        for each in filter(strange, optimizers):
+            text = (
+                "the %s in the state trains none of the parameters in it, but those of another model, say of one from "
+                "before it was made anew, which are not saved; make optimizer and state from the model that trains"
+            )
+            write("not_in_state", text, type(each).__name__, store=self.core.path)
         # Schedulers of torch but for ReduceLROnPlateau leave this in the groups of the optimizer that they change.
         groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]  # odd ones have none
         scheduled = any("initial_lr" in group for group in groups)
@@ -434,8 +444,8 @@ class TrainingRun(TrainingHooks):
         kept = kept or "ResumableLoader or its sampler" in {owner for _, owner in state_dicts(state)}
         if loader is not None and not kept:
             absent.append(("loader", type(loader).__name__, "was iterated over"))
-        for each in absent:
-            self._say_absent(*each)
+        for one in absent:
+            self._say_absent(*one)
 
     def _look_at_stranger(self, optimizer: torch.optim.Optimizer) -> bool:
         """Warn of an unattached optimizer that trains a model in the state, and that nothing there may hold.
@@ -448,8 +458,7 @@ class TrainingRun(TrainingHooks):
         if values is None or "param_groups" in _keys(values) or not any(optimizer.state.values()):
             return True
         there = _optimizers(values)
-        models = [each for each in values if isinstance(each, torch.nn.Module)]
-        trained = {id(parameter) for model in models for parameter in model.parameters()}
+        trained = _parameters(values)
         # One in the state whose own steps are not seen may be a wrapper of this one.
         if all(map(self._accumulation.watches, there)) and not trained.isdisjoint(map(id, parameters_of(optimizer))):
             self._say_absent("optimizer", type(optimizer).__name__, "trains a model in the state")
@@ -562,6 +571,20 @@ def _seen(state: Mapping[str, Any]) -> list[Any] | None:
     return values if all(isinstance(each, _HOLD_NOTHING) for each in values if is_stateful(each)) else None
 
 
+def _parameters(values: list[Any]) -> set[int]:
+    """Return the identities of the parameters of models, and of what lies beside them; none without a model."""
+    models = [each for each in values if isinstance(each, torch.nn.Module)]
+    holding = [each.values() if isinstance(each, Mapping) else each for each in values if not is_stateful(each)]
+    beside = {id(item) for each in holding if isinstance(each, Iterable) for item in each}
+    return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
+
+
+def _trains_others(parameters: set[int], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer trains none of these parameters, of which there are some."""
+    theirs = parameters_of(optimizer) if hasattr(optimizer, "param_groups") else []  # odd ones have none
+    return bool(parameters and theirs) and parameters.isdisjoint(map(id, theirs))
+
+
 def _keys(values: list[Any]) -> set[Any]:
     return {key for each in values if isinstance(each, Mapping) for key in each}
 
@@ -650,9 +673,12 @@ class AsyncStepContext(_Context):
         training, this = self._training, self._this
         if (tier := training.end(this, failed=kind is not None)) is not None:
             training.note(this, await self._take(tier))
-        if kind is None and self._is_last():
-            await run(training.core, training.save_and_go, this)
-            await training.let_cancel()
+        if kind is None:
+            if self._is_last():
+                await run(training.core, training.save_and_go, this)
+            # Training may await nothing else: other tasks would starve, and Ctrl-C, or the stop button of a notebook,
+            # which cancel this one, would not come before the next save.
+            await asyncio.sleep(0)
 
     def __enter__(self) -> NoReturn:
         self._refuse("use 'async with engine.step(...)', or a SyncCheckpointEngine where nothing is async")

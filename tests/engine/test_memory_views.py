@@ -64,6 +64,8 @@ def test_tensors_view_the_memory_of_the_slot(tmp_path: Path, tier: MemoryTier) -
     with open_checkpoint(tmp_path, tier=tier) as found:
         read, weights = found.bytes_read, found["weights"]
         assert found.info.step == found["step"] == 1
+        assert found.info.tiers == ("memory", "disk")
+        assert "step 1 in memory, of" in repr(found)
         assert torch.equal(weights, state_of(1)["weights"])
         assert weights.data_ptr() == found["weights"].data_ptr() == found["tied"].data_ptr()
         assert found.tensor("weights")[5:9].data_ptr() == weights[5:9].data_ptr()
@@ -148,6 +150,7 @@ def test_another_process_reads_whole_steps_beside_training(tmp_path: Path, tier:
         while len(set(seen)) < 5:
             with open_checkpoint(tmp_path, tier=tier) as found:
                 step, state = found.info.step, found.load()
+                assert found.info.tiers == (("memory",) if step else ("memory", "disk"))
             assert state["step"] == step
             assert torch.equal(state["weights"], torch.full((CHUNKED // 10,), float(step)))
             assert torch.equal(state["small"], torch.arange(7) + step)

@@ -487,6 +487,33 @@ def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.Log
     assert not told(caplog, "not_in_state")
 
 
+def test_an_optimizer_that_trains_nothing_in_the_state_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new, extra = nn.Linear(1, 1), nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+    optimizer, fresh = torch.optim.AdamW(old.parameters()), torch.optim.AdamW(new.parameters())
+    own = torch.optim.AdamW([extra])
+
+    def said(name: str, state: dict[str, Any], *attached: torch.optim.Optimizer) -> list[str]:
+        caplog.clear()
+        with SyncCheckpointEngine(tmp_path / name) as engine:
+            engine.attach(*attached)
+            with engine.step(state, 0):
+                pass
+        return told(caplog, "not_in_state")
+
+    (line,) = said("new model", {"model": new, "optimizer": optimizer}, optimizer)
+    assert line.startswith("the AdamW in the state trains none of the parameters in it")
+    (line,) = said("old state", {"model": old, "optimizer": optimizer}, fresh)
+    assert line.startswith("an AdamW is attached, and trains another model than the state holds, and is not in the")
+    assert not said("right", {"model": new, "optimizer": fresh}, fresh)
+    assert not said(
+        "beside", {"model": new, "optimizer": fresh, "extra": {"of": [extra], "optimizer": own}}, fresh, own
+    )
+    assert not said("no model", {"optimizer": fresh, "weights": [torch.ones(1)]}, fresh)
+    assert not said("unseen", {"model": old, "optimizer": fresh, "mine": Mine()}, fresh)
+
+
 def test_an_attached_optimizer_that_is_not_beside_a_loader_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1785,3 +1785,11 @@ def test_an_export_into_a_missing_folder_names_it(to: Any, overwrite: bool, tmp_
         engine.checkpoint({"x": torch.ones(3)}).result()
     with pytest.raises(WriteError, match=r"no such folder to write into: make it first: '.*missing'$"):
         stores.export(tmp_path / "s", tmp_path / "missing" / "out", to=to, overwrite=overwrite)
+
+
+def test_an_imported_file_of_no_step_comes_after_the_newest(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "old.pt")
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        engine.checkpoint({"x": torch.zeros(2)}, step=500).result()
+    assert stores.import_(tmp_path / "old.pt", tmp_path / "store").step == 501
+    assert stores.import_(tmp_path / "old.pt", tmp_path / "other").step == 0

@@ -712,3 +712,28 @@ def test_steps_of_tasks_side_by_side_are_none_inside_another(tmp_path: Path) -> 
                 await asyncio.create_task(step(5))
 
     asyncio.run(train())
+
+
+def test_training_that_awaits_nothing_else_lets_others_run_and_is_cancelled_at_its_next_step(tmp_path: Path) -> None:
+    async def train() -> None:
+        async with CheckpointEngine(tmp_path, interval=10**6) as engine:
+            for step in range(10_000):
+                async with engine.step({"x": torch.full((1,), float(step))}, step):
+                    steps.append(step)
+                if step == 20:
+                    asyncio.get_running_loop().call_soon(tasks[0].cancel)  # as the stop button of a notebook does
+
+    steps: list[int] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(train()))
+        turns = 0
+        while not tasks[0].done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns >= 20
+        assert tasks[0].cancelled()
+
+    asyncio.run(main())
+    assert steps[-1] in (20, 21)
