@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import re
 import time
 from collections import defaultdict
@@ -21,7 +22,6 @@ import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     DIFFERENT,
     FAILED,
-    MISUSED,
     NOTHING,
     AnyFolder,
     Json,
@@ -59,7 +59,7 @@ from pccheck_async.cli.ranks import (
     rank_of_store,
     read_place,
 )
-from pccheck_async.errors import DamagedError, NoCheckpointError, first_few, plain
+from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, first_few, plain
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
@@ -101,7 +101,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
             raise why
         if steps := ", ".join(str(info.step) for info in memory_of(path)):
             return Report(document, [f"On disk is none yet. {_IN_MEMORY.format(steps)}"])
-        complain(f"no committed checkpoint: {why}")
+        complain(str(why))
         return Report(document, notes, status_of(why))
     if note := rank_of_store(place):
         notes.append(note)
@@ -109,6 +109,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         gone = lost_slots(place) and lost_slots(read_place(path))  # a writer may have removed one meanwhile
         lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in infos if info.counter in gone]
         notes += lost if fault else [*lost, _restart(place, gone)]
+        for each, info in zip(document if isinstance(document, list) else document["checkpoints"], infos, strict=True):
+            each.update({"lost": gone[info.counter]} if info.counter in gone else {})
     names = ("name",) if any(info.name is not None for info in infos) else ()
     rows = table("step", "counter", "size", "captured (UTC)", "", *names, "metadata", right=3)
     for info in infos:
@@ -141,11 +143,16 @@ def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None
         lost: Counters of the committed ones that are known to be lost or damaged.
         whole: Counters of those that were found whole, with their places; None if nothing was checked.
     """
-    superseded = [entry.info for entry in place.superseded]
+    from pccheck_async.upkeep import overwritten  # and torch
+
+    gone = overwritten(place) if whole is None else ()
+    superseded = [entry.info for entry in place.superseded if entry.counter not in gone]
     newest_first = sorted((*place.infos, *superseded), key=lambda info: -info.counter)
     found = [info for info in newest_first if not info.rejected and info.counter not in lost]
     if not found:
-        return "No checkpoint can be restored: all are rejected, lost or damaged."
+        text = "No checkpoint can be restored: all are rejected, lost or damaged."
+        look = f" `pccheck recover {place.path} --search` looks for whole ones that no record names."
+        return text if place.of_group else text + look
     newest = found[0]
     what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
     if whole is None:
@@ -642,6 +649,8 @@ def remove(
     what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
     nbytes = size(sum(info.nbytes for info in doomed))
     place.check_one_process()
+    if json and not yes:
+        raise StoreError(_NOBODY)  # a question is no JSON
     try:
         if not yes and not typer.confirm(f"Remove {_noun(doomed)} {what} ({nbytes}) from {path}?", err=True):
             complain("nothing was removed")
@@ -649,8 +658,7 @@ def remove(
     except typer.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             raise
-        complain("nothing was removed: there is no terminal to ask; give --yes")
-        return MISUSED
+        raise StoreError(_NOBODY) from None
     removal = pccheck.stores.remove(path, step=steps, name=names, force=force)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
@@ -659,6 +667,7 @@ def remove(
 
 
 _WHICH = "give --step or --name"
+_NOBODY = "nothing was removed: there is no terminal to ask; give --yes"
 OldStep: TypeAlias = Annotated[int | None, typer.Argument(hidden=True)]
 """A step as version 0.1 took it."""
 
@@ -860,10 +869,16 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
     else:
         yield "No slot holds a whole checkpoint. Nothing was written."
     if forbidden:
-        yield (
-            f"This user may not read and write {first_few(forbidden, 5)}, so that no trainer of this user can open the "
-            "store; that is no damage: change the modes of these files."
-        )
+        yield _forbidden(forbidden, path)
+
+
+def _forbidden(files: Sequence[str], path: Path) -> str:
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return "The filesystem is mounted read-only, so that no trainer can open the store; that is no damage."
+    return (
+        f"This user may not read and write {first_few(files, 5)}, so that no trainer of this user can open the store; "
+        "that is no damage: change the modes of these files."
+    )
 
 
 def _in_words(info: pccheck.CheckpointInfo) -> str:

@@ -133,10 +133,10 @@ class Fallback:
         assert self.failure is not None
         entry, error = self.failure
         if isinstance(error, DamagedError):
-            todo = (
-                "no other one can be read" if self._falls_back else "leave step= or name= out for the newest whole one"
-            )
-            text = f"{self._path}, checkpoint of step {entry.step}: {error}; {todo} (pccheck verify tells which are)"
+            todo = "leave step= or name= out for the newest whole one (pccheck verify tells which are)"
+            if self._falls_back:
+                todo = f"no other one can be read; `pccheck recover {self._path} --search` finds what no record names"
+            text = f"{self._path}, checkpoint of step {entry.step}: {error}; {todo}"
             error.args = (text,)
         return error
 

@@ -16,7 +16,14 @@ from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_che
 from pccheck_async.upkeep.copying import copy_checkpoint
 from pccheck_async.upkeep.listing import ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 from pccheck_async.upkeep.memory import MemoryFolder, clear_memory, list_memory, memory_of
-from pccheck_async.upkeep.reading import Description, describe_checkpoint, forbidden_files, lost_records, lost_slots
+from pccheck_async.upkeep.reading import (
+    Description,
+    describe_checkpoint,
+    forbidden_files,
+    lost_records,
+    lost_slots,
+    overwritten,
+)
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, RecordCopy, Verification, verify_checkpoints
 
@@ -37,6 +44,7 @@ __all__ += [
     "list_leaves",
     "lost_records",
     "lost_slots",
+    "overwritten",
     "pin_checkpoint",
     "recover_store",
     "reject_checkpoints",

@@ -53,6 +53,12 @@ def lost_slots(place: Place) -> dict[int, str]:
     return {counter: ", ".join(each) for counter, each in faults.items()}
 
 
+def overwritten(place: Place) -> set[int]:
+    """Return the counters of the superseded checkpoints whose slots do not hold their manifests any more."""
+    found = ((entry, place.path / slot_name(entry.slot)) for entry in place.superseded)
+    return {entry.counter for entry, path in found if _slot_fault(path, entry)}
+
+
 def forbidden_files(place: Place) -> list[str]:
     """Return the files that a trainer opens and that this user may not read and write."""
     names = list[str]()

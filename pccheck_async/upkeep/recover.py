@@ -525,8 +525,8 @@ def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
         and (lost := [*recovery.missing, *(problem.rstrip(".") for problem in recovery.problems)])
     ):
         raise CorruptStoreError(
-            f"nothing can be written: the records of {name} are valid, and what is lost cannot be made again "
-            f"({first_few(lost, 3)})"
+            f"nothing can be written: the records of {name} are valid, and what they name and is lost cannot be made "
+            f"again ({first_few(lost, 3)}); `pccheck recover {name} --search` looks for what no valid record names"
         )
     if not recovery.needed and not search:
         raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")

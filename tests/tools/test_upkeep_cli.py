@@ -233,7 +233,13 @@ def test_a_restart_is_said_to_restore_the_superseded_one(tmp_path: Path) -> None
     assert "A restart tries step 1, which was not checked" in pccheck("verify", tmp_path).stdout
     assert "A restart restores step 1, from" in pccheck("verify", tmp_path, "--all").stdout
     newest.unlink()
-    assert "A restart tries step 2, which a newer one superseded and a save may have" in pccheck("ls", tmp_path).stdout
+    result = pccheck("ls", tmp_path)
+    assert "A restart tries step 2, which a newer one superseded and a save may have" in result.stdout
+    (first, *rest), lost = json.loads(pccheck("ls", tmp_path, "--json").stdout), f"{newest.name} is gone"
+    assert (first["step"], first["lost"]) == (3, lost)
+    assert not any("lost" in each for each in rest)
+    (tmp_path / said[1]).write_bytes(os.urandom(1 << 20))
+    assert "A restart tries step 1:" in pccheck("ls", tmp_path).stdout  # not what was written over
 
 
 @pytest.mark.slow
@@ -245,6 +251,7 @@ def test_a_store_of_which_all_is_damaged_has_one_voice(store: Path, how: str) ->
         result = pccheck(command[0], store, *command[1:])
         assert result.exit_code == 4
         assert "an be restored" in result.stdout
+        assert f"`pccheck recover {store} --search`" in " ".join(result.stdout.split()) or "--search" in command
         assert "A restart" not in result.stdout
     result = pccheck("recover", store, "--write")
     assert (result.exit_code, "cannot be made again" in result.stderr) == (4, True)
@@ -351,8 +358,9 @@ def test_remove_asks(store: Path) -> None:
     result = pccheck("remove", store, "--step", 1, "--step", 2, input="n\n")
     assert result.exit_code == 1
     assert "Remove steps 2, 1 (24.6 kB) from" in result.stderr
+    assert "error" in json.loads(pccheck("remove", store, "--step", 1, "--json", input="").stdout)
     result = pccheck("remove", store, "--step", 1, input="")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "nothing was removed: there is no terminal to ask; give --yes" in result.stderr
     assert len(list_checkpoints(store)) == 3
     assert pccheck("remove", store, "--step", 1, input="y\n").exit_code == 0
