@@ -19,6 +19,7 @@ from pccheck_async.bench.rounds import Outcome, RoundComparison
 
 __all__ = ["as_json", "draw", "quartiles", "ratio", "table"]
 
+_FEW_TICKS = 0.05
 _FIGURES = ("stall", "durable", "processor", "load")
 
 
@@ -56,15 +57,16 @@ def table(found: RoundComparison) -> Table:
             _rate(found.nbytes, outcome.values("durable")),
             "" if factor is None else f"{factor:.2f}",
             _spread(outcome.values("load")),
-            _few_digits(statistics.median(outcome.values("processor")) * (1 << 30) / found.nbytes),
+            _processor(statistics.median(outcome.values("processor")), found.nbytes),
         )
     if found.raw:
         shown.add_row("the disk itself", "", _spread(found.raw), _rate(found.nbytes, found.raw), "", "", "")
     return shown
 
 
-def _few_digits(number: float) -> str:
-    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
+def _processor(seconds: float, nbytes: int) -> str:
+    """Return seconds per GiB; the system counts in hundredths of a second, so a few of them say nothing."""
+    return f"{seconds * (1 << 30) / nbytes:.2f}" if seconds >= _FEW_TICKS else "too short"
 
 
 def as_json(found: RoundComparison) -> str:

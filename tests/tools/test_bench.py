@@ -204,8 +204,9 @@ def test_ratios_are_taken_round_by_round(tmp_path: Path) -> None:
     assert ratio(outcome("dcp", [1.0]), ours, "durable") is None
     found = RoundComparison(survey(tmp_path), MIB, 3, [ours, other])
     assert json.loads(as_json(found))["methods"][1]["ratio_to_pccheck"]["processor"] is None
-    little = Outcome("pccheck", [RoundSample(0.001, 1.0, 1e-6, 0.1)])
-    assert [*table(RoundComparison(survey(tmp_path), MIB, 1, [little])).columns[-1].cells] == ["0.001"]
+    for seconds, shown in ((1e-6, "too short"), (0.02, "too short"), (0.1, "102.40")):
+        one = Outcome("pccheck", [RoundSample(0.001, 1.0, seconds, 0.1)])
+        assert [*table(RoundComparison(survey(tmp_path), MIB, 1, [one])).columns[-1].cells] == [shown]
     assert [list(column.cells)[:2] for column in table(found).columns][:1] == [["pccheck", "torch"]]
 
 
