@@ -214,6 +214,9 @@ def _error(reason: str, why: str) -> Exception:
         "rejected": StoreError,
     }.get(reason, GroupError)
     if reason == "incomplete":
-        why += "; put the folders of these ranks back, from a backup or their hosts, or begin anew in another folder"
+        why += (
+            "; put the folders of these ranks back, from a backup or their hosts, in the place of empty ones that this "
+            "start has made, or begin anew in another folder"
+        )
     error: Exception = kind(why)
     return error

@@ -217,7 +217,7 @@ class Coordinator:
         lacking = [one for one in self._view.incomplete if not one.proven] if self._view is not None else []
         return "; ".join(
             f"the checkpoint of step {one.step} lacks the parts of {one.lacking}"
-            + (f", which run on {', '.join(one.hosts)}" if one.hosts else "")
+            + (f" (on {', '.join(one.hosts)})" if one.hosts else "")
             for one in lacking
         )
 

@@ -220,9 +220,11 @@ class Place:
         lacking = [one for one in self.incomplete if matches(which, one.step, None)]
         if lacking:
             what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
-            ranks = {rank for one in lacking for rank in one.ranks}.difference(self.rank_folders or ())
-            if gone := [rank_name(rank) for rank in sorted(ranks)]:
+            ranks = sorted({rank for one in lacking for rank in one.ranks})
+            if gone := [rank_name(rank) for rank in ranks if rank not in (self.rank_folders or ())]:
                 what += f"; {first_few(gone, 5)} is not there: put it back, from a backup or that rank's host"
+            if new := [rank_name(each) for each in ranks if each in self.stores and not self.stores[each][1].entries]:
+                what += f"; {first_few(new, 5)} is empty, made by a start: remove it, and put the old one back"
             return IncompleteCheckpointError(
                 f"{self.path} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
                 f"from its own folder, such as {self.path / rank_name(min(self.stores))}"

@@ -30,7 +30,13 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.errors import DamagedError, StoreError, StoreLockedError, UnsupportedStateError
+from pccheck_async.errors import (
+    DamagedError,
+    IncompleteCheckpointError,
+    StoreError,
+    StoreLockedError,
+    UnsupportedStateError,
+)
 from tests.engine.test_user_code import Locks
 from tests.support.group_folders import spoil
 from tests.support.processes import forked
@@ -367,7 +373,10 @@ def test_what_was_complete_and_lacks_a_part_is_told(tmp_path: Path, caplog: pyte
     assert first[0] == "IncompleteCheckpointError"
     assert "step 1" in first[1]
     assert "rank 1" in first[1]
+    assert "in the place of empty ones that this start has made" in first[1]
     assert first[2]
+    with pytest.raises(IncompleteCheckpointError, match="rank-00001 is empty, made by a start: remove it"):
+        load_sync(tmp_path)
 
 
 LEFT_OPEN = """
