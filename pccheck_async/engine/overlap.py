@@ -178,7 +178,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
             _hooks[optimizer] = hooks
     except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
         if not hasattr(optimizer, "step"):
-            raise TypeError(f"attach takes optimizers, not a {type(optimizer).__qualname__}") from None
+            raise TypeError(f"attach takes optimizers, not {type(optimizer).__qualname__} objects") from None
         raise TypeError(
             f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
             "inside it, or call engine.wait_captured() before each of its steps"

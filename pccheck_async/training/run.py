@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -574,8 +574,8 @@ def _seen(state: Mapping[str, Any]) -> list[Any] | None:
 def _parameters(values: list[Any]) -> set[int]:
     """Return the identities of the parameters of models, and of what lies beside them; none without a model."""
     models = [each for each in values if isinstance(each, torch.nn.Module)]
-    holding = [each.values() if isinstance(each, Mapping) else each for each in values if not is_stateful(each)]
-    beside = {id(item) for each in holding if isinstance(each, Iterable) for item in each}
+    holding = [each for each in values if isinstance(each, Mapping | list | tuple)]
+    beside = {id(item) for each in holding for item in (each.values() if isinstance(each, Mapping) else each)}
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
 
 
