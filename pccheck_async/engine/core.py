@@ -344,9 +344,9 @@ class EngineCore:
 
     def check_alive(self) -> EngineParts:
         """Return the parts of an engine that is open, here, in this process; else raise ClosedError."""
-        self.check_process()
-        if self.state == "open":
+        if self.state == "open" and os.getpid() == self.pid:
             return self._assembly
+        self.check_process()
         if self.state in ("new", "opening"):
             raise ClosedError(f"the engine of {self.path} is not open yet; {self._how_to_open}")
         raise ClosedError(f"the engine of {self.path} is {self.state}")

@@ -74,25 +74,24 @@ class TrainingStep:
         why_not_whole: Why it may have ended inside a window; empty if it did not.
     """
 
+    pending: PendingCheckpoint | None = None
+    whole = False
+    inside_window = False
+    why_not_whole = ""
+    began = stall_then = 0.0
+    in_flight: Mapping[Tier, int]
+    window = rejections = 0
+    counter = -1
+    mark: Mark | None = None
+    wanted = False
+    inside: int | None = None
+
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
-        swapped = isinstance(step, Mapping) and not isinstance(state, Mapping)
-        check_outermost(state, "write step(state, step)" if swapped else "")  # now, not when a step is saved
+        # now, not when a step is saved
+        check_outermost(state, "write step(state, step)" if isinstance(step, dict) else "")
         self.state = state
         self.step = new_step(step)
         self.metadata = check_metadata(metadata) if metadata else {}
-        self.pending: PendingCheckpoint | None = None
-        self.whole = False
-        self.inside_window = False
-        self.why_not_whole = ""
-        self.began = time.monotonic()
-        self.stall_then = 0.0
-        self.in_flight: dict[Tier, int] = {}
-        self.window = 0
-        self.counter = -1
-        self.mark: Mark | None = None
-        self.wanted = False
-        self.rejections = 0
-        self.inside: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
         text = f"<TrainingStep {vars(self).get('step', 'of no state')}"
@@ -157,7 +156,7 @@ class TrainingRun(TrainingHooks):
         self._metric = None if best is None or collective else best.metric
         self.most_postponed_seconds = math.inf if collective else MOST_POSTPONED_SECONDS
         self._with_metric = 0  # steps in a row that set it
-        self._inside: dict[tuple[int, int], TrainingStep] = {}  # the open one of each thread and task
+        self._inside: dict[int, TrainingStep] = {}  # the open one of each thread, or task of an async engine
         core.training = self
 
     # -- hooks that the engine calls
@@ -218,11 +217,10 @@ class TrainingRun(TrainingHooks):
             self.core.guard.attach(optimizer)
             self._accumulation.watch(optimizer)
 
-    def begin(self, this: TrainingStep) -> TrainingStep:
-        """Called when this thread and task enter the context of a step, until :meth:`leave_step`; returns it."""
+    def begin(self, this: TrainingStep, here: int) -> TrainingStep:
+        """Called when a thread or task, ``here``, enters a step's context, until :meth:`leave_step`; returns the step."""
         core = self.core
         core.check_alive()
-        here = _thread_and_task()
         if (outer := self._inside.get(here)) is not None:
             raise RuntimeError(
                 f"engine.step of step {this.step} inside that of step {outer.step}: it would save a step that has not "
@@ -452,9 +450,9 @@ class TrainingRun(TrainingHooks):
 
         Called in its step. Returns False outside step contexts, where it does nothing.
         """
-        if (this := self._inside.get(_thread_and_task())) is None:
+        if not (inside := list(self._inside.values())):
             return False
-        values = _seen(this.state)
+        values = _seen(inside[-1].state)
         if values is None or "param_groups" in _keys(values) or not any(optimizer.state.values()):
             return True
         there = _optimizers(values)
@@ -593,14 +591,6 @@ def _optimizers(values: list[Any]) -> list[torch.optim.Optimizer]:
     return [unwrapped(each) for each in values if isinstance(each, torch.optim.Optimizer)]
 
 
-def _thread_and_task() -> tuple[int, int]:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        task = None
-    return threading.get_ident(), id(task)
-
-
 class _Context:
     """The base of both contexts; ``checkpoint`` is the engine's method."""
 
@@ -619,9 +609,9 @@ class _Context:
         elif self._this.inside is not None:
             self._training.leave_step(self._this)  # entered, and never left
 
-    def _enter(self) -> TrainingStep:
+    def _enter(self, here: int) -> TrainingStep:
         self._entered = True
-        return self._training.begin(self._this)
+        return self._training.begin(self._this, here)
 
     def _refuse(self, instead: str) -> NoReturn:
         self._entered = True  # else a warning would follow
@@ -642,7 +632,7 @@ class StepContext(_Context):
     _statement = "with"
 
     def __enter__(self) -> TrainingStep:
-        return self._enter()
+        return self._enter(threading.get_ident())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -665,7 +655,7 @@ class AsyncStepContext(_Context):
     _statement = "async with"
 
     async def __aenter__(self) -> TrainingStep:
-        return self._enter()
+        return self._enter(id(asyncio.current_task()))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
