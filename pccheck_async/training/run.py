@@ -218,7 +218,7 @@ class TrainingRun(TrainingHooks):
             self._accumulation.watch(optimizer)
 
     def begin(self, this: TrainingStep, here: int) -> TrainingStep:
-        """Called when a thread or task, ``here``, enters a step's context, until :meth:`leave_step`; returns the step."""
+        """Called when a thread or task, ``here``, enters a step's context, until :meth:`leave_step`; returns it."""
         core = self.core
         core.check_alive()
         if (outer := self._inside.get(here)) is not None:
