@@ -19,10 +19,10 @@ from msgspec import structs
 
 from pccheck_async.engine import Auto, EngineLoop, MemoryTier
 from pccheck_async.errors import ClosedError, CorruptStoreError
-from pccheck_async.format import CheckpointInfo, Tier, Which, check_tier, dtypes, explained, which_one
+from pccheck_async.format import CheckpointInfo, Tier, Which, dtypes, explained, which_one
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
-from pccheck_async.group import Place, open_memory_place, open_place
+from pccheck_async.group import Place, check_read_tier, open_tier
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.state import Allocation, Array, Targets, paths
 from pccheck_async.state.ambient import without_modes
@@ -85,11 +85,8 @@ def open_checkpoint(
         StoreError: the folder in memory may be another user's.
         ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
     """
-    if not isinstance(tier, MemoryTier):
-        tier = MemoryTier() if check_tier(tier) == "memory" else "disk"
-    if rank is not None and tier != "disk":
-        raise ValueError(f"rank={rank} means nothing in memory, where only one process saves")
-    connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank, tier)
+    read_tier = check_read_tier(tier, rank)
+    connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank, read_tier)
     connection.allow_pickle = allow_pickle
     try:
         warn_of_others(connection.differing(is_needed=False), path)
@@ -132,10 +129,7 @@ class Connection:
     async def _open(
         self, which: Which, rank: int | None, host_memory: int | Auto, io: IO, tier: Literal["disk"] | MemoryTier
     ) -> None:
-        if tier == "disk":
-            place = await open_place(self.path, io, host_memory, rank=rank)
-        else:
-            place = await open_memory_place(self.path, tier, host_memory)
+        place = await open_tier(self.path, tier, io, host_memory, rank=rank)
         try:
 
             async def use(checkpoint: CheckpointReader) -> CheckpointReader:

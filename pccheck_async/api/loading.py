@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pccheck_async.engine import Auto, EngineLoop, call_once
-from pccheck_async.format import CheckpointInfo, Which, explained, which_one
-from pccheck_async.group import open_place, read_place
+from pccheck_async.engine import Auto, EngineLoop, MemoryTier, call_once
+from pccheck_async.format import CheckpointInfo, Tier, Which, explained, which_one
+from pccheck_async.group import check_read_tier, open_place, open_tier, read_place
 from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import Restoration, allocate
 from pccheck_async.state.restore.tree import leaves, select
@@ -36,6 +36,7 @@ async def load(
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
+    tier: Tier | MemoryTier = "disk",
 ) -> dict[str, Any]:
     """Load a checkpoint into new tensors. Works while a writer of another process commits.
 
@@ -60,6 +61,8 @@ async def load(
         io: As for :class:`pccheck_async.CheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk that is read; must be
             quick.
+        tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
+            engine's if it has a ``path``), of one process.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -77,12 +80,12 @@ async def load(
         UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for a folder that is no group's, or both ``step`` and ``name``.
+        StoreError: the folder in memory may be another user's.
+        ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
     """
+    work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress, tier)
     async with EngineLoop("pccheck-read") as loop:
-        restoration = await loop.run(
-            _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
-        )
+        restoration = await loop.run(work)
     state: dict[str, Any] = restoration.finish()  # here: pickled values run code
     return state
 
@@ -100,6 +103,7 @@ def load_sync(
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
+    tier: Tier | MemoryTier = "disk",
 ) -> dict[str, Any]:
     """Load a checkpoint into new tensors; blocks meanwhile. Works while a writer of another process commits.
 
@@ -123,6 +127,8 @@ def load_sync(
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.SyncCheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
+        tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
+            engine's if it has a ``path``), of one process.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -140,9 +146,10 @@ def load_sync(
         UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for a folder that is no group's, or both ``step`` and ``name``.
+        StoreError: the folder in memory may be another user's.
+        ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
     """
-    work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
+    work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress, tier)
     restoration = call_once(work)
     state: dict[str, Any] = restoration.finish()  # here: pickled values run code
     return state
@@ -180,9 +187,10 @@ async def _load(
     host_memory: int | Auto,
     io: IO,
     progress: ReadProgress | None,
+    tier: Tier | MemoryTier,
 ) -> Restoration:
     """Read a checkpoint into new memory. The caller makes the state of it, on its own thread."""
-    async with await open_place(path, io, host_memory, rank=rank) as place:
+    async with await open_tier(path, check_read_tier(tier, rank), io, host_memory, rank=rank) as place:
 
         async def read(checkpoint: CheckpointReader) -> Restoration:
             advance = reading_progress(progress, checkpoint.manifest.payload_nbytes)

@@ -20,7 +20,7 @@ from pccheck_async.group.folder import (
 )
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
-from pccheck_async.group.memory_place import open_memory_place, read_memory_place
+from pccheck_async.group.memory_place import check_read_tier, open_tier, read_memory_place
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
 from pccheck_async.group.place import Place, chunk_pool, open_folder, open_place, read_place
@@ -47,6 +47,7 @@ __all__ = [
     "SeenStore",
     "Verdict",
     "View",
+    "check_read_tier",
     "chunk_pool",
     "decode_decision",
     "decode_message",
@@ -55,8 +56,8 @@ __all__ = [
     "mark_rejected",
     "members_digest",
     "open_folder",
-    "open_memory_place",
     "open_place",
+    "open_tier",
     "parts_by_key",
     "parts_of",
     "pinned_keys",

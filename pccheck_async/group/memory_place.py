@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from msgspec import structs
 
 from pccheck_async.engine import Auto, MemoryTier, check_own_folder, memory_folder, memory_root, on_the_line
 from pccheck_async.errors import CheckpointError, NoCheckpointError
-from pccheck_async.format import Entry, Identity, Record, Tier, Which, describe_which, there_are
-from pccheck_async.group.place import Place, open_folder, read_place
-from pccheck_async.medium.open_medium import OpenMedium
+from pccheck_async.format import Entry, Identity, Record, Tier, Which, check_tier, describe_which, there_are
+from pccheck_async.group.place import Place, open_folder, open_place, read_place
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import at_once
 
-__all__ = ["open_memory_place", "read_memory_place"]
+__all__ = ["check_read_tier", "open_memory_place", "open_tier", "read_memory_place"]
 
 
 class MemoryPlace(Place):
@@ -100,6 +101,31 @@ async def open_memory_place(
         await opened.close()
         raise
     return place
+
+
+def check_read_tier(tier: Tier | MemoryTier, rank: int | None) -> Literal["disk"] | MemoryTier:
+    """Return the tier to read from, as users give it. Raises ValueError for other names, or a ``rank`` in memory."""
+    if not isinstance(tier, MemoryTier):
+        if check_tier(tier) == "disk":
+            return "disk"
+        tier = MemoryTier()
+    if rank is not None:
+        raise ValueError(f"rank={rank} means nothing in memory, where only one process saves")
+    return tier
+
+
+async def open_tier(
+    path: str | os.PathLike[str],
+    tier: Literal["disk"] | MemoryTier,
+    io: IO,
+    host_memory: int | Auto = "auto",
+    *,
+    rank: int | None = None,
+) -> Place:
+    """Open the folder at ``path``, or the tier in memory of it (see :func:`open_place`, :func:`open_memory_place`)."""
+    if tier == "disk":
+        return await open_place(path, io, host_memory, rank=rank)
+    return await open_memory_place(path, tier, host_memory)
 
 
 def read_memory_place(path: str | os.PathLike[str], tier: MemoryTier) -> MemoryPlace:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import MemoryTier, StorageOptions, SyncCheckpointEngine, open_checkpoint
+from pccheck_async import MemoryTier, StorageOptions, SyncCheckpointEngine, load, load_sync, open_checkpoint
 from pccheck_async.errors import CheckpointError, ClosedError, DamagedError, NoCheckpointError, StoreError
 from pccheck_async.format.record import slot_name
 from tests.support.children import in_child
@@ -73,6 +74,25 @@ def test_tensors_view_the_memory_of_the_slot(tmp_path: Path, tier: MemoryTier) -
         everything = found.load()
         assert everything["weights"].data_ptr() == everything["tied"].data_ptr() == weights.data_ptr()
         assert found.bytes_read == read  # of the manifest alone
+
+
+def test_load_copies_what_is_in_memory(tmp_path: Path, tier: MemoryTier) -> None:
+    with training(tmp_path, tier, range(2)) as engine:
+        engine.checkpoint(state_of(2), step=2, tier="memory").result()
+        loaded = load_sync(tmp_path, tier=tier)
+        assert asyncio.run(load(tmp_path, keys=["step"], tier=tier)) == {"step": 2}
+        assert load_sync(tmp_path)["step"] == load_sync(tmp_path, tier="disk")["step"] == 1
+        for step in range(3, 9):  # into all slots
+            engine.checkpoint(state_of(step), step=step, tier="memory").result()
+    assert torch.equal(loaded["weights"], state_of(2)["weights"])
+    assert loaded["weights"] is loaded["tied"]
+    assert np.array_equal(loaded["array"], state_of(2)["array"])
+    with pytest.raises(NoCheckpointError, match="has no checkpoint of step 1000 in memory"):
+        load_sync(tmp_path, step=1000, tier=tier)
+    with pytest.raises(ValueError, match="a tier is 'memory' or 'disk'"):
+        load_sync(tmp_path, tier="ram")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank=0 means nothing in memory"):
+        load_sync(tmp_path, rank=0, tier=tier)
 
 
 def test_what_is_written_into_them_stays_here(tmp_path: Path, tier: MemoryTier) -> None:
