@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -79,7 +80,7 @@ class PendingCheckpoint:
             self._flight.wait_captured(timeout)
 
     async def durable(self) -> CheckpointInfo:
-        """Wait until the checkpoint is committed.
+        """Wait until the checkpoint is committed on disk; one in memory alone never is, unless a newer one is.
 
         Durability: the returned checkpoint survives power loss. For a superseded or skipped one it is a newer one, for
             one that was rejected in flight the newest that is not.
@@ -93,6 +94,7 @@ class PendingCheckpoint:
             StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either, and
                 the next opening may find this one.
         """
+        self._warn_if_in_memory_alone()
         return await self._flight.durable()
 
     def __await__(self) -> Generator[Any, None, CheckpointInfo]:
@@ -100,7 +102,18 @@ class PendingCheckpoint:
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
+        if timeout is None:  # else TimeoutError says where it is
+            self._warn_if_in_memory_alone()
         return self._flight.result(timeout)
+
+    def _warn_if_in_memory_alone(self) -> None:
+        flight = self._flight
+        if not flight.on_disk and not flight.over:  # a loop that waits for it before it saves on waits for ever
+            text = (
+                f"the checkpoint of step {flight.step} is for memory alone: this waits until a newer one is on disk, "
+                "or the engine is closed; reached('memory') and wait_reached('memory') wait until it is in memory"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     async def reached(self, tier: Tier) -> None:
         """Wait until the checkpoint is committed in a tier: in "memory" it survives the process, on "disk" the power.

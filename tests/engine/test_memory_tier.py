@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -739,3 +740,23 @@ def test_an_engine_without_the_tier_says_that_there_was_one(
     caplog.clear()
     with engine_on(tmp_path, None):
         assert "MemoryTier" not in caplog.text
+
+
+def test_waiting_for_the_disk_where_only_memory_is_due_says_what_it_waits_for(tmp_path: Path, tier: MemoryTier) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path / "async", memory=tier, save_last=False) as engine:
+            pending = await engine.checkpoint(state_of(1), step=1, tier="memory")
+            await pending.reached("memory")
+            text = "step 1 is for memory alone: this waits until a newer one is on disk"
+            with pytest.warns(RuntimeWarning, match=text), pytest.raises(TimeoutError):
+                await asyncio.wait_for(pending.durable(), 0.01)
+            await (await engine.checkpoint(state_of(2), step=2))
+            assert (await pending).step == 2  # over, so nothing is said
+
+    asyncio.run(main())
+    with engine_on(tmp_path / "blocking", tier) as engine:
+        pending = engine.checkpoint(state_of(1), step=1, tier="memory")
+        threading.Timer(0.2, engine.close).start()
+        with pytest.warns(RuntimeWarning, match=r"wait_reached\('memory'\)") as warned:
+            assert pending.result().step == 1
+    assert warned[0].filename == __file__
