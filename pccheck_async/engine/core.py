@@ -392,6 +392,7 @@ class EngineCore:
         try:
             if tier == "memory" and self.config.memory is None:
                 raise ValueError('tier="memory" needs an engine with memory=MemoryTier(...)')
+            check_outermost(state)
             return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last, tier=tier)
         except BaseException as error:
             self.fail_checkpoint(step, error, after=counter)

@@ -49,10 +49,11 @@ class EngineLoop:
         self._stopping = False
         try:
             self._thread.start()
-        except BaseException as error:
+        except RuntimeError as error:
             self.loop.close()
-            if isinstance(error, RuntimeError):
-                raise machine_error(error, "a thread") from error
+            raise machine_error(error, "a thread") from error
+        except BaseException:  # Ctrl-C: the thread may run by now, or is about to
+            self.loop.call_soon_threadsafe(self.loop.stop)
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:

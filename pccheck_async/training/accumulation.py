@@ -56,6 +56,8 @@ PATIENCE_SECONDS, _FEWEST = 600.0, 3
 """After so many seconds they are ignored sooner, but not before so many contexts: a context may be a whole epoch."""
 _MOST_ITEMS, _MOST_LOOKS = 64, 256
 """Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
+_MOST_IDLE = 3
+"""Steps without any gradient after which an optimizer that had none before counts as one that trains nothing."""
 _SAMPLE = 32
 """Gradients, spread over all parameters, that are noted of an optimizer while it makes a step in every context."""
 _USED = "_pccheck_used"
@@ -79,6 +81,7 @@ class _Watched:
     in_each: bool = True  # whether it made a step in every context: until then it has no windows
     sample: int | None = None  # how many of its gradients were noted as used, of all parameters; None: all
     guarded: bool = False  # whether its steps wait for captures
+    idle: int | None = 0  # steps in which it found no gradient, before the first one with one; None: it trains
     waited: bool = False  # whether it had unused gradients in one of the contexts in a row that unused ones kept inside
 
     def gradients(self) -> list[torch.Tensor]:
@@ -253,11 +256,24 @@ class Accumulation:
         if not stepped and self._strangers.setdefault(optimizer, self._context) < self._context:
             self._strangers[optimizer] = math.inf if self._look_at(optimizer) else self._context
         for each in stepped:
+            if each.idle is not None:
+                self._look_at_gradients(each, optimizer)
             if each.ignored and (length := self._context - each.last) >= each.patience:
                 # It was ignored because it made no step, and now makes one: its windows are only long.
                 each.ignored, each.patience = False, max(2 * length, PATIENCE + 1)
             each.last = self._context
             self._steps += 1
+
+    def _look_at_gradients(self, this: _Watched, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if the first steps of an optimizer find no gradient: it may be of a model that does not train."""
+        assert this.idle is not None
+        this.idle = None if _gradients_of(parameters_of(optimizer)) else this.idle + 1
+        if this.idle == _MOST_IDLE:
+            text = (
+                "none of the parameters of the %s had a gradient in its first %d steps: it trains nothing; if the "
+                "model was made anew, make optimizer and state from it, too: else the model that trains is not saved"
+            )
+            write("no_gradients", text, type(optimizer).__qualname__, _MOST_IDLE, store=self._store)
 
     def _with_parameters_of(self, other: torch.optim.Optimizer) -> list[_Watched]:
         """Return the records of the watched optimizers that have a parameter of another one."""

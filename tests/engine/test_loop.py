@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, StorageOptions, SyncCheckpointEngine, list_checkpoints, load
+from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
@@ -279,3 +280,20 @@ def test_listing_takes_no_thread_and_no_loop(
     with pytest.raises(CorruptStoreError):
         list_checkpoints(tmp_path, **io)
     assert not open_files(tmp_path)
+
+
+def test_an_interrupt_while_its_thread_starts_is_raised_and_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        EngineLoop("pccheck-interrupted")
+    monkeypatch.undo()
+    for thread in threading.enumerate():
+        if thread.name == "pccheck-interrupted":
+            thread.join(10)
+            assert not thread.is_alive()

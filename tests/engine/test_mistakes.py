@@ -109,6 +109,14 @@ def test_a_step_with_wrong_arguments_is_refused_although_nothing_is_due(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("state", [nn.Linear(1, 1), [torch.ones(1)], None], ids=["module", "list", "none"])
+def test_a_state_that_is_no_mapping(tmp_path: Path, state: Any) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for call in (partial(engine.checkpoint, step=1), engine.restore, partial(engine.step, step=1)):
+            with pytest.raises(UnsupportedStateError, match=r"the state is an? (Linear|list|NoneType); give a mapping"):
+                call(state)
+
+
 def test_a_step_before_the_first_is_refused_and_one_of_an_old_store_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

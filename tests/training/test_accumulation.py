@@ -226,6 +226,33 @@ def test_gradients_that_nobody_ever_uses_are_ignored_in_the_end(
     assert ("or attach the optimizers" in line.getMessage()) is not bool(attach)
 
 
+@pytest.mark.parametrize("attach", [(), ("a",)], ids=["none", "attached"])
+def test_an_optimizer_that_trains_nothing_is_told(
+    tmp_path: Path, attach: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a notebook: the model was made anew, and the state was not."""
+
+    def anew(parts: dict[str, Part], step: int) -> None:
+        if step == 0:
+            new.append(Part())
+        new[0].backward(step)
+        parts["a"].apply()
+
+    def idle_at_first(parts: dict[str, Part], step: int) -> None:
+        if step >= 2:
+            parts["a"].backward(step)
+        parts["a"].apply()
+
+    new: list[Part] = []
+    with caplog.at_level(logging.WARNING, "pccheck_async"):
+        saved(tmp_path / "trains", idle_at_first, 9, attach=attach, names="a")
+        assert not caplog.records
+        saved(tmp_path / "idle", anew, 9, attach=attach, names="a")
+    (line,) = [record for record in caplog.records if record.event == "no_gradients"]  # type: ignore[attr-defined]
+    assert "none of the parameters of the Adam had a gradient in its first 3 steps" in line.getMessage()
+    assert "make optimizer and state from it, too" in line.getMessage()
+
+
 def test_a_window_as_long_as_the_patience_is_waited_for(tmp_path: Path) -> None:
     assert saved(tmp_path, windows(a=1, b=PATIENCE), 2 * PATIENCE, attach=("a", "b")) == [
         PATIENCE - 1,
