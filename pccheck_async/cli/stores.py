@@ -858,7 +858,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
         if dropped:
             yield f"It no longer names {dropped}: no slot that was chosen holds them whole."
     elif recovery.found and recovery.record == "valid":
-        yield "No slot holds a whole checkpoint: none can be restored. Nothing was written."
+        yield f"{recovery.none_named.capitalize()}: none can be restored. Nothing was written."
     elif not recovery.needed and (recovery.missing or recovery.problems):
         yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
     elif not recovery.needed:
@@ -867,7 +867,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
     elif recovery.record == "valid":
         yield "Nothing was written. With --write the store is there again; it names no checkpoint."
     else:
-        yield "No slot holds a whole checkpoint. Nothing was written."
+        yield f"{recovery.none_named.capitalize()}. Nothing was written."
     if forbidden:
         yield _forbidden(forbidden, path)
 

@@ -131,6 +131,12 @@ class Recovery:
         return COMMIT_NAME in self.written and not self.copies
 
     @property
+    def none_named(self) -> str:
+        """Why the slots that were searched give a record nothing to name."""
+        any_whole = any(one.whole for one in self.found)
+        return "no whole slot is one to name (see its note)" if any_whole else "no slot holds a whole checkpoint"
+
+    @property
     def lost(self) -> tuple[str, ...]:
         """The facts about the named checkpoints that only lost records had; none if a record is valid."""
         alone = self.identity_name == IDENTITY_NAME  # the other ranks' records have them, too
@@ -319,8 +325,11 @@ async def _with_records(identity: FileState, place: Place, progress: Progress) -
     """Return the recovery of a group of which all ranks have their records."""
     verification = await _verify(place, progress)
     faults = lost_slots(place)
+    lacking = [f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven]
+    if lacking and not place.complete:
+        lacking = [f"{place.nothing(None)}."]  # says what to do, too
     problems = (
-        *(f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven),
+        *lacking,
         *(f"LOST: step {info.step}: {faults[info.counter]}." for info in place.infos if info.counter in faults),
         *(f"{_BOTH_COPIES.format(name)}." for name in lost_records(place)),
         *_damaged_chunks(verification),
@@ -524,16 +533,17 @@ def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
         and not search
         and (lost := [*recovery.missing, *(problem.rstrip(".") for problem in recovery.problems)])
     ):
+        look = f"; `pccheck recover {name} --search` looks for what no valid record names"
         raise CorruptStoreError(
             f"nothing can be written: the records of {name} are valid, and what they name and is lost cannot be made "
-            f"again ({first_few(lost, 3)}); `pccheck recover {name} --search` looks for what no valid record names"
+            f"again ({first_few(lost, 3)}){look * (recovery.identity_name == IDENTITY_NAME)}"
         )
     if not recovery.needed and not search:
         raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
     if recovery.refusal:
         raise StoreError(recovery.refusal)
     if recovery.found and not recovery.named:
-        raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
+        raise NoCheckpointError(f"{name}: {recovery.none_named}; nothing was written")
 
 
 def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:

@@ -59,7 +59,7 @@ class FoundCheckpoint:
         info: The manifest's description of the checkpoint; None if there is none.
         chunks: Pieces of its payload.
         damage: Chunks that differ from the manifest's: another checkpoint was written over them, or bytes rotted.
-        entry: The entry for a record; None unless it is whole.
+        entry: The entry for a record; None unless it is whole and offered.
         note: Why it is not offered; empty if it is.
         folder: Of a group: that of the rank.
     """
@@ -79,8 +79,8 @@ class FoundCheckpoint:
 
     @property
     def whole(self) -> bool:
-        """Whether every checksum holds."""
-        return self.entry is not None
+        """Whether every checksum holds, also of one that is not offered."""
+        return self.info is not None and not self.damage
 
 
 async def find_in_slot(
@@ -129,7 +129,7 @@ async def search_slot(
         if tried > _MOST_CANDIDATES:
             break
         examined = await search.examine(candidate)
-        if examined.whole:
+        if examined.entry is not None:
             return examined
         if best.info is None or (examined.info and examined.info.time > best.info.time):
             best = examined

@@ -700,8 +700,12 @@ def test_no_part_of_another_run_is_taken_for_that_of_a_checkpoint(
     commit.write_bytes(bytes(1 << 18))
     assert [info.step for info in stores.recover(folder).named] == [2, 1]  # the newest part is damaged
     monkeypatch.setattr("pccheck_async.upkeep.rank_records.MOST_APART", 0.0)
-    assert "hold no part of a checkpoint that all other ranks have" in pccheck("recover", folder, status=4)
-    assert "no slot" in pccheck("recover", folder, "--write", status=3)
+    said = pccheck("recover", folder, status=4)
+    assert "hold no part of a checkpoint that all other ranks have" in said
+    whole = re.findall(r"^ *rank-00001/slot-\d+ .* (yes|no) +the records of the other ranks do not name", said, re.M)
+    assert whole == ["yes", "yes"]
+    assert "No whole slot is one to name (see its note). Nothing was written." in said
+    assert "no whole slot is one to name" in pccheck("recover", folder, "--write", status=3)
     assert not any(commit.read_bytes())
 
 
@@ -752,7 +756,11 @@ def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) ->
     assert found["incomplete"] == [lacking]
     shutil.rmtree(folder / "rank-00000")
     said = pccheck("recover", folder, status=4)
-    assert "Step 3 lacks the parts of rank 0." in said
+    assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said
+    for write in ((), ("--write",)):
+        said = pccheck("recover", folder, *write, status=4)
+        assert "rank-00000 is not there: put it back, from a backup or that rank's host" in said
+        assert "--search" not in said
     assert "Nothing is missing" not in said
     said = pccheck("ls", folder, status=4)
     assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said

@@ -398,7 +398,7 @@ def test_nothing_to_salvage(tmp_path: Path) -> None:
     (tmp_path / "slot-001").write_bytes(b"")
     found = stores.recover(tmp_path)
     assert (found.named, [one.note for one in found.found]) == ((), ["no manifest"] * 2)
-    with pytest.raises(NoCheckpointError, match=r"no slot of .* holds a whole checkpoint: nothing was written"):
+    with pytest.raises(NoCheckpointError, match=r"no slot holds a whole checkpoint; nothing was written"):
         stores.recover(tmp_path, write=True)
     assert sorted(os.listdir(tmp_path)) == ["slot-000", "slot-001"]
 
