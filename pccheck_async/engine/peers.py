@@ -89,7 +89,12 @@ class RestoreCandidates(ABC):
     """The checkpoints that one restore may take, the best one first; all ranks try the same one at a time.
 
     All methods raise the error that ends the restore, on all ranks.
+
+    Attributes:
+        fell_back: Whether damaged ones were passed over for the one that was restored.
     """
+
+    fell_back = False
 
     @abstractmethod
     async def next(self, caller: Caller) -> RestoreCandidate | None:
@@ -417,4 +422,5 @@ class _OwnCandidates(RestoreCandidates):
         if error is not None:
             return await self.matched(caller, error)
         self._fallback.succeeded(self._entry, self._superseded)
+        self.fell_back = self._fallback.warned
         return True

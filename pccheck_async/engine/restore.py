@@ -94,7 +94,8 @@ async def restore(
             finally:
                 one.release()
             told = {"step": restored.step, "counter": one.checkpoint.entry.counter, "nbytes": restored.nbytes}
-            assembly.stream.emit(events.Restored(**told, seconds=time.perf_counter() - start))
+            seconds, fell_back = time.perf_counter() - start, candidates.fell_back
+            assembly.stream.emit(events.Restored(**told, seconds=seconds, fell_back=fell_back))
             return restored
     except BaseException as error:
         if damaged:

@@ -62,6 +62,7 @@ class EngineStatistics:
         memory_interval: The decision of the policy of the tier in memory, and why; None without that.
         unchanged_bytes: Bytes that were not written, as their slot still held them (``skip_unchanged``).
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
+        fell_back: Restores that passed over damaged checkpoints that are newer.
     """
 
     admitted: int
@@ -102,6 +103,7 @@ class EngineStatistics:
     memory_interval: Decision | None = None
     unchanged_bytes: int = 0
     events_dropped: int = 0
+    fell_back: int = 0
 
     def __str__(self) -> str:
         counts = f"{self.durable} durable, {self.superseded} superseded, {self.failed} failed, {self.skipped} skipped"

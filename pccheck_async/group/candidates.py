@@ -30,7 +30,7 @@ from pccheck_async.group.messages import MatchOutcome
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
-from pccheck_async.telemetry import warn_user, write
+from pccheck_async.telemetry import write, write_and_warn
 
 __all__ = ["AgreedCandidates", "PartSources", "RestoreAction"]
 
@@ -77,6 +77,7 @@ class AgreedCandidates(RestoreCandidates):
             match self._next:
                 case MatchManifest(key, damage):
                     if damage:
+                        self.fell_back = True
                         self._warn_of(key, damage)
                     self._key = key
                     if (found := self._parts.candidate(key)) is not None:
@@ -98,8 +99,7 @@ class AgreedCandidates(RestoreCandidates):
             text = (
                 f"the checkpoint of step {steps[0]} cannot be read ({damage}); all ranks fall back to step {steps[-1]}"
             )
-            write("fell_back", "%s", text, step=steps[0], error=damage)
-            warn_user(text, RuntimeWarning)
+            write_and_warn("fell_back", text, step=steps[0], error=damage)
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         outcome: MatchOutcome = "ok" if error is None else "mismatch"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, is_exhausted
 from pccheck_async.format import Entry, Which, describe_which
-from pccheck_async.telemetry import warn_user, write
+from pccheck_async.telemetry import write_and_warn
 
 __all__ = ["DroppedMeanwhileError", "Fallback", "UnreadableError", "choose", "only_rejected", "unreadable_errors"]
 
@@ -83,19 +83,21 @@ class Fallback:
     Attributes:
         unreadable: Counters of those that were tried in vain.
         failure: The newest one of them, and its error; a superseded one only if there is no other.
+        warned: Whether the user was warned that a damaged one is passed over.
     """
 
     def __init__(self, which: Which, path: str | os.PathLike[str], falls_back: bool = True) -> None:
         self._path = os.fspath(path)
         self.unreadable: set[int] = set()
         self.failure: tuple[Entry, Exception] | None = None
+        self.warned = False
         self._falls_back = falls_back and which is None
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
 
     def succeeded(self, entry: Entry, superseded: bool) -> None:
         """Called when ``entry`` was read: warn if it is an older one that was superseded."""
         if superseded and self.failure is not None:
-            _warn_damaged(self.failure[0], entry, self.failure[1])
+            self._warn_damaged(*self.failure, entry)
 
     def failed(
         self,
@@ -126,7 +128,7 @@ class Fallback:
             self.unreadable -= self._unread
             self._unread = None
         elif chosen[0].counter < entry.counter and not chosen[1]:  # else only once that one proved whole
-            _warn_damaged(self.failure[0], chosen[0], self.failure[1])
+            self._warn_damaged(*self.failure, chosen[0])
 
     def _last(self) -> Exception:
         """Return the error to raise; of damage with what is damaged, and what can be done."""
@@ -140,9 +142,8 @@ class Fallback:
             error.args = (text,)
         return error
 
-
-def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
-    """Warn that a checkpoint is passed over for an older one. Logged as INFO: the warning is shown already."""
-    text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
-    write("fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
-    warn_user(text, RuntimeWarning)
+    def _warn_damaged(self, entry: Entry, error: Exception, older: Entry) -> None:
+        """Warn that a checkpoint is passed over for an older one."""
+        self.warned = True
+        text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
+        write_and_warn("fell_back", text, step=entry.step, counter=entry.counter, error=str(error))

@@ -7,7 +7,7 @@ by themselves; :data:`.tracing.work` says for which checkpoint.
 """
 
 from pccheck_async.telemetry.events import Event
-from pccheck_async.telemetry.logs import UsersLine, warn_user, work_for, write
+from pccheck_async.telemetry.logs import UsersLine, warn_user, work_for, write, write_and_warn
 from pccheck_async.telemetry.standard_files import fill_standard_files
 from pccheck_async.telemetry.stream import Hook, ReadProgress, Stream, reading_progress
 from pccheck_async.telemetry.totals import COUNTED, Distribution
@@ -16,5 +16,5 @@ from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Work,
 __all__ = [
     "COUNTED", "Distribution", "Event", "Hook", "ReadProgress", "Sink", "Span", "Stage", "StageClock", "Stream",
     "UsersLine", "Work", "enter_chunk", "fill_standard_files", "reading_progress", "warn_user", "work", "work_for",
-    "write",
+    "write", "write_and_warn",
 ]  # fmt: skip

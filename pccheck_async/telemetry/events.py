@@ -150,8 +150,9 @@ class Waited(_OfCheckpoint, frozen=True, kw_only=True):
 
 
 class Restored(_OfCheckpoint, frozen=True, kw_only=True):
-    """A checkpoint was restored into a state."""
+    """A checkpoint was restored into a state; ``fell_back``: damaged ones that are newer were passed over."""
 
     text = "restored step %(step)d in %(seconds).3f s"
     nbytes: int
     seconds: float
+    fell_back: bool = False

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pccheck_async.telemetry.tracing import work
 
-__all__ = ["FIELDS", "LEVELS", "TABLE", "UsersLine", "log", "warn_user", "work_for", "write"]
+__all__ = ["FIELDS", "LEVELS", "TABLE", "UsersLine", "log", "warn_user", "work_for", "write", "write_and_warn"]
 
 FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
 """Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
@@ -44,7 +44,8 @@ restored            INFO     a checkpoint was restored
 cleared_gradients   WARNING  a restore set gradients of restored parameters to None: of an interrupted step
 lost_gradients      WARNING  the restored checkpoint was saved inside a window of gradient accumulation
 restored_in_part    WARNING  with ``strict=False``, a checkpoint that lacks paths, or has others
-fell_back           INFO     a damaged checkpoint was passed over, with a warning; step, counter and error are its
+fell_back           WARNING  a damaged checkpoint was passed over; step, counter and error are its; a Python warning
+                             says it, too, and alone where no log is set up
 preemption          WARNING  a signal requested the end of the process, and the outcome
 event_hook          WARNING  a hook of ``on_event`` raised (once for each hook), or was so slow that events were dropped
 status              WARNING  the status file for ``pccheck watch`` cannot be written; once
@@ -158,6 +159,13 @@ def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:
         if not log.hasHandlers():  # then Python prints the message alone, which does not say whose it is
             message = f"pccheck_async: {message}"
         log.log(level, message, *arguments, extra={"event": event, **fields}, stacklevel=2)
+
+
+def write_and_warn(event: str, text: str, **fields: Any) -> None:
+    """Write a record, and warn the user of the same; of a log that nobody has set up, Python would print both."""
+    if log.hasHandlers():
+        write(event, "%s", text, **fields)
+    warn_user(text, RuntimeWarning)
 
 
 def _complete(record: logging.LogRecord) -> bool:

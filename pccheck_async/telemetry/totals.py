@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from pccheck_async.telemetry.events import Admitted, Durable, Event, Waited
+from pccheck_async.telemetry.events import Admitted, Durable, Event, Restored, Waited
 
 __all__ = ["COUNTED", "Distribution", "Spread", "Totals"]
 
 _BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
 """Seconds: 1 ms to 500 s, three to a decade."""
-COUNTED = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned", "in_memory")
+COUNTED = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned", "in_memory", "fell_back")
 """Events of checkpoints whose numbers are statistics, under the same names."""
 
 
@@ -92,6 +92,8 @@ class Totals:
                 self.durable_bytes += event.nbytes
                 self._saves.add(event.seconds)
                 self._captures.add(event.capture_seconds)
+            elif type(event) is Restored:
+                self.counts["fell_back"] += event.fell_back
 
     def statistics(self) -> dict[str, Any]:
         """Return the sums so far, by their names in :class:`pccheck_async.EngineStatistics`."""

@@ -3,7 +3,10 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +170,7 @@ def test_a_loop_that_begins_anew_after_a_restore_is_warned_of_once(tmp_path: Pat
 
 
 def test_a_fall_back_is_shown_once(tmp_path: Path, lines: JSONLines) -> None:
-    """Python shows its warning, and a log that nobody has set up shows records from WARNING on."""
+    """A log that nobody has set up shows records from WARNING on; Python shows its warning, in any case."""
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in (1, 2):
             engine.checkpoint(state_of(step), step=step).result()
@@ -176,7 +179,16 @@ def test_a_fall_back_is_shown_once(tmp_path: Path, lines: JSONLines) -> None:
         load_sync(tmp_path)
     assert len(warned) == 1
     (line,) = lines.of("fell_back")
-    assert (line["level"], line["step"]) == ("INFO", 2)
+    assert (line["level"], line["step"]) == ("WARNING", 2)
+    text = f"from pccheck_async import load_sync; load_sync({str(tmp_path)!r})"
+    said = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stderr
+    assert said.count("falling back to step 1") == 1
+    with SyncCheckpointEngine(tmp_path, keep_last=2, save_last=False) as engine:
+        for _ in range(2):  # the second one begins with the older one
+            with warnings.catch_warnings(action="ignore"):
+                engine.restore(state_of(0))
+        assert engine.statistics().fell_back == 1
+        assert "pccheck_restores_fell_back_total{" in engine.metrics()
 
 
 def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:
@@ -195,7 +207,9 @@ def test_the_table_holds_every_event_that_is_written_and_no_other() -> None:
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:  # the name in a call of write(), and in lines that a stream gives it
-                case ast.Call(func=ast.Name(id="write"), args=[ast.Constant(value=str(name)), _, *_]):
+                case ast.Call(
+                    func=ast.Name(id="write" | "write_and_warn"), args=[ast.Constant(value=str(name)), _, *_]
+                ):
                     written.add(name)
                 case ast.Tuple(elts=[ast.Constant(value=str(name)), ast.Name(id=text), _]) if path.name == "stream.py":
                     assert text.isupper()
