@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno as _errno
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -54,6 +55,11 @@ def explained(message: str) -> str:
 def first_few(names: Sequence[object], most: int = 20) -> str:
     """Return the first names, up to ``most``, for a message; paths among them without their escapes."""
     return _first_few(readable(map(str, names[: most + 1])), most)
+
+
+def in_shell(command: str, path: str | os.PathLike[str], *options: str) -> str:
+    """Return a command of ``pccheck`` on a folder, for a message; as a shell takes it."""
+    return f"`pccheck {shlex.join([command, os.fspath(path), *options])}`"
 
 
 _LISTED = 5

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duration, size, table
-from pccheck_async.errors import CorruptStoreError, ReadError, first_few
+from pccheck_async.errors import CorruptStoreError, ReadError, first_few, in_shell
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
@@ -40,8 +40,8 @@ def rank_of_store(place: Place) -> str:
     if not place.is_part:
         return ""
     return (
-        f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls "
-        f"{os.path.normpath(place.path / '..')}` says which of them are complete."
+        "One rank's parts of a group's checkpoints, prepared ones too: "
+        f"{in_shell('ls', os.path.normpath(place.path / '..'))} says which of them are complete."
     )
 
 
@@ -57,7 +57,8 @@ def group_fault(place: Place) -> str:
         return f"No trainer can open this group: {error}"
     unnamed = [path.name for rank, path in (place.rank_folders or {}).items() if rank not in place.stores]
     if lost := [name for name in unnamed if slot_sizes(place.path / name)]:
-        return f"store.json of {first_few(lost, 5)} is missing: `pccheck recover {place.path} --write` makes it again"
+        todo = f"{in_shell('recover', place.path, '--write')} makes it again"
+        return f"store.json of {first_few(lost, 5)} is missing: {todo}"
     return ""
 
 

@@ -59,7 +59,7 @@ from pccheck_async.cli.ranks import (
     rank_of_store,
     read_place,
 )
-from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, first_few, plain
+from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, first_few, in_shell, plain
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
@@ -126,7 +126,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         notes.append(
             f"LOST?: {whose}both copies of a commit record are damaged, or were cut short by a power failure. It may "
             "have named a newer checkpoint: before the next save, copy the folder and see "
-            f"`pccheck recover {path} --search`."
+            f"{in_shell('recover', path, '--search')}."
         )
     if steps := ", ".join(str(info.step) for info in memory_of(path)):
         notes.append(_IN_MEMORY.format(steps))
@@ -151,12 +151,13 @@ def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None
     found = [info for info in newest_first if not info.rejected and info.counter not in lost]
     if not found:
         text = "No checkpoint can be restored: all are rejected, lost or damaged."
-        look = f" `pccheck recover {place.path} --search` looks for whole ones that no record names."
+        look = f" {in_shell('recover', place.path, '--search')} looks for whole ones that no record names."
         return text if place.of_group else text + look
     newest = found[0]
     what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
     if whole is None:
-        return f"A restart tries step {newest.step}{what}: no tensor was read here (`pccheck verify` checks all bytes)."
+        look = f"no tensor was read here ({in_shell('verify', place.path, '--all')} checks all bytes)"
+        return f"A restart tries step {newest.step}{what}: {look}."
     if newest in superseded:
         return (
             f"A restart restores step {newest.step}, from {whole[newest.counter]}, which a newer one superseded: the "
@@ -380,7 +381,7 @@ def verify(
         ],
         **pick(verification, "nbytes", "seconds", "direct"),
     }
-    lines = [*_verified(verification)]
+    lines = [*_verified(verification, path)]
     if not rank_of_store(place):
         lines += describe_incomplete(place) if (newer := newer_lost(place)) else ()
         lines.append(f"{fault}." if fault else _restart(place, *_outcomes(verification)))
@@ -388,7 +389,7 @@ def verify(
     return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
 
 
-def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table]:
+def _verified(verification: pccheck.stores.Verification, path: Path) -> Iterator[str | Table]:
     rows = table("step", "counter", "size", "chunks", "captured (UTC)", "slot", "", right=4)
     for each in verification.checkpoints:
         verdict = f"{len(each.damage)} damaged" if each.damage else "whole"
@@ -407,11 +408,11 @@ def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table
     for copy in verification.records:
         name = f"{_of_rank(copy.rank)}commit: copy {copy.name}"
         if copy in verification.damaged_copies:
-            yield _damaged_copy(copy)
+            yield _damaged_copy(copy, path)
         elif copy.state == "damaged":
             yield (
                 f"{name} of a record, at byte {copy.offset}, is damaged, or was cut short by a power failure, and the "
-                "other copy, too: it may have named a newer checkpoint (`pccheck recover --search`)"
+                f"other copy, too: it may have named a newer checkpoint ({in_shell('recover', path, '--search')})"
             )
         elif copy.state == "older":
             yield f"{name} was not written when the other copy was: a kill in between (harmless)"
@@ -425,11 +426,11 @@ def _verified(verification: pccheck.stores.Verification) -> Iterator[str | Table
     yield f"{size(verification.nbytes)} read in {verification.seconds:.2f} s{rate}{cached}. {verdict}"
 
 
-def _damaged_copy(copy: RecordCopy) -> str:
+def _damaged_copy(copy: RecordCopy, path: Path) -> str:
     return (
         f"{_of_rank(copy.rank)}commit: copy {copy.name} of a record, at byte {copy.offset}, is damaged, or was cut "
         "short by a power failure; the other copy is valid, so that nothing is lost. The next two saves write it anew, "
-        "or `pccheck recover --write`"
+        f"or {in_shell('recover', path, '--write')}"
     )
 
 
@@ -828,7 +829,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
     if recovery.lost and not recovery.refusal:
         yield (
             "Pins and rejections are lost with the records: a run that was rejected may be restored "
-            f"again. Look with `pccheck ls {path}` after --write, and reject it again. Pin again what was pinned "
+            f"again. Look with {in_shell('ls', path)} after --write, and reject it again. Pin again what was pinned "
             "before a trainer starts: its first commit keeps only what its rules keep."
         )
     if recovery.missing:
@@ -836,7 +837,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
         yield f"LOST: {slots_lost}, which the newest record {names}: gone, cut short, or no regular file."
     yield from recovery.problems
     if not recovery.written:
-        yield from map(_damaged_copy, recovery.copies)
+        yield from (_damaged_copy(copy, path) for copy in recovery.copies)
     if (recovery.missing or recovery.problems) and not recovery.named_anew:
         from pccheck_async.upkeep import lost_slots  # and torch
 
@@ -848,7 +849,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
         kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
         yield f"Written: {', '.join(recovery.written)}{kept}."
         names = f"The store names {steps}, newest first" if recovery.named else "The store names no checkpoint"
-        yield f"{names}. `pccheck verify {path}` checks them."
+        yield f"{names}. {in_shell('verify', path, '--all')} checks them."
         if dropped:
             yield f"The old record named, too: {dropped}. No slot that was chosen holds them whole."
     elif recovery.refusal:

@@ -237,8 +237,7 @@ def decode_identity(data: bytes) -> Identity:
         identity = _identity_decoder.decode(data)
         id_nbytes = len(identity.id_bytes)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        text = f"{IDENTITY_NAME} is damaged ({error}): `pccheck recover --write` of its folder makes it anew"
-        raise CorruptStoreError(text) from None
+        raise CorruptStoreError(f"{IDENTITY_NAME} is damaged ({error})") from None
     if identity.format not in (FORMAT_VERSION, GROUP_VERSION):
         kind = NewerFormatError if identity.format > GROUP_VERSION else CorruptStoreError
         raise kind(

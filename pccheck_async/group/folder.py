@@ -26,6 +26,7 @@ from pccheck_async.errors import (
     NewerFormatError,
     StoreError,
     folder_error,
+    in_shell,
     read_error,
 )
 from pccheck_async.format import Entry, Identity, Membership, Parts, Record
@@ -126,8 +127,8 @@ def stored_domain(folder: Path, wait: bool = False) -> str | None:
     except NewerFormatError as error:
         raise NewerFormatError(f"{folder}: {error}") from None
     except CorruptStoreError as error:
-        why = f"{folder}: {error}; the checkpoints are not affected: `pccheck recover --write {folder}` writes it anew"
-        raise CorruptStoreError(why) from None
+        todo = f"{in_shell('recover', folder, '--write')} writes it anew"
+        raise CorruptStoreError(f"{folder}: {error}; the checkpoints are not affected: {todo}") from None
     except OSError as error:
         raise read_error(error, folder / GROUP_NAME) from error
 
@@ -150,7 +151,7 @@ async def read_stores(opened: OpenMedium, folder: Path) -> dict[int, tuple[Ident
         except CorruptStoreError as error:
             if not path.exists():  # it was removed meanwhile
                 continue
-            raise CorruptStoreError(f"{path}: {error} (give it the folder of the group: {folder})") from None
+            raise CorruptStoreError(f"{path}: {error}") from None
         if found is not None:
             stores[rank] = found
     return stores

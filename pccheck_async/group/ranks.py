@@ -185,7 +185,7 @@ class Ranks(Peers):
         )
         self._steps = Steps(member, self._server, lambda: self._from_thread(lambda: self._do(member.preempted())))
         domain = await self._call(domain_of, folder)
-        opened = OpenMedium(operations, Files(folder, operations), "")
+        opened = OpenMedium(operations, Files(folder, operations), "", os.fspath(folder))
         await opened.medium.prepare(create=False)
         learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
         self._client = client = await self._call(Client, self.address, group.rank, learn, lost)

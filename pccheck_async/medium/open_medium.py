@@ -28,11 +28,17 @@ _NAMES = ("auto", "threads", "python")
 
 @dataclass(frozen=True, slots=True)
 class OpenMedium:
-    """A medium and the I/O backend under it, for one engine or load; ``reason``: why that backend, in one sentence."""
+    """A medium and the I/O backend under it, for one engine or load.
+
+    Attributes:
+        path: Its folder, for messages.
+        reason: Why that backend, in one sentence.
+    """
 
     operations: Operations
     medium: Medium
     reason: str
+    path: str
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,12 +98,12 @@ async def open_medium(
     try:
         if not isinstance(io, str):
             given = io if isinstance(io, Medium) else io(os.fspath(path), operations)
-            return OpenMedium(operations, given, f"files by {type(given).__name__}")
+            return OpenMedium(operations, given, f"files by {type(given).__name__}", os.fspath(path))
         reason = f"{name}: {why}"
         if medium == "auto" and await operations.call(kind_of_folder, Path(path)) == "persistent":
             medium = "mapped"
         kind = MappedFiles if medium == "mapped" else Files
-        return OpenMedium(operations, kind(path, operations, reason), reason)
+        return OpenMedium(operations, kind(path, operations, reason), reason, os.fspath(path))
     except BaseException:
         await uninterrupted(operations.close())
         raise

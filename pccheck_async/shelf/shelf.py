@@ -46,6 +46,7 @@ from pccheck_async.errors import (
     StoreFailedError,
     StoreFullError,
     UnsupportedStateError,
+    in_shell,
 )
 from pccheck_async.format import crc32
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME
@@ -150,7 +151,9 @@ class Shelf:
             raise ValueError("a shelf that is only read cannot be given a size")
         where = Path(path).absolute()
         if any((where / name).is_file() for name in (IDENTITY_NAME, GROUP_NAME)):
-            raise CorruptStoreError(f"{where} is a store of checkpoints, and no shelf: `pccheck ls {where}` lists them")
+            raise CorruptStoreError(
+                f"{where} is a store of checkpoints, and no shelf: {in_shell('ls', where)} lists them"
+            )
         with HoldsBack():
             if not readonly and not where.exists():
                 with suppress(FileExistsError):  # another process was faster

@@ -16,10 +16,12 @@ from msgspec.structs import replace
 
 from pccheck_async.errors import (
     CorruptStoreError,
+    NewerFormatError,
     ReadError,
     StoreError,
     StoreLockedError,
     WriteError,
+    in_shell,
     is_exhausted,
     is_forbidden,
 )
@@ -65,21 +67,27 @@ async def stored_identity(medium: Medium, folder: str = "") -> Identity | None:
     return None if data is None else decode_identity(data)
 
 
-async def read_identity(medium: Medium, folder: str = "") -> Identity | None:
+async def read_identity(medium: Medium, path: str | os.PathLike[str], folder: str = "") -> Identity | None:
     """Return the content of ``store.json``, None if there is no (complete) store. Raises CorruptStoreError, ReadError.
 
+    ``path`` is for messages; ``folder`` as of :func:`stored_identity`.
     If the device cannot read it, it is rebuilt from the records. Readable bytes that are not understood may be of
     another format: they are an error.
     """
     try:
         return await stored_identity(medium, folder)
+    except NewerFormatError:
+        raise
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"{error}: {in_shell('recover', path, '--write')} makes it anew") from None
     except ReadError as error:
         found = None if is_exhausted(error) or is_forbidden(error) else await read_commit(medium, folder)
         rebuilt = None if found is None else rebuild_identity(found[0])
         if rebuilt is None:
             raise
-        text = "%s cannot be read (%s): the commit records replace it; `pccheck recover --write` writes it anew"
-        write("identity", text, folder + IDENTITY_NAME, error.strerror, error=str(error))
+        text = "%s cannot be read (%s): the commit records replace it; %s writes it anew"
+        todo = in_shell("recover", path, "--write")
+        write("identity", text, folder + IDENTITY_NAME, error.strerror, todo, error=str(error))
         return rebuilt[0]
 
 
@@ -111,7 +119,7 @@ def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: b
     return None
 
 
-async def _read_records(medium: Medium, commit: File, identity: Identity) -> memoryview:
+async def _read_records(medium: Medium, commit: File, identity: Identity, path: str | os.PathLike[str]) -> memoryview:
     """Return the bytes of the commit file; a copy that cannot be read is not valid.
 
     Raises ReadError if neither copy of a record can be read: it may be the newest, and slots that the other one names
@@ -122,7 +130,7 @@ async def _read_records(medium: Medium, commit: File, identity: Identity) -> mem
     if error := unread_record(view[:got], lost, identity.id_bytes):
         text = (
             f"{error.strerror}: neither copy of a commit record can be read, and it may be the newest; try again, and "
-            "where that does not help, see what is left with `pccheck recover`"
+            f"where that does not help, see what is left with {in_shell('recover', path)}"
         )
         raise ReadError(error.errno, text, error.filename) from error
     return view[:got]
@@ -139,19 +147,19 @@ def may_lack_the_newest(commit: memoryview, *, identity: Identity, record: Recor
     return any(generation_of(copy) not in range(record.generation) for copy in copies)
 
 
-async def read_record(medium: Medium, commit: File, identity: Identity) -> Record:
-    """Return the newest valid record, which also has the entries of the one before it.
+async def read_record(medium: Medium, commit: File, identity: Identity, path: str | os.PathLike[str]) -> Record:
+    """Return the newest valid record, which also has the entries of the one before it. ``path`` is for messages.
 
     Raises CorruptStoreError if neither record has a valid copy. A store is created with a first, empty record, and a
     crash while one record is written never touches the other: so it was damaged. Raises ReadError if neither copy of
     a record can be read.
     """
-    view = await _read_records(medium, commit, identity)
+    view = await _read_records(medium, commit, identity, path)
     record = newest_record(view, identity.id_bytes)
     if record is None:
         raise CorruptStoreError(
             f"no copy of a commit record in {COMMIT_NAME!r} is valid; the checkpoints themselves may be whole: "
-            "`pccheck recover` looks for them; keep the folder and do not write to it"
+            f"{in_shell('recover', path)} looks for them; keep the folder and do not write to it"
         )
     return replace(record, before=entries_before(view, identity.id_bytes, record))
 
@@ -162,7 +170,10 @@ _OTHER_KIND = {
 }
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 _ELSEWHERE = "use another folder (reading with load or list_checkpoints works meanwhile)"
-_ADVICE = "see what is left with `pccheck recover`, or use an empty folder"
+
+
+def _advice(path: str | os.PathLike[str]) -> str:
+    return f"see what is left with {in_shell('recover', path)}, or use an empty folder"
 
 
 @dataclass(slots=True, eq=False)
@@ -182,15 +193,15 @@ class CommitFile:
         # generation's parity, so the record before it stays whole, whichever of these writes happen.
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
-    async def repairs(self, medium: Medium, record: Record) -> Part:
-        """Return the writes after which any crash falls back to ``record``.
+    async def repairs(self, medium: Medium, record: Record, path: str | os.PathLike[str]) -> Part:
+        """Return the writes after which any crash falls back to ``record``. ``path`` is for messages.
 
         Zeros over the remains of a torn record, and over unreadable bytes, in the next record's place. And one copy
         of ``record``: after a failed flush the page cache shows a record that the disk does not have, and a filesystem
         may find nothing to flush in a file that only a dead process wrote. The copy that is not written stays as it is;
         so the one that is written is the one that is not this record, or cannot be read, if there is one.
         """
-        view = await _read_records(medium, self.file, self.identity)
+        view = await _read_records(medium, self.file, self.identity, path)
 
         def record_at(start: int) -> Record | None:
             return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes)
@@ -198,10 +209,10 @@ class CommitFile:
         if may_lack_the_newest(view, identity=self.identity, record=record):
             text = (
                 "both copies of a commit record are damaged, or were cut short by a power failure: it may have named a "
-                "newer checkpoint than %s; before the next save, copy the folder and see `pccheck recover --search`"
+                "newer checkpoint than %s; before the next save, copy the folder and see %s"
             )
             there = f"step {record.entries[0].step}" if record.entries else "any that is known"
-            write("record_lost", text, there)
+            write("record_lost", text, there, in_shell("recover", path, "--search"))
         pieces = []
         for start in region_offsets(record.generation + 1):
             if record_at(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
@@ -245,10 +256,10 @@ async def open_commit(
             f"{_forgotten_group(version)}"
         )
     # Read only now, when no one else can change it any more, not even a dying writer's last request.
-    found = await read_identity(medium)
+    found = await read_identity(medium, path)
     if found is not None and found.format != version:
         raise StoreError(f"{os.fspath(path)} {_OTHER_KIND[found.format]}")
-    identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES), version)
+    identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES), version, path)
     return CommitFile(file, identity, is_new=found is None)
 
 
@@ -315,7 +326,7 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
         # A new commit file would overwrite the remains of a store that lost its own.
         parts = [name for name in names if name == IDENTITY_NAME or slot_number(name) is not None]
         if parts and COMMIT_NAME not in await medium.names():  # once more: another writer may be making the store
-            raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {max(parts)}: {_ADVICE}")
+            raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {max(parts)}: {_advice(path)}")
         try:
             return await medium.reserve(COMMIT_NAME, COMMIT_NBYTES)
         except WriteError as error:
@@ -330,7 +341,7 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
         raise WriteError(error.errno, text, error.filename) from error
 
 
-async def _create(medium: Medium, file: File, block_bytes: int, version: int) -> Identity:
+async def _create(medium: Medium, file: File, block_bytes: int, version: int, path: str | os.PathLike[str]) -> Identity:
     """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
     view = aligned_buffer(COMMIT_NBYTES)
     found = bytes(view[: await medium.read(file, 0, view)])
@@ -338,10 +349,12 @@ async def _create(medium: Medium, file: File, block_bytes: int, version: int) ->
         raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
     if names_checkpoints(found):
         raise CorruptStoreError(
-            f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: {_ADVICE}"
+            f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: {_advice(path)}"
         )
     if any(slot_number(name) is not None for name in await medium.names()):  # made only after both
-        raise CorruptStoreError(f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: {_ADVICE}")
+        raise CorruptStoreError(
+            f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: {_advice(path)}"
+        )
     identity = Identity(format=version, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes)
     view = aligned_buffer(COMMIT_NBYTES)
     for offset in region_offsets(0):

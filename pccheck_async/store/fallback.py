@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, is_exhausted
+from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError, StoreError, in_shell, is_exhausted
 from pccheck_async.format import Entry, Which, describe_which
 from pccheck_async.telemetry import write_and_warn
 
@@ -135,9 +135,11 @@ class Fallback:
         assert self.failure is not None
         entry, error = self.failure
         if isinstance(error, DamagedError):
-            todo = "leave step= or name= out for the newest whole one (pccheck verify tells which are)"
+            verify = in_shell("verify", self._path, "--all")
+            todo = f"leave step= or name= out for the newest whole one ({verify} tells which are)"
             if self._falls_back:
-                todo = f"no other one can be read; `pccheck recover {self._path} --search` finds what no record names"
+                search = in_shell("recover", self._path, "--search")
+                todo = f"no other one can be read; {search} finds what no record names"
             text = f"{self._path}, checkpoint of step {entry.step}: {error}; {todo}"
             error.args = (text,)
         return error

@@ -150,8 +150,8 @@ async def open_store(
         StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
     """
     file = await open_commit(medium, path, lock_timeout, version)
-    record = await read_record(medium, file.file, file.identity)
-    repairs = None if file.is_new else await file.repairs(medium, record)
+    record = await read_record(medium, file.file, file.identity, path)
+    repairs = None if file.is_new else await file.repairs(medium, record, path)
     committed = Committed(record, retention)
     if version == FORMAT_VERSION:  # else a group decides which are dropped
         committed.check_rules()

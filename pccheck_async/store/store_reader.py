@@ -20,6 +20,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
     ReadError,
     first_few,
+    in_shell,
     is_exhausted,
 )
 from pccheck_async.format import Entry, Identity, Record
@@ -72,7 +73,7 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
     names = {each.name for each in found}
     slots = any(slot_number(name) is not None for name in names)
     if slots or (COMMIT_NAME in names and not _has_foreign_commit(path)):
-        text += f", but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
+        text += f", but parts of one without {IDENTITY_NAME}: {in_shell('recover', path)} says what is left"
         # Without slots it may be a store that is being made, or a crash ended that: slots come last.
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
     if stores := _stores_below(path):
@@ -148,7 +149,7 @@ class StoreReader:
         A medium that has a ``folder`` for each of several stores is prepared by the code that opens it.
         """
         folder = f"{folder}/" if folder else ""
-        identity = await read_identity(opened.medium, folder)
+        identity = await read_identity(opened.medium, opened.path, folder)
         if identity is None:
             return None
         if not folder:
@@ -156,7 +157,7 @@ class StoreReader:
         try:
             commit = await opened.medium.open(folder + COMMIT_NAME, writable=False)
         except FileNotFoundError:
-            text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
+            text = f"the store has no {COMMIT_NAME!r} file: see what is left with {in_shell('recover', opened.path)}"
             raise CorruptStoreError(text) from None
         return cls(opened, identity, commit, folder)
 
@@ -176,7 +177,7 @@ class StoreReader:
 
     async def record(self) -> Record:
         """Return the newest record as it is now. Raises CorruptStoreError if there is none."""
-        return await read_record(self.opened.medium, self.commit, self.identity)
+        return await read_record(self.opened.medium, self.commit, self.identity, self.opened.path)
 
     async def lock(
         self, pick: Callable[[Record], Entry | None], record: Record | None = None
@@ -228,7 +229,7 @@ class StoreReader:
 def at_once(path: str | os.PathLike[str], read: Callable[[OpenMedium], Coroutine[Any, Any, T]]) -> T:
     """Read from a folder on this thread: operations end before they return. The medium is closed afterwards."""
     operations = OperationsAtOnce()
-    opened = OpenMedium(operations, Files(path, operations), "")
+    opened = OpenMedium(operations, Files(path, operations), "", os.fspath(path))
 
     async def work() -> T:
         try:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import DamagedError, first_few, readable
+from pccheck_async.errors import DamagedError, first_few, in_shell, readable
 from pccheck_async.format import CheckpointInfo, Which, dtypes, which_one
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.group import Place, open_place
@@ -185,7 +185,8 @@ class _Side:
         except DamagedError as error:
             leaves = self._listing.within(low, high)
             raise DamagedError(
-                f"{error}; it holds {first_few(leaves, 5)} of step {self.info.step}; `pccheck verify` names all damage"
+                f"{error}; it holds {first_few(leaves, 5)} of step {self.info.step}; "
+                f"{in_shell('verify', self.opened.path, '--all')} names all damage"
             ) from None
         return memoryview(whole)
 

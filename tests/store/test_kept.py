@@ -758,7 +758,7 @@ def test_the_record_that_a_new_writer_found_is_written_again_and_not_over_its_on
         if lost == "older":  # as a death between the two writes leaves it
             for generation in (1, 2):
                 await writer.make_durable([commit.part(Record(generation, ()))])
-        record = await read_record(writer, commit.file, commit.identity)
+        record = await read_record(writer, commit.file, commit.identity, FOLDER)
         at = region_offsets(record.generation)[copy]
         other = aligned_buffer(REGION_NBYTES)
         if lost == "older":
@@ -766,7 +766,7 @@ def test_the_record_that_a_new_writer_found_is_written_again_and_not_over_its_on
             other[: len(older)] = older
         await writer.write(commit.file, at, other)
         commit.file.direct = direct
-        _, pieces = await commit.repairs(writer, record)
+        _, pieces = await commit.repairs(writer, record, FOLDER)
         assert [offset for offset, _ in pieces] == [at]
         await writer.close()
 
@@ -779,14 +779,14 @@ def test_remains_of_either_copy_of_a_torn_record_are_erased(torn: int) -> None:
         disk = CrashDisk()
         writer = CrashWriter(disk)
         commit = await open_commit(writer, FOLDER, 0)
-        record = await read_record(writer, commit.file, commit.identity)
-        _, (again,) = await commit.repairs(writer, record)
+        record = await read_record(writer, commit.file, commit.identity, FOLDER)
+        _, (again,) = await commit.repairs(writer, record, FOLDER)
         assert again[0] in region_offsets(record.generation)
         at = region_offsets(record.generation + 1)[torn]
         remains = aligned_buffer(4096)
         remains[:] = b"x" * 4096
         await writer.write(commit.file, at, remains)
-        _, (zeros, copy) = await commit.repairs(writer, record)
+        _, (zeros, copy) = await commit.repairs(writer, record, FOLDER)
         assert (zeros[0], bytes(zeros[1]).strip(b"\0")) == (at, b"")
         assert (copy[0], bytes(copy[1])) == (again[0], bytes(again[1]))
         await writer.close()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from pccheck_async import (
+    CheckpointError,
     CheckpointInfo,
     NoCheckpointError,
     StorageOptions,
@@ -68,6 +70,29 @@ def save(path: Path, *steps: int) -> None:
         for step in steps:
             metadata: dict[str, Any] = {"loss": math.nan if step == 3 else 1.0, "note": EVIL[:-1]}
             engine.checkpoint(state_of(step), step=step, metadata=metadata).result(60)
+
+
+@pytest.mark.parametrize("regions", [(), (0,), (0, 1), (2, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("lost", ["", "slot-002", "commit", "store.json"])
+def test_commands_in_messages_name_the_folder_as_a_shell_takes_it(store: Path, regions: tuple[int], lost: str) -> None:
+    path, said = store.rename(store.parent / "my run's"), ""
+    for region in regions:
+        flip(path / "commit", (region << 16) + 70)
+    if lost:
+        (path / lost).write_bytes(b"{")
+    elif not regions:
+        flip(path / stores.describe(path).slot, 5000)
+    for command in (["ls"], ["verify"], ["verify", "--all"], ["recover"], ["recover", "--search"]):
+        said += pccheck(*command, path).output
+    for step in (3, 1):
+        try:
+            load_sync(path, step=step)
+        except CheckpointError as error:
+            said += str(error)
+    commands = re.findall(r"`pccheck (.*?)`", " ".join(said.split()))
+    assert commands
+    for command in commands:
+        assert str(path) in shlex.split(command), command
 
 
 @pytest.mark.parametrize("fault", ["cut short", "directory"])
