@@ -392,9 +392,12 @@ def verify(
 def _verified(verification: pccheck.stores.Verification, path: Path) -> Iterator[str | Table]:
     rows = table("step", "counter", "size", "chunks", "captured (UTC)", "slot", "", right=4)
     for each in verification.checkpoints:
-        verdict = f"{len(each.damage)} damaged" if each.damage else "whole"
+        verdict, chunks = f"{len(each.damage)} damaged" if each.damage else "whole", str(each.chunks)
+        for damage in each.damage:
+            if damage.what in ("slot", "manifest"):  # without a manifest no chunk is known
+                verdict, chunks = f"{damage.what} {'missing' if damage.what == 'slot' else 'damaged'}", ""
         slot = _of_rank(each.rank) + each.slot
-        rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), slot, verdict)
+        rows.add_row(*_columns(each.info), chunks, captured_at(each.info), slot, verdict)
     for each in verification.superseded:
         verdict = f"superseded, {'damaged or written over' if each.damage else 'whole'}"
         rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), each.slot, verdict)
@@ -782,6 +785,7 @@ def recover(
             "problems",
             "identity",
             "record",
+            "record_lost",
             "written",
             "kept",
             "unnamed",
@@ -820,7 +824,8 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
         yield rows
     yield (
         f"{recovery.identity_name} is {recovery.identity}, the commit records"
-        f"{' of ' * bool(recovery.unrecorded)}{first_few(recovery.unrecorded, 5)} are {recovery.record}."
+        f"{' of ' * bool(recovery.unrecorded)}{first_few(recovery.unrecorded, 5)} are {recovery.record}"
+        f"{', but for one that is lost' * recovery.record_lost}."
     )
     if recovery.unnamed:
         yield f"store.json of {', '.join(recovery.unnamed)} is missing, damaged, or of a store of one process."

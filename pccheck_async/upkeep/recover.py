@@ -76,6 +76,7 @@ _BOTH_COPIES = (
     "Both copies of a record in {} are damaged, or were cut short by a power failure. It may have been the newest: "
     "then what is named here is older"
 )
+_LOST_RECORD = f"{_BOTH_COPIES.format(repr(COMMIT_NAME))}; --search finds newer ones, and dropped ones."
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Recovery:
         unrecorded: Of a group, the folders of ranks whose records are missing or damaged.
         verification: The records and checkpoints as they were found, with every checksum; None if the files that a
             trainer needs are not all valid, or the slots were searched.
+        record_lost: Whether a record is valid and the one beside it has no valid copy: that may have been the newest.
     """
 
     identity: FileState
@@ -115,6 +117,7 @@ class Recovery:
     dropped: tuple[CheckpointInfo, ...] = ()
     unrecorded: tuple[str, ...] = ()
     verification: Verification | None = None
+    record_lost: bool = False
 
     @property
     def copies(self) -> tuple[RecordCopy, ...]:
@@ -205,7 +208,7 @@ def recover_store(
         if not numbers and (commit is None or foreign):
             return await _recover_group(opened, Path(path), names, write, search or slots is not None, progress)
         facts = await medium.prepare(create=False)
-        identity_state, identity, record, store_id, problems = await _read(medium, commit)
+        identity_state, identity, record, store_id, problems, record_lost = await _read(medium, commit)
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
         found: list[FoundCheckpoint] = []
         if record is None or search:
@@ -238,6 +241,7 @@ def recover_store(
             dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
             refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
             verification=verification,
+            record_lost=record_lost,
         )
         if not write:
             return recovery
@@ -325,19 +329,26 @@ async def _recover_group(
 async def _with_records(identity: FileState, place: Place, progress: Progress) -> Recovery:
     """Return the recovery of a group of which all ranks have their records."""
     verification = await _verify(place, progress)
-    faults = lost_slots(place)
+    faults, torn = lost_slots(place), lost_records(place)
     lacking = [f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven]
     if lacking and not place.complete:
         lacking = [f"{place.nothing(None)}."]  # says what to do, too
     problems = (
         *lacking,
         *(f"LOST: step {info.step}: {faults[info.counter]}." for info in place.infos if info.counter in faults),
-        *(f"{_BOTH_COPIES.format(name)}." for name in lost_records(place)),
+        *(f"{_BOTH_COPIES.format(name)}." for name in torn),
         *_damaged_chunks(verification),
     )
     named = tuple(place.infos)
     return Recovery(
-        identity, "valid", (), named, identity_name=GROUP_NAME, problems=problems, verification=verification
+        identity,
+        "valid",
+        (),
+        named,
+        identity_name=GROUP_NAME,
+        problems=problems,
+        verification=verification,
+        record_lost=bool(torn),
     )
 
 
@@ -444,6 +455,7 @@ class _Read(NamedTuple):
     record: Record | None = None
     store_id: str | None = None
     problems: tuple[str, ...] = ()
+    record_lost: bool = False
 
 
 async def _read(medium: Medium, commit: tuple[memoryview, dict[int, ReadError]] | None) -> _Read:
@@ -453,7 +465,8 @@ async def _read(medium: Medium, commit: tuple[memoryview, dict[int, ReadError]] 
         return _Read(state, identity)
     record, store_id = _record(*commit, identity)
     if record is not None and store_id is not None:
-        return _Read(state, identity, record, store_id, tuple(_lost_record(*commit, store_id)))
+        lost = _lost_record(commit[0], store_id)
+        return _Read(state, identity, record, store_id, (_LOST_RECORD,) if lost else (), lost)
     other = None if identity is None else rebuild_identity(commit[0])
     if identity is None or other is None or other[0].store_id == identity.store_id:
         return _Read(state, identity, record, store_id)
@@ -508,11 +521,10 @@ async def _other_contents(
     ]
 
 
-def _lost_record(commit: memoryview, _: object, store_id: str) -> Iterator[str]:
-    """Yield a sentence if the record beside the newest one has no valid copy: it may have been the newest."""
+def _lost_record(commit: memoryview, store_id: str) -> bool:
+    """Whether the record beside the newest one has no valid copy: it may have been the newest."""
     states = [copy.state for copy in examine_records(commit, bytes.fromhex(store_id))]
-    if ["damaged"] * 2 in (states[:2], states[2:]):
-        yield f"{_BOTH_COPIES.format(repr(COMMIT_NAME))}; --search finds newer ones, and dropped ones."
+    return ["damaged"] * 2 in (states[:2], states[2:])
 
 
 def _only_by_its_group(folder: Path) -> str:

@@ -679,7 +679,10 @@ def test_a_ranks_newest_record_may_be_lost(folder: Path) -> None:
     newest = newest_record(commit.read_bytes(), identity.id_bytes)
     assert newest is not None
     flip(commit, *(offset + 80 for offset in region_offsets(newest.generation)))
-    assert "Both copies of a record in rank-00001 are damaged" in pccheck("recover", folder, status=4)
+    said = pccheck("recover", folder, status=4)
+    assert "Both copies of a record in rank-00001 are damaged" in said
+    assert "the commit records are valid, but for one that is lost." in said
+    assert parsed("recover", folder, status=4)["record_lost"]
     assert "LOST?: rank-00001: both copies" in pccheck("ls", folder, status=4)
 
 

@@ -95,6 +95,19 @@ def test_commands_in_messages_name_the_folder_as_a_shell_takes_it(store: Path, r
         assert str(path) in shlex.split(command), command
 
 
+def test_a_record_or_a_slot_that_is_lost_is_no_number_of_chunks_and_no_valid_record(store: Path) -> None:
+    slot = store / stores.describe(store).slot
+    flip(slot, stores.describe(store).manifest_offset + 5)
+    assert re.search(r" 2 +\d+\.\d kB +\d{4}-.* manifest damaged", pccheck("verify", store).stdout)
+    slot.unlink()
+    assert re.search(r" 2 +\d+\.\d kB +\d{4}-.* slot missing", pccheck("verify", store).stdout)
+    assert "the commit records are valid." in pccheck("recover", store).stdout
+    for offset in (70, 70 + (1 << 16)):
+        flip(store / "commit", offset)
+    assert "the commit records are valid, but for one that is lost." in pccheck("recover", store).stdout
+    assert parsed("recover", store, status=4)["record_lost"]
+
+
 @pytest.mark.parametrize("fault", ["cut short", "directory"])
 def test_a_slot_that_cannot_hold_its_checkpoint_is_listed_as_lost(store: Path, fault: str) -> None:
     slot = store / stores.describe(store).slot
