@@ -155,17 +155,29 @@ def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None
         return text if place.of_group else text + look
     newest = found[0]
     what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
-    if whole is None:
-        look = f"no tensor was read here ({in_shell('verify', place.path, '--all')} checks all bytes)"
-        return f"A restart tries step {newest.step}{what}: {look}."
-    if newest in superseded:
+    if newest in superseded and whole is not None:
         return (
             f"A restart restores step {newest.step}, from {whole[newest.counter]}, which a newer one superseded: the "
             "next save may write over it."
         )
-    if newest.counter not in whole:
-        return f"A restart tries step {newest.step}, which was not checked (--all checks it)."
-    return f"A restart restores step {newest.step}, from {whole[newest.counter]}."
+    if whole is None:
+        look = f"no tensor was read here ({in_shell('verify', place.path, '--all')} checks all bytes)"
+        text = f"A restart tries step {newest.step}{what}: {look}."
+    elif newest.counter not in whole:
+        text = f"A restart tries step {newest.step}, which was not checked (--all checks it)."
+    else:
+        text = f"A restart restores step {newest.step}, from {whole[newest.counter]}."
+    return text + ("" if newest in superseded else _remedy(place, lost))
+
+
+def _remedy(place: Place, lost: Container[int]) -> str:
+    """Return a sentence with the command after which a store has whole checkpoints alone, if there is one."""
+    kept = {info.step for info in place.infos if info.counter not in lost}
+    steps = sorted({info.step for info in place.infos if info.counter in lost} - kept)
+    if not steps or place.of_group or place.is_part:
+        return ""
+    options = [part for step in steps for part in ("--step", str(step))]
+    return f" {in_shell('remove', place.path, *options)} drops what is damaged."
 
 
 def _outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict[int, str]]:

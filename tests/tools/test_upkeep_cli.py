@@ -95,6 +95,29 @@ def test_commands_in_messages_name_the_folder_as_a_shell_takes_it(store: Path, r
         assert str(path) in shlex.split(command), command
 
 
+@pytest.mark.parametrize("fault", ["a chunk", "no slot", "one copy", "both copies"])
+def test_the_status_is_0_again_after_what_is_advised(store: Path, fault: str) -> None:
+    slot = store / stores.describe(store).slot
+    if fault == "a chunk":
+        flip(slot, 5000)
+    elif fault == "no slot":
+        slot.unlink()
+    for region in {"one copy": (0,), "both copies": (0, 1)}.get(fault, ()):
+        flip(store / "commit", (region << 16) + 70)
+    for command in (
+        (["verify", "--all"], ["recover"]) if fault != "no slot" else (["verify", "--all"], ["recover"], ["ls"])
+    ):
+        result = pccheck(*command, store)
+        assert result.exit_code == 4
+        advised = re.findall(r"`pccheck (remove .*?|recover .*?--write|recover .*?--search)`", result.stdout)
+        assert advised or fault == "both copies"
+    more = ["--yes"] if advised and advised[0].startswith("remove") else ["--write"] * (fault == "both copies")
+    command = shlex.split(advised[0]) if advised else ["recover", str(store), "--search"]
+    assert pccheck(*command, *more).exit_code == 0
+    for command in (["verify", "--all"], ["recover"], ["ls"]):
+        assert pccheck(*command, store).exit_code == 0
+
+
 def test_a_record_or_a_slot_that_is_lost_is_no_number_of_chunks_and_no_valid_record(store: Path) -> None:
     slot = store / stores.describe(store).slot
     flip(slot, stores.describe(store).manifest_offset + 5)
