@@ -175,8 +175,10 @@ class EngineBase:
         (Accelerate, Lightning, Fabric) the optimizer inside is attached.
 
         Raises:
-            TypeError: one has no hooks around its step.
+            TypeError: none is given, or one has no hooks around its step.
         """
+        if not optimizers:
+            raise TypeError("attach takes the optimizers that train: engine.attach(optimizer); none was given")
         self._training.attach(*optimizers)
 
     def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:

@@ -423,7 +423,7 @@ class TrainingRun(TrainingHooks):
         if "param_groups" not in keys:
             there = {*map(id, optimizers)}
             forgotten = [each for each in self.core.guard.optimizers if id(each) not in there]
-            for each in forgotten[-1:]:
+            for each in forgotten:
                 use = "is attached, and trains another model than the state holds" if strange(each) else "is attached"
                 absent.append(("optimizer", type(each).__name__, use))
         for each in filter(strange, optimizers):

@@ -597,6 +597,21 @@ def test_an_optimizer_that_trains_the_model_and_is_forgotten_is_told_of_once(
     assert not saved("for each parameter", both | {"many": [second, *[nn.Linear(1, 1)] * 70]}, second)
 
 
+def test_all_attached_optimizers_that_are_not_in_the_state_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [kind(model.parameters()) for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad)]
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(TypeError, match=r"attach takes the optimizers that train: engine\.attach\(optimizer\)"):
+            engine.attach()
+        engine.attach(*optimizers)
+        engine.checkpoint({"model": model}, step=0).result()
+    said = " ".join(told(caplog, "not_in_state"))
+    for each in optimizers:
+        assert f"{type(each).__name__} is attached, and is not in the state" in said
+
+
 def test_a_scheduler_that_is_not_in_the_state_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -164,7 +164,8 @@ class PCcheckCallback(Callback):
         engine = SyncCheckpointEngine(self._path, save_last=False, **{"overwrite": goes_on, **settings})
         self._state = _state(trainer)
         self.engine = engine.open()
-        engine.attach(*trainer.optimizers)
+        if trainer.optimizers:
+            engine.attach(*trainer.optimizers)
         if not goes_on:
             with advise_in_trainer(engine.path):
                 self.restored = _restore(engine, self._state, trainer, self._private)
