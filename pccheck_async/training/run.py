@@ -57,6 +57,7 @@ _EVERY_STEP = 16
 """Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
 
 
+_ANOTHER = "the state holds another one: if this one was made anew, make the state anew, too; if not, "
 _trained: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have made steps with an engine that is closed."""
 
@@ -425,7 +426,14 @@ class TrainingRun(TrainingHooks):
             forgotten = [each for each in self.core.guard.optimizers if id(each) not in there]
             for each in forgotten:
                 use = "is attached, and trains another model than the state holds" if strange(each) else "is attached"
-                absent.append(("optimizer", type(each).__name__, use))
+                trained = {*map(id, parameters_of(each))}
+                if any(
+                    type(one) is type(each) and (strange(each) or not trained.isdisjoint(map(id, parameters_of(one))))
+                    for one in optimizers
+                ):
+                    self._say_absent("optimizer", type(each).__name__, use, _ANOTHER)
+                else:
+                    absent.append(("optimizer", type(each).__name__, use))
         for each in filter(strange, optimizers):
             text = (
                 "the %s in the state trains none of the parameters in it, but those of another model, say of one from "
@@ -462,12 +470,12 @@ class TrainingRun(TrainingHooks):
             self._say_absent("optimizer", type(optimizer).__name__, "trains a model in the state")
         return True
 
-    def _say_absent(self, name: str, kind: str, use: str) -> None:
+    def _say_absent(self, name: str, kind: str, use: str, first: str = "") -> None:
         text = (
             "%s %s, and is not in the state: what it holds is not saved, and a resumed run begins with it anew; "
-            'save {..., "%s": %s}'
+            '%ssave {..., "%s": %s}'
         )
-        write("not_in_state", text, with_article(kind), use, name, name, store=self.core.path)
+        write("not_in_state", text, with_article(kind), use, first, name, name, store=self.core.path)
 
     def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
         """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""
@@ -667,7 +675,9 @@ class AsyncStepContext(_Context):
             if self._is_last():
                 await run(training.core, training.save_and_go, this)
             # Training may await nothing else: other tasks would starve, and Ctrl-C, or the stop button of a notebook,
-            # which cancel this one, would not come before the next save.
+            # which cancel this one, would not come before the next save. Notebooks keep its traceback, which must not
+            # keep the engine: its folder could not be opened again.
+            del self, training, this
             await asyncio.sleep(0)
 
     def __enter__(self) -> NoReturn:

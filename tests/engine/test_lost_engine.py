@@ -59,6 +59,34 @@ def test_a_name_is_bound_again_in_a_coroutine(tmp_path: Path, nothing_left_behin
     asyncio.run(main())
 
 
+def test_the_traceback_of_a_cancelled_step_does_not_lead_to_it(tmp_path: Path, nothing_left_behind: None) -> None:
+    """In a notebook: the stop button, and then the cell that opens the engine once more."""
+    engines: list[CheckpointEngine] = []
+
+    async def train(steps: int) -> None:
+        for step in range(steps):
+            async with engines[-1].step(state_of(step), step):
+                pass
+            if step == 5:
+                asyncio.get_running_loop().call_soon(tasks[-1].cancel)
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def main() -> None:
+        engines.append(CheckpointEngine(tmp_path, interval=10**6, save_last=False))
+        await engines[-1].open()
+        tasks.append(asyncio.create_task(train(1000)))
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await tasks[-1]
+        tasks.clear()
+        engines[:] = [CheckpointEngine(tmp_path)]
+        await engines[-1].open()
+        await engines[-1].close()
+        assert cancelled.traceback
+
+    asyncio.run(main())
+
+
 def test_a_name_that_is_bound_again_once_the_next_is_open_leads_to_it(tmp_path: Path) -> None:
     engine = SyncCheckpointEngine(tmp_path).open()
     with pytest.raises(StoreLockedError, match="made at"):

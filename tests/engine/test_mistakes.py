@@ -612,6 +612,22 @@ def test_all_attached_optimizers_that_are_not_in_the_state_are_told_of(
         assert f"{type(each).__name__} is attached, and is not in the state" in said
 
 
+@pytest.mark.parametrize("model_too", [False, True])
+def test_a_state_with_the_optimizer_of_before_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_too: bool
+) -> None:
+    """In a notebook: the cell of the optimizer was run again, and that of the state was not."""
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    again = torch.optim.AdamW((nn.Linear(2, 2) if model_too else model).parameters())
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(again)
+        engine.checkpoint(state, step=0).result()
+    said = next(each for each in told(caplog, "not_in_state") if "AdamW is attached" in each)
+    assert "the state holds another one: if this one was made anew, make the state anew, too; if not, save {" in said
+    assert ("trains another model" in said) is model_too
+
+
 def test_a_scheduler_that_is_not_in_the_state_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
