@@ -523,7 +523,7 @@ class EngineCore:
             text = (
                 "step %d comes after step %d, without a restore between them: a checkpoint of it is the newest one all "
                 "the same; a loop that is run again begins with restore(state), and goes on from there; one of several "
-                "epochs numbers their steps in one row; overwrite=True means it"
+                "epochs numbers their steps in one row; an engine with overwrite=True does so, and is not told"
             )
             write("step_went_back", text, step, last[0], step=step, store=self.path)
         if restored is not None and step is not None and step < restored:

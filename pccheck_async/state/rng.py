@@ -21,6 +21,9 @@ class RNGState:
     an object with ``state_dict()`` and ``load_state_dict()``.
     """
 
+    def __repr__(self) -> str:
+        return "RNGState()"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all generators, as arrays and numbers."""
         version, words, gauss = random.getstate()

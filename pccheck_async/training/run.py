@@ -610,6 +610,9 @@ class _Context:
         self._this = this
         self._checkpoint = checkpoint
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of step {self._this.step}>"
+
     def __del__(self) -> None:
         if not self._entered:
             text = "engine.step(...) was never entered, and did nothing: write '%s engine.step(state, step):'"

@@ -82,7 +82,7 @@ class LeafDifference:
     difference: Difference | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """Two checkpoints side by side.
 
@@ -104,6 +104,10 @@ class Comparison:
     differences: tuple[LeafDifference, ...]
     rank: int | None = None
     other_rank: int | None = None
+
+    def __repr__(self) -> str:
+        differ = f"{len(self.differences)} of {self.leaves} leaves differ" if self.differences else "equal in every bit"
+        return f"<Comparison of step {self.one.step} with step {self.other.step}: {differ}>"
 
 
 def compare_checkpoints(

@@ -110,7 +110,7 @@ def _slot_fault(path: Path, entry: Entry) -> str:
     return "" if crc32(data) == entry.manifest_checksum else "does not hold what the newest record names there"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Description:
     """A committed checkpoint and its place. Sizes and offsets in bytes.
 
@@ -145,6 +145,10 @@ class Description:
     rank: int | None = None
     sharded: tuple[ShardedLeaf, ...] = ()
     differing: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        part = "" if self.rank is None else f", rank {self.rank}"
+        return f"<Description of step {self.info.step}{part}: {len(self.leaves)} leaves, {self.info.nbytes} bytes>"
 
     @property
     def array_nbytes(self) -> int:

@@ -96,7 +96,7 @@ class CheckedCheckpoint:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification:
     """The result of a verification.
 
@@ -116,6 +116,11 @@ class Verification:
     seconds: float
     direct: bool
     superseded: tuple[CheckedCheckpoint, ...] = ()
+
+    def __repr__(self) -> str:
+        steps = dict.fromkeys(str(each.info.step) for each in self.checkpoints if each.damage)
+        found = "whole" if self.whole else f"damaged: step {', '.join(steps)}" if steps else "a damaged commit record"
+        return f"<Verification: {len(self.checkpoints)} checked, {self.nbytes} bytes, {found}>"
 
     @property
     def whole(self) -> bool:

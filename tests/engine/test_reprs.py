@@ -18,12 +18,15 @@ from pccheck_async import (
     Group,
     ResumableLoader,
     ResumableSampler,
+    RNGState,
     Shelf,
     StorageOptions,
     SyncCheckpointEngine,
     TrainingStep,
     list_checkpoints,
     open_checkpoint,
+    policies,
+    stores,
 )
 from pccheck_async.errors import StoreFailedError
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
@@ -183,9 +186,34 @@ def test_to_look_at_a_loader_decides_nothing() -> None:
     assert looked.state_dict() == loader.state_dict()
 
 
+def test_of_policies_and_generators() -> None:
+    assert repr(RNGState()) == "RNGState()"
+    assert repr(policies.EverySteps(4)) == "<EverySteps: every 4 steps, as given>"
+    assert repr(policies.Adaptive()).startswith("<Adaptive: measuring the first ")
+    assert repr(policies.Adaptive.__new__(policies.Adaptive)) == "<Adaptive>"
+
+
+def test_of_what_upkeep_returns(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (3, 4):
+            engine.checkpoint(STATE | {"n": step}, step=step).result()
+    assert repr(stores.describe(tmp_path)).startswith("<Description of step 4: 2 leaves, ")
+    assert (
+        repr(stores.compare(tmp_path, step=3, other_step=4))
+        == "<Comparison of step 3 with step 4: 1 of 2 leaves differ>"
+    )
+    assert repr(stores.compare(tmp_path, step=4, other_step=4)).endswith("step 4: equal in every bit>")
+    assert repr(stores.verify(tmp_path, every=True)).startswith("<Verification: 2 checked, ")
+    for slot in tmp_path.glob("slot-*"):
+        slot.write_bytes(bytes(slot.stat().st_size))
+    assert repr(stores.verify(tmp_path, every=True)).endswith(" bytes, damaged: step 4, 3>")
+
+
 def test_of_a_training_step(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, interval=100) as engine:
-        with engine.step(STATE, 40) as this_step:
+        context = engine.step(STATE, 40)
+        assert repr(context) == "<StepContext of step 40>"
+        with context as this_step:
             assert repr(this_step) == "<TrainingStep 40>"
             this_step.save()
             assert repr(this_step) == "<TrainingStep 40, to be saved>"

@@ -134,6 +134,16 @@ class Retrying:
 
     _again = False
 
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__}: {self.decision().reason}>"
+        except AttributeError:  # in __init__
+            return f"<{type(self).__name__}>"
+
+    def decision(self) -> Decision:
+        """Return the present interval, and why."""
+        raise NotImplementedError
+
     def skipped(self, report: StepReport) -> None:
         """Try again after the next step."""
         self._again = True
