@@ -57,6 +57,10 @@ _EVERY_STEP = 16
 """Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
 
 
+_DROPOUTS = (
+    torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)  # fmt: skip
 _ANOTHER = "the state holds another one: if this one was made anew, make the state anew, too; if not, "
 _trained: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have made steps with an engine that is closed."""
@@ -450,6 +454,12 @@ class TrainingRun(TrainingHooks):
         kept = kept or "ResumableLoader or its sampler" in {owner for _, owner in state_dicts(state)}
         if loader is not None and not kept:
             absent.append(("loader", type(loader).__name__, "was iterated over"))
+        if (random := _draws(values)) and not any("rng" in str(key).lower() for key in keys):
+            text = (
+                "a %s in the state draws random numbers, and their generators are not in the state: a resumed run "
+                'draws others than one that was not interrupted; save {..., "rng": RNGState()}'
+            )
+            write("not_in_state", text, random, store=self.core.path)
         for one in absent:
             self._say_absent(*one)
 
@@ -583,6 +593,16 @@ def _parameters(values: list[Any]) -> set[int]:
     holding = [each for each in values if isinstance(each, Mapping | list | tuple)]
     beside = {id(item) for each in holding for item in (each.values() if isinstance(each, Mapping) else each)}
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
+
+
+def _draws(values: list[Any]) -> str:
+    """Return the class of a module that draws random numbers in training; empty if none is seen, or an RNGState is."""
+    if any(isinstance(each, RNGState) for each in values):
+        return ""
+    modules = (module for model in values if isinstance(model, torch.nn.Module) for module in model.modules())
+    return next(
+        (type(each).__name__ for each in modules if isinstance(each, _DROPOUTS) and each.p and each.training), ""
+    )
 
 
 def _trains_others(parameters: set[int], optimizer: torch.optim.Optimizer) -> bool:

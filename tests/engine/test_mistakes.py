@@ -612,6 +612,28 @@ def test_all_attached_optimizers_that_are_not_in_the_state_are_told_of(
         assert f"{type(each).__name__} is attached, and is not in the state" in said
 
 
+def test_dropout_without_its_generators_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    states: list[dict[str, Any]] = [
+        {"model": model},
+        {"model": model, "rng": RNGState()},
+        {"model": model, "all": [RNGState()]},
+        {"model": model, "torch_rng": torch.get_rng_state()},
+        {"model": model, "mine": Mine()},
+        {"model": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))},
+        {"model": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval()},
+    ]
+    said = []
+    for number, state in enumerate(states):
+        caplog.clear()
+        with SyncCheckpointEngine(tmp_path / str(number)) as engine:
+            engine.checkpoint(state, step=0).result()
+        said.append(told(caplog, "not_in_state"))
+    (text,) = said[0]
+    assert text.startswith("a Dropout in the state draws random numbers, and their generators are not in the state")
+    assert not any(said[1:])
+
+
 @pytest.mark.parametrize("model_too", [False, True])
 def test_a_state_with_the_optimizer_of_before_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model_too: bool
