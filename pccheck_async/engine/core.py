@@ -85,8 +85,7 @@ class EngineCore:
         self.path = store_path(path) if isinstance(config.storage.io, str) else os.fspath(path)
         self.config = config
         self.keeps = self.peers.retention(config)
-        line = UsersLine.here()
-        self.made_at = f"{line.filename}:{line.lineno}"
+        self.made_at = UsersLine.here().place
         self.facade: weakref.ref[object] | None = None
         self.training = TrainingHooks()
         self.unawaited: dict[object, str] = {}

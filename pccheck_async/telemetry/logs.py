@@ -139,6 +139,14 @@ class UsersLine(NamedTuple):
         registry = frame.f_globals.setdefault("__warningregistry__", {})
         return cls(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""), registry)
 
+    @property
+    def place(self) -> str:
+        """The file and the line, or the cell and its line, as tracebacks show it in a notebook."""
+        get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # while it is imported it has none yet
+        shell = None if get_ipython is None else get_ipython()
+        cell = None if shell is None else shell.compile.format_code_name(self.filename)
+        return f"{self.filename}:{self.lineno}" if cell is None else f"{' '.join(cell)}, line {self.lineno}"
+
 
 _of_thread = threading.local()
 

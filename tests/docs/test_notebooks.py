@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -204,7 +205,8 @@ def test_a_kernel_of_jupyter(tmp_path: Path) -> None:
         opening = program(PAGE, "open.py")
         assert "lost_engine" not in run(opening)
         assert "lost_engine" in run(opening)
-        run("await engine.close()")
+        assert re.search(r"made at Cell In\[\d+\], line 1: close it first", run("kept = engine\n" + opening))
+        run("await kept.close()")
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
