@@ -96,7 +96,7 @@ def test_what_is_no_group_json_stops_no_reader_and_is_refused_by_who_opens(folde
         assert_read(folder)
         error = ended(lambda: domain_of(folder), path)
         assert isinstance(error, CorruptStoreError)
-        assert "recover --write" in str(error)
+        assert "--write` writes it anew" in str(error)
         found = stores.recover(folder)
         assert (found.identity_name, found.identity, found.needed) == (GROUP_NAME, "damaged", True)
         written = stores.recover(folder, write=True)
@@ -117,7 +117,7 @@ def test_what_is_no_group_json_stops_no_reader_and_is_refused_by_who_opens(folde
 def test_a_damaged_group_json_is_made_anew_by_recover(folder: Path, data: bytes) -> None:
     (folder / GROUP_NAME).write_bytes(data)
     assert_read(folder)
-    with pytest.raises(CorruptStoreError, match="recover --write"):
+    with pytest.raises(CorruptStoreError, match="--write` writes it anew"):
         domain_of(folder)
     status = runner.invoke(app, ["recover", str(folder)])
     assert status.exit_code == 4
