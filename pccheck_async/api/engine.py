@@ -172,7 +172,7 @@ class CheckpointEngine(EngineBase):
                 except for writes through references to memory that were taken before, compiled code and CUDA graphs
                 (see ``StorageOptions(check_captures=True)``).
             tier: "memory": save it in memory alone (``memory=MemoryTier(...)``); one for the disk is in memory, too.
-                Wait for that by ``wait_reached("memory")``.
+                Wait for that by ``await pending.reached("memory")``.
 
         Returns:
             The checkpoint in flight; await it for durability.

@@ -137,7 +137,7 @@ class SyncCheckpointEngine(EngineBase):
                 otherwise the checkpoint is torn. That is detected (TornCaptureError), except for writes through
                 references to memory that were taken before, compiled code and CUDA graphs (see ``check_captures``).
             tier: "memory": save it in memory alone (``memory=MemoryTier(...)``); one for the disk is in memory, too.
-                Wait for that by ``wait_reached("memory")``.
+                Wait for that by ``pending.wait_reached("memory")``.
 
         Returns:
             The checkpoint in flight; its ``result()`` blocks until it is durable.

@@ -80,7 +80,9 @@ class PendingCheckpoint:
             self._flight.wait_captured(timeout)
 
     async def durable(self) -> CheckpointInfo:
-        """Wait until the checkpoint is committed on disk; one in memory alone never is, unless a newer one is.
+        """Wait until the checkpoint is committed on disk.
+
+        One in memory alone waits for a newer one there, or for the engine to close (see :meth:`reached`).
 
         Durability: the returned checkpoint survives power loss. For a superseded or skipped one it is a newer one, for
             one that was rejected in flight the newest that is not.

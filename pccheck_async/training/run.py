@@ -61,6 +61,7 @@ _DROPOUTS = (
     torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout,
     torch.nn.FeatureAlphaDropout,
 )  # fmt: skip
+"""Modules of torch that draw random numbers while they train."""
 _ANOTHER = "the state holds another one: if this one was made anew, make the state anew, too; if not, "
 _trained: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have made steps with an engine that is closed."""

@@ -6,6 +6,7 @@ Adaptive, Young-Daly and CheckFreq go by the cost of a checkpoint, PCcheck by it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
@@ -129,7 +130,7 @@ class AgeLimit:
             self._begun = None
 
 
-class Retrying:
+class Retrying(ABC):
     """A policy that tries a checkpoint that was skipped again after the next step."""
 
     _again = False
@@ -140,9 +141,9 @@ class Retrying:
         except AttributeError:  # in __init__
             return f"<{type(self).__name__}>"
 
+    @abstractmethod
     def decision(self) -> Decision:
         """Return the present interval, and why."""
-        raise NotImplementedError
 
     def skipped(self, report: StepReport) -> None:
         """Try again after the next step."""
