@@ -330,12 +330,21 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _gradients(optimizer: torch.optim.Optimizer, sample: int | None) -> list[torch.Tensor]:
     """Return the gradients of about ``sample`` parameters, spread over all; of all if None, or if most have none."""
-    parameters = parameters_of(optimizer)
     if sample is not None:
-        some = parameters[:: len(parameters) // sample or 1]
+        some = _spread(optimizer, sample)
         if 2 * len(found := _gradients_of(some)) > len(some):
             return found
-    return _gradients_of(parameters)
+    return _gradients_of(parameters_of(optimizer))
+
+
+def _spread(optimizer: torch.optim.Optimizer, sample: int) -> list[torch.Tensor]:
+    """Return about ``sample`` parameters, as many apart, and touch no other one (224 cold ones cost a step 0.1 ms)."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    apart, first, found = sum(map(len, groups)) // sample or 1, 0, []
+    for parameters in groups:
+        found += parameters[first::apart]
+        first = (first - len(parameters)) % apart
+    return found
 
 
 def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
