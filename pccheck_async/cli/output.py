@@ -390,12 +390,15 @@ def _show_table(screen: Console, rows: Table) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes bytes done and bytes in all, and shows them on stderr where that is a terminal."""
+    """Yield a function that takes bytes done and bytes in all, and shows them on stderr where that is a terminal.
+
+    Not under a notebook's `!`, which gives commands a terminal and shows all that would be overwritten in one.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     screen = terminal(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not screen.is_terminal
+    hidden = not screen.is_terminal or "JPY_PARENT_PID" in os.environ
     with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -96,7 +96,7 @@ def describe_incomplete(place: Place) -> Iterator[str]:
     for one in place.incomplete:
         fate = "it is being saved, or was when the ranks ended"
         if one.committed:
-            fate = "it was complete once"
+            fate = "; ".join(("it was complete once", *place.put_back(one.ranks)))
         elif one.proven:
             fate += ": the next run of the group drops it"
         yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {one.lacking}; {fate}."

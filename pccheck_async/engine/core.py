@@ -98,6 +98,7 @@ class EngineCore:
         self._told_smaller = self.config.overwrite
         self.metric = MetricWatch(config.retention.best, self.path)
         self.state = "new"  # then "opening", "open", "closing", "closed"
+        self._unopened = ""  # why it never was open
         self.pid = os.getpid()
         self._began = 0.0
         self.captures = StateReader(allow_pickle=config.allow_pickle)
@@ -131,8 +132,9 @@ class EngineCore:
         Collective if the group is a process group: an address is broadcast on the calling thread.
         """
         if self.state != "new":
-            state = "closed; make a new one" if self.state in ("closing", "closed") else "open already"
-            raise ClosedError(f"the engine of {self.path} is {state}")
+            over = self.state in ("closing", "closed")
+            state = f"{self._unopened or 'is closed'}; make a new one" if over else "is open already"
+            raise ClosedError(f"the engine of {self.path} {state}")
         self.state = "opening"
         self.loop = EngineLoop()
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
@@ -151,6 +153,7 @@ class EngineCore:
             checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
         except BaseException as error:
             self.state = "closed"
+            self._unopened = f"could not be opened ({type(error).__name__})"
             forget(self)
             try:
                 self.peers.unopened(error)
@@ -348,7 +351,7 @@ class EngineCore:
         self.check_process()
         if self.state in ("new", "opening"):
             raise ClosedError(f"the engine of {self.path} is not open yet; {self._how_to_open}")
-        raise ClosedError(f"the engine of {self.path} is {self.state}")
+        raise ClosedError(f"the engine of {self.path} {self._unopened or f'is {self.state}'}")
 
     @property
     def _how_to_open(self) -> str:

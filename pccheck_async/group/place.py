@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -220,11 +220,7 @@ class Place:
         lacking = [one for one in self.incomplete if matches(which, one.step, None)]
         if lacking:
             what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
-            ranks = sorted({rank for one in lacking for rank in one.ranks})
-            if gone := [rank_name(rank) for rank in ranks if rank not in (self.rank_folders or ())]:
-                what += f"; {first_few(gone, 5)} is not there: put it back, from a backup or that rank's host"
-            if new := [rank_name(each) for each in ranks if each in self.stores and not self.stores[each][1].entries]:
-                what += f"; {first_few(new, 5)} is empty, made by a start: remove it, and put the old one back"
+            what += "".join(f"; {advice}" for advice in self.put_back({rank for one in lacking for rank in one.ranks}))
             return IncompleteCheckpointError(
                 f"{self.path} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
                 f"from its own folder, such as {self.path / rank_name(min(self.stores))}"
@@ -233,6 +229,14 @@ class Place:
             return no_store(self.opened, self.path)
         there = there_are(which, self.infos) or ("" if self.infos else others_in_words(self.path))
         return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}{there}")
+
+    def put_back(self, ranks: Iterable[int]) -> Iterator[str]:
+        """Yield what to do about those of ``ranks``, which lack parts, whose folders are not there or are empty."""
+        lacking = sorted(set(ranks))
+        if gone := [rank_name(rank) for rank in lacking if rank not in (self.rank_folders or ())]:
+            yield f"{first_few(gone, 5)} is not there: put it back, from a backup or that rank's host"
+        if new := [rank_name(each) for each in lacking if each in self.stores and not self.stores[each][1].entries]:
+            yield f"{first_few(new, 5)} is empty, made by a start: remove it, and put the old one back"
 
     # -- reading
 

@@ -32,7 +32,7 @@ from pccheck_async import (
     stores,
 )
 from pccheck_async.engine import core
-from pccheck_async.errors import ClosedError, DamagedError, StoreLockedError, UnsupportedStateError
+from pccheck_async.errors import CheckpointError, ClosedError, DamagedError, StoreLockedError, UnsupportedStateError
 from pccheck_async.format import whole_step
 from pccheck_async.tuning import tune
 from tests.support.devices import Device
@@ -144,6 +144,18 @@ def test_opening_twice(tmp_path: Path) -> None:
         engine.checkpoint(STATE, step=1).result()
     with pytest.raises(ClosedError, match="is closed; make a new one"):
         engine.open()
+
+
+def test_an_engine_that_did_not_open_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    engine = SyncCheckpointEngine(tmp_path / "file")
+    with pytest.raises(CheckpointError) as failed:
+        engine.open()
+    why = rf"could not be opened \({type(failed.value).__name__}\)"
+    with pytest.raises(ClosedError, match=f"{why}; make a new one"):
+        engine.open()
+    with pytest.raises(ClosedError, match=why):
+        engine.checkpoint(STATE, step=1)
 
 
 def test_a_pin_of_no_step(tmp_path: Path) -> None:

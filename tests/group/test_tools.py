@@ -758,6 +758,8 @@ def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) ->
     lacking = {"step": 4, "counter": 3, "missing_ranks": [1], "missing_count": 1, "was_complete": True}
     assert found["incomplete"] == [lacking]
     shutil.rmtree(folder / "rank-00000")
+    gone = "it was complete once; rank-00000 is not there: put it back, from a backup or that rank's host."
+    assert gone in pccheck("ls", folder, status=4)
     said = pccheck("recover", folder, status=4)
     assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said
     for write in ((), ("--write",)):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import pccheck_async
 from pccheck_async import StorageOptions, SyncCheckpointEngine, stores
 from pccheck_async.cli import app, main
 from pccheck_async.cli.demo_losses import Loss, compare_losses, draw, read_losses
-from pccheck_async.cli.output import dump, parse_size, size
+from pccheck_async.cli.output import dump, parse_size, progress_bar, size
 from pccheck_async.telemetry import fill_standard_files
 from tests.support.processes import passes_in_a_forked_child
 from tests.support.warm import run_warm, start_warm
@@ -652,6 +653,24 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
             shown += piece
     os.close(master)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_cell_of_a_notebook_shows_no_bar(notebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    if notebook:
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
+    with progress_bar("verifying") as progress:
+        progress(1, 2)
+    assert ("verifying" in screen.getvalue()) is not notebook
 
 
 COMMANDS = [
