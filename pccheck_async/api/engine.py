@@ -328,6 +328,7 @@ class CheckpointEngine(EngineBase):
         return await run(self._core, self._core.pin, the_one(step, name), False)
 
     @_counted_until_awaited
+    @explained
     async def remove(
         self, *, step: int | None = None, name: str | None = None, force: bool = False
     ) -> list[CheckpointInfo]:

@@ -290,6 +290,7 @@ class SyncCheckpointEngine(EngineBase):
         """
         return block_on(self._core, self._core.pin, the_one(step, name), False)
 
+    @explained
     def remove(self, *, step: int | None = None, name: str | None = None, force: bool = False) -> list[CheckpointInfo]:
         """Remove the checkpoint called ``name``, or every one of ``step``, pinned or not, in one commit.
 

@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Never
@@ -108,6 +109,7 @@ def main() -> None:
 
 def _prepare() -> None:
     fill_standard_files()
+    warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives

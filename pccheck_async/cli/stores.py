@@ -167,14 +167,20 @@ def _restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None
         text = f"A restart tries step {newest.step}, which was not checked (--all checks it)."
     else:
         text = f"A restart restores step {newest.step}, from {whole[newest.counter]}."
-    return text + ("" if newest in superseded else _remedy(place, lost))
+    return text + ("" if newest in superseded else _remedy(place, lost, newest))
 
 
-def _remedy(place: Place, lost: Container[int]) -> str:
-    """Return a sentence with the command after which a store has whole checkpoints alone, if there is one."""
+def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) -> str:
+    """Return a sentence that says after what a store has whole checkpoints alone, if there is such a thing."""
     kept = {info.step for info in place.infos if info.counter not in lost}
-    steps = sorted({info.step for info in place.infos if info.counter in lost} - kept)
-    if not steps or place.of_group or place.is_part:
+    damaged = [info for info in place.infos if info.counter in lost]
+    if place.of_group and damaged:
+        newer = all(info.counter > newest.counter for info in damaged)
+        calls = ", ".join(f"engine.remove(step={info.step})" for info in damaged)
+        does = "training that goes on from there" if newer else f"{calls} on all ranks"
+        return f" What is damaged is dropped by {does}."
+    steps = sorted({info.step for info in damaged} - kept)
+    if not steps or place.is_part:
         return ""
     options = [part for step in steps for part in ("--step", str(step))]
     return f" {in_shell('remove', place.path, *options)} drops what is damaged."
@@ -188,13 +194,28 @@ def _outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict
 
 
 @contextmanager
-def _naming_others(path: Path) -> Iterator[None]:
+def _naming_others(path: Path, step: int | None = None, name: str | None = None) -> Iterator[None]:
     """Add the steps that may be whole to the error of a damaged checkpoint: nothing is taken in its place."""
     try:
         yield
     except DamagedError as error:
-        steps = first_few([str(info.step) for info in read_place(path).infos])
-        raise DamagedError(f"{error}; --step takes another one of {steps}") from error
+        infos = read_place(path).infos
+        asked = [info for info in infos if (step is None or info.step == step) and (name is None or info.name == name)]
+        text = str(error).partition("; leave step=")[0]  # advice for code
+        if others := [str(info.step) for info in infos if info not in asked[:1]]:
+            look = f"{in_shell('verify', path, '--all')} tells which are whole"
+            text = f"{text}; --step takes another one of {first_few(others)} ({look})"
+        raise DamagedError(text) from error
+
+
+@contextmanager
+def _of_either() -> Iterator[None]:
+    """Add to the error of a damaged checkpoint, which may be the one or the other, how to choose others."""
+    try:
+        yield
+    except DamagedError as error:
+        text = str(error).partition("; leave step=")[0]  # advice for code
+        raise DamagedError(f"{text}; --step and --other-step take other ones") from error
 
 
 def _marks(info: pccheck.CheckpointInfo) -> list[str]:
@@ -237,7 +258,8 @@ def show(
         if rank is not None or step is not None or name is not None:
             raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step nor --name")
         return heat_map(path)
-    description = pccheck.stores.describe(path, step=step, name=name, rank=rank)
+    with _naming_others(path, step, name):
+        description = pccheck.stores.describe(path, step=step, name=name, rank=rank)
     if description.differing:
         few = printable(first_few(description.differing))
         complain(f"this is the part of rank 0, and other ranks have different tensors: {few}; see --rank")
@@ -507,7 +529,7 @@ def compare(
     if other is None and other_step is None and other_name is None:
         raise typer.BadParameter("which other one? Give OTHER, --other-step or --other-name")
     step, other_step = _step_of(first, step, name, ""), _step_of(second, other_step, other_name, "other-")
-    with progress_bar("comparing") as progress:
+    with progress_bar("comparing") as progress, _of_either():
         comparison = pccheck.stores.compare(
             first.path,
             second.path,
@@ -613,7 +635,7 @@ def copy(
         raise typer.BadParameter("--pin excludes --no-pin")
     pinned = pin if pin or no_pin else None
     start = time.perf_counter()
-    with progress_bar("copying") as progress, _naming_others(source):
+    with progress_bar("copying") as progress, _naming_others(source, step, name):
         info = pccheck.stores.copy(source, target, step=step, name=name, rank=rank, pinned=pinned, progress=progress)
     seconds = time.perf_counter() - start
     there = read_place(target)
@@ -942,13 +964,16 @@ def export(
 
     The file or folder is read without this package.
 
+    Without --step and --name the newest checkpoint is taken that is whole: if that is not the newest, the status is 4.
+
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
     checkpoint, 4 something is lost or damaged.
     """
     most = None if max_file_size is None else parse_size(max_file_size)
     if most is not None and to != "safetensors":
         raise typer.BadParameter("--max-file-size is for --to safetensors")
-    with _naming_others(path):
+    newest = [info.counter for info in read_place(path).infos if not info.rejected][:1]
+    with _naming_others(path, step, name):
         exported = pccheck.stores.export(
             path,
             out,
@@ -961,13 +986,15 @@ def export(
             max_file_size=most,
             overwrite=overwrite,
         )
+    fell_back = step is None and name is None and [exported.info.counter] < newest
     document = {
         "checkpoint": as_json(exported.info),
         "path": str(exported.path),
         **pick(exported, "nbytes", "tensors", "values"),
+        "fell_back": fell_back,
         "changed": [printable(line) for line in exported.changed],
     }
-    return Report(document, _exported(exported))
+    return Report(document, _exported(exported), DIFFERENT if fell_back else 0)
 
 
 def _exported(exported: pccheck.stores.Exported) -> Iterator[str]:

@@ -364,7 +364,7 @@ class EngineCore:
     def assembly(self) -> EngineParts:
         """The parts of an engine that was opened, closed or not: its counts stay readable."""
         if not self._assembly.complete:
-            raise ClosedError(f"the engine of {self.path} was never opened; {self._how_to_open}")
+            raise ClosedError(f"the engine of {self.path} {self._unopened or f'was never opened; {self._how_to_open}'}")
         return self._assembly
 
     # -- checkpoints

@@ -54,8 +54,10 @@ def holder_here(path: str | os.PathLike[str]) -> Open | None:
 
 def call_to_close(engine: Open) -> str:
     """Return what to type to close an engine, after a colon, if the program or session has a name for it."""
-    facade = None if engine.facade is None else engine.facade()
-    there = [name for name, value in [*vars(sys.modules["__main__"]).items()] if value is facade is not None]
+    facade, names = None if engine.facade is None else engine.facade(), vars(sys.modules["__main__"])
+    there = [name for name, value in [*names.items()] if value is facade is not None]
+    if isinstance(outputs := names.get("Out"), dict):  # a notebook's cells that end in the engine
+        there += [f"Out[{cell}]" for cell, value in [*outputs.items()] if value is facade is not None]
     if not (name := next((name for name in there if not name.startswith("_")), "")):
         return ""
     return f": {'await ' if iscoroutinefunction(getattr(facade, 'close', None)) else ''}{name}.close()"

@@ -156,6 +156,14 @@ def test_an_engine_that_did_not_open_says_so(tmp_path: Path) -> None:
         engine.open()
     with pytest.raises(ClosedError, match=why):
         engine.checkpoint(STATE, step=1)
+    with pytest.raises(ClosedError, match=why):
+        engine.statistics()
+
+
+@pytest.mark.parametrize("kind", [SyncCheckpointEngine, CheckpointEngine])
+def test_a_step_without_its_name_is_not_removed(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="; by name: step, name, force"):
+        kind(tmp_path).remove(3)
 
 
 def test_a_pin_of_no_step(tmp_path: Path) -> None:
@@ -828,11 +836,15 @@ def test_a_locked_store_says_what_to_type(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("__main__.my_engine", engine, raising=False)
     with pytest.raises(StoreLockedError, match=r": close it first: my_engine\.close\(\) \(opening"):
         SyncCheckpointEngine(tmp_path).open()
+    monkeypatch.delattr("__main__.my_engine")
+    monkeypatch.setattr("__main__.Out", {2: "text", 3: engine}, raising=False)  # of a notebook
+    with pytest.raises(StoreLockedError, match=r": close it first: Out\[3\]\.close\(\) \(opening"):
+        SyncCheckpointEngine(tmp_path).open()
     engine.close()
 
     async def main() -> None:
         async with CheckpointEngine(tmp_path) as other:
-            monkeypatch.setattr("__main__.my_engine", other)
+            monkeypatch.setattr("__main__.my_engine", other, raising=False)
             with pytest.raises(StoreLockedError, match=r": close it first: await my_engine\.close\(\) \("):
                 SyncCheckpointEngine(tmp_path).open()
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import time
+import warnings
 from collections import OrderedDict
 from dataclasses import replace as replace_fields
 from itertools import count, product
@@ -692,6 +693,26 @@ def test_what_is_lost_cannot_be_written(folder: Path) -> None:
     said = pccheck("recover", folder, "--write", status=4)
     assert "nothing can be written: the records of" in said
     assert "LOST: step 3" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_said_to_drop_a_damaged_one_drops_it(rank: int, folder: Path) -> None:
+    (folder / rank_name(rank) / stores.describe(folder, rank=rank).slot).unlink()
+    for command in ("ls", "verify"):
+        said = pccheck(command, folder, status=4)
+        assert "What is damaged is dropped by training that goes on from there." in said
+
+    def go_on(group: Group) -> None:
+        with SyncCheckpointEngine(folder, group=group, keep_last=2) as engine:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # rank 0 warns that all fall back
+                engine.restore(state_of_rank(group.rank, 1))
+            engine.checkpoint(state_of_rank(group.rank, 5), step=5).result(60)
+
+    assert end_ranks(start_ranks(2, go_on)) == [0, 0]
+    assert "3" not in re.findall(r"^ +(\d) +\d", pccheck("ls", folder), re.MULTILINE)
+    assert stores.verify(folder, every=True).whole
 
 
 @pytest.mark.slow

@@ -755,16 +755,42 @@ def test_compare_by_name(tmp_path: Path) -> None:
     assert (found["one"]["step"], found["other"]["step"]) == (1, 2)
 
 
-def test_a_damaged_checkpoint_that_is_to_be_copied_names_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [[], ["--step=3"]])
+def test_a_damaged_checkpoint_that_is_to_be_copied_names_the_others(asked: list[str], tmp_path: Path) -> None:
     save(tmp_path / "run", range(1, 4))
     slot = pccheck_async.stores.describe(tmp_path / "run").slot
     with open(tmp_path / "run" / slot, "r+b") as file:
         file.write(b"?" * 50)
-    for command in (["copy", "run", "other"], ["export", "run", "out.pt", "--to=torch"]):
-        places = [str(tmp_path / each) if each in ("run", "other", "out.pt") else each for each in command]
-        said = runner.invoke(app, places)
+    commands = {"copy": ["other"], "show": []}
+    if asked:  # else an older one is taken
+        commands = {"export": [str(tmp_path / "out.pt"), "--to=torch"], **commands}
+    compared = runner.invoke(app, ["compare", str(tmp_path / "run"), "--other-step=2", *asked])
+    assert compared.exit_code == 4
+    assert "damaged: checksum mismatch" in compared.stderr
+    assert compared.stderr.endswith("; --step and --other-step take other ones\n")
+    for command, more in commands.items():
+        places = [str(tmp_path / each) if each == "other" else each for each in more]
+        if command == "show":  # which reads no tensor
+            os.unlink(tmp_path / "run" / slot)
+        said = runner.invoke(app, [command, str(tmp_path / "run"), *places, *asked])
         assert said.exit_code == 4
-        assert "--step takes another one of 3, 2, 1" in said.stderr
+        assert "--step takes another one of 2, 1 (`pccheck verify" in said.stderr
+        assert "step= or name=" not in said.stderr
+
+
+def test_an_export_of_an_older_one_says_so(tmp_path: Path) -> None:
+    save(tmp_path / "run", range(1, 4))
+    os.unlink(tmp_path / "run" / pccheck_async.stores.describe(tmp_path / "run").slot)
+    said = run_as_a_process("export", tmp_path / "run", tmp_path / "out.pt", "--to", "torch", "--json")
+    assert said.returncode == 4
+    assert json.loads(said.stdout)["fell_back"]
+    assert json.loads(said.stdout)["checkpoint"]["step"] == 2
+    assert said.stderr.startswith(b"pccheck: warning: checkpoint of step 3 cannot be read")
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_copies_that_lie_inside(tmp_path: Path) -> None:
+    save(tmp_path / "run", range(1, 4))
     inside = runner.invoke(app, ["copy", str(tmp_path / "run"), str(tmp_path / "run" / "copy")])
     assert inside.exit_code == 2
     assert "lies inside" in inside.stderr
