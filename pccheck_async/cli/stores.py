@@ -174,14 +174,14 @@ def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) 
     """Return a sentence that says after what a store has whole checkpoints alone, if there is such a thing."""
     kept = {info.step for info in place.infos if info.counter not in lost}
     damaged = [info for info in place.infos if info.counter in lost]
-    if place.of_group and damaged:
-        newer = all(info.counter > newest.counter for info in damaged)
-        calls = ", ".join(f"engine.remove(step={info.step})" for info in damaged)
-        does = "training that goes on from there" if newer else f"{calls} on all ranks"
-        return f" What is damaged is dropped by {does}."
     steps = sorted({info.step for info in damaged} - kept)
+    if place.of_group and damaged and all(info.counter > newest.counter for info in damaged):
+        return " What is damaged is dropped by training that goes on from there."
     if not steps or place.is_part:
         return ""
+    if place.of_group:
+        calls = ", ".join(f"engine.remove(step={step})" for step in steps)
+        return f" What is damaged is dropped by {calls} on all ranks."
     options = [part for step in steps for part in ("--step", str(step))]
     return f" {in_shell('remove', place.path, *options)} drops what is damaged."
 
@@ -195,27 +195,15 @@ def _outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict
 
 @contextmanager
 def _naming_others(path: Path, step: int | None = None, name: str | None = None) -> Iterator[None]:
-    """Add the steps that may be whole to the error of a damaged checkpoint: nothing is taken in its place."""
+    """Add the other steps to the error of a damaged checkpoint: nothing is taken in its place."""
     try:
         yield
     except DamagedError as error:
         infos = read_place(path).infos
         asked = [info for info in infos if (step is None or info.step == step) and (name is None or info.name == name)]
-        text = str(error).partition("; leave step=")[0]  # advice for code
-        if others := [str(info.step) for info in infos if info not in asked[:1]]:
-            look = f"{in_shell('verify', path, '--all')} tells which are whole"
-            text = f"{text}; --step takes another one of {first_few(others)} ({look})"
-        raise DamagedError(text) from error
-
-
-@contextmanager
-def _of_either() -> Iterator[None]:
-    """Add to the error of a damaged checkpoint, which may be the one or the other, how to choose others."""
-    try:
-        yield
-    except DamagedError as error:
-        text = str(error).partition("; leave step=")[0]  # advice for code
-        raise DamagedError(f"{text}; --step and --other-step take other ones") from error
+        if not (others := [str(info.step) for info in infos if info not in asked[:1]]):
+            raise
+        raise DamagedError(f"{error}; --step takes another one of {first_few(others)}") from error
 
 
 def _marks(info: pccheck.CheckpointInfo) -> list[str]:
@@ -529,7 +517,7 @@ def compare(
     if other is None and other_step is None and other_name is None:
         raise typer.BadParameter("which other one? Give OTHER, --other-step or --other-name")
     step, other_step = _step_of(first, step, name, ""), _step_of(second, other_step, other_name, "other-")
-    with progress_bar("comparing") as progress, _of_either():
+    with progress_bar("comparing") as progress:
         comparison = pccheck.stores.compare(
             first.path,
             second.path,

@@ -91,7 +91,7 @@ class Fallback:
         self.unreadable: set[int] = set()
         self.failure: tuple[Entry, Exception] | None = None
         self.warned = False
-        self._falls_back = falls_back and which is None
+        self._may_fall_back, self._falls_back = falls_back, falls_back and which is None
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
 
     def succeeded(self, entry: Entry, superseded: bool) -> None:
@@ -135,13 +135,13 @@ class Fallback:
         assert self.failure is not None
         entry, error = self.failure
         if isinstance(error, DamagedError):
-            verify = in_shell("verify", self._path, "--all")
-            todo = f"leave step= or name= out for the newest whole one ({verify} tells which are)"
+            todo = f"{in_shell('verify', self._path, '--all')} tells which are whole"
             if self._falls_back:
                 search = in_shell("recover", self._path, "--search")
                 todo = f"no other one can be read; {search} finds what no record names"
-            text = f"{self._path}, checkpoint of step {entry.step}: {error}; {todo}"
-            error.args = (text,)
+            elif self._may_fall_back:
+                todo = f"without a step and a name the newest whole one is taken ({todo})"
+            error.args = (f"{self._path}, checkpoint of step {entry.step}: {error}; {todo}",)
         return error
 
     def _warn_damaged(self, entry: Entry, error: Exception, older: Entry) -> None:

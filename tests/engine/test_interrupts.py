@@ -104,7 +104,7 @@ def test_an_interrupt_that_is_swallowed_other_than_by_a_finalizer_fails(
     try:
         with interrupter(1) as source:
             source.patience = 0.05
-            source.ask(0.001)
+            source.ask(1)
             with suppress(KeyboardInterrupt):
                 work()
                 source.wait()

@@ -816,7 +816,7 @@ def test_damage_names_store_and_step_and_a_fall_back_the_users_line(tmp_path: Pa
         with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.raises(DamagedError) as raised:
             engine.restore(state, step=named)
         assert str(raised.value).startswith(f"{tmp_path}, checkpoint of step {named}: ")
-        assert "leave step= or name= out for the newest whole one" in str(raised.value)
+        assert "without a step and a name the newest whole one is taken" in str(raised.value)
         if named == 2:
             with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.warns(RuntimeWarning) as warned:
                 engine.restore(state)

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -185,16 +186,22 @@ def test_an_interrupt_at_every_byte_code(change: Callable[[Shelf, int], None], s
 
 
 def storm(path: Path, seed: int, rounds: int) -> dict[str, int]:
-    """Interrupt so many changes from outside; each look is compared with what was there before, and is to be after."""
+    """Interrupt so many changes from outside; each look is compared with what was there before, and is to be after.
+
+    An interrupt comes within the time that such a change takes, and rather early: once a commit has begun, all of it is
+    "after". That time is measured, since no constant fits each machine.
+    """
     choose, seen, number = random.Random(seed), {"before": 0, "after": 0}, 0
-    shelf = start(path)
+    shelf, took = start(path), dict.fromkeys(CHANGES, 0.001)
     with interrupter(seed) as source:
         for _ in range(rounds):
             number += 1
             change, before = choose.choice(CHANGES), look(shelf)
             try:
-                source.ask(0.001)
+                source.ask(choose.random() * took[change])
+                begun = time.perf_counter()
                 change(shelf, number)
+                took[change] = time.perf_counter() - begun
                 source.wait()
             except KeyboardInterrupt:
                 pass

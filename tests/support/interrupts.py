@@ -29,26 +29,32 @@ class Interrupter:
     def __init__(self, seed: int) -> None:
         self.swallowed = self.ignored = 0
         self._asked = 0
-        self._sent = mmap.mmap(-1, 8)  # how many, by the child
+        self._begun = mmap.mmap(-1, 8)  # how many, by the child
+        self._sent = mmap.mmap(-1, 8)
         self._random = random.Random(seed)
         self._reader, self._writer = os.pipe()
         parent = os.getpid()
         self._child = os.fork()
         if self._child == 0:
             os.close(self._writer)
+            count = 0
             while len(word := os.read(self._reader, 8)) == 8:
+                count += 1
                 until = time.perf_counter() + int.from_bytes(word, "little") / 1e9
+                self._begun[:] = count.to_bytes(8, "little")
                 while time.perf_counter() < until:
                     pass
                 os.kill(parent, signal.SIGINT)
-                self._sent[:] = (int.from_bytes(self._sent[:], "little") + 1).to_bytes(8, "little")
+                self._sent[:] = count.to_bytes(8, "little")
             os._exit(0)
         os.close(self._reader)
 
     def ask(self, most_seconds: float) -> None:
-        """Let one come within so many seconds."""
+        """Let one come within so many seconds of the return; on a busy machine it may come here."""
         self._asked += 1
         os.write(self._writer, int(self._random.uniform(0, most_seconds) * 1e9).to_bytes(8, "little"))
+        while int.from_bytes(self._begun[:], "little") < self._asked:  # the child takes longer to wake than a change
+            os.sched_yield()
 
     def wait(self) -> NoReturn:
         """Wait for it to be raised here, and let another come where Python swallowed it, in a finalizer.
