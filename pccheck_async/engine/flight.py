@@ -190,7 +190,9 @@ class Flight:
         compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
     """
 
-    def __init__(self, step: int, counter: int, name: str | None = None, *, on_disk: bool = True) -> None:
+    def __init__(
+        self, step: int, counter: int, name: str | None = None, *, on_disk: bool = True, has_memory: bool = False
+    ) -> None:
         self.step = step
         self.counter = counter
         self.name = name
@@ -206,7 +208,7 @@ class Flight:
         self._pid = os.getpid()
         self._eager_captured: Promise[None] = Promise()
         self._captured: Promise[None] = Promise()
-        self._in_memory: Promise[None] = Promise()
+        self._in_memory: Promise[None] | None = Promise() if has_memory else None
         self._durable: Promise[CheckpointInfo] = Promise()
         self._waiters: set[Waiting] = set()
 
@@ -234,11 +236,17 @@ class Flight:
 
     async def in_memory(self) -> None:
         """Wait until it is committed in memory."""
-        await self._wait(self._in_memory)
+        await self._wait(self._of_memory())
 
     def wait_in_memory(self, timeout: float | None = None) -> None:
         """Block until it is committed in memory."""
-        self._block(self._in_memory, timeout)
+        self._block(self._of_memory(), timeout)
+
+    def _of_memory(self) -> Promise[None]:
+        if self._in_memory is None:
+            what = f"the checkpoint of step {self.step} is not saved in memory"
+            raise CheckpointError(f"{what}: that needs an engine with memory=MemoryTier(...)")
+        return self._in_memory
 
     async def eager_captured(self) -> None:
         """Wait until the eager leaves are captured: all of the state but its lazy part."""
@@ -329,7 +337,7 @@ class Flight:
             phase: Any = "failed" if self.failed else "superseded" if self.superseded else "durable"
         elif nbytes is None:
             phase = "waiting"
-        elif self._in_memory.over and not self.on_disk:
+        elif self._in_memory is not None and self._in_memory.over and not self.on_disk:
             phase = "in memory"
         else:
             phase = "committing" if written >= nbytes else "writing" if self.is_captured else "capturing"
@@ -350,16 +358,20 @@ class Flight:
     def set_in_memory(self) -> None:
         """Called when it is committed in memory."""
         self.set_captured()
-        self._in_memory.set_result(None)
+        if self._in_memory is not None:
+            self._in_memory.set_result(None)
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Called with the committed checkpoint, or the newest one if this one is superseded."""
         self.superseded = superseded
         self.set_captured()
-        self._in_memory.set_error(CheckpointError(f"the checkpoint of step {self.step} is durable, and not in memory"))
+        if self._in_memory is not None and not self._in_memory.over:
+            error = CheckpointError(f"the checkpoint of step {self.step} is durable, and not in memory")
+            self._in_memory.set_error(error)
         self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
         """Called with the error of a failed checkpoint: promises that are over keep their outcome, the others fail."""
         for promise in (self._captured, self._eager_captured, self._in_memory, self._durable):
-            promise.set_error(error)
+            if promise is not None:
+                promise.set_error(error)

@@ -81,7 +81,8 @@ class InFlight:
         ``state_seconds`` is the time that ``state_dict()`` and laying out its state took.
         """
         self.counter += 1
-        flight = Flight(self.counter if step is None else step, self.counter, name, on_disk=on_disk)
+        step = self.counter if step is None else step
+        flight = Flight(step, self.counter, name, on_disk=on_disk, has_memory=self._config.memory is not None)
         self._stream.emit(Admitted(step=flight.step, counter=flight.counter, state_seconds=state_seconds))
         # No call from here on: an interrupt would leave one in flight without a holder.
         self.newest = flight

@@ -145,7 +145,7 @@ def encode(manifest: Manifest) -> bytes:
 
 class _Known(Protocol):
     def get(self, name: str, of: tuple[Any, ...]) -> Any: ...
-    def set(self, name: str, of: tuple[Any, ...], value: msgspec.Raw) -> msgspec.Raw: ...
+    def set(self, name: str, of: tuple[Any, ...], value: Any) -> Any: ...
 
 
 def encode_again(manifest: Manifest, known: _Known) -> bytes:
@@ -154,19 +154,29 @@ def encode_again(manifest: Manifest, known: _Known) -> bytes:
     A manifest is encoded twice, first for its length; its tables are the same while the state's structure is. ``known``
     remembers the bytes. Raises UnsupportedStateError (see :func:`encode`).
     """
+    skeleton, tensors, storages = of = manifest.skeleton, manifest.tensors, manifest.storages
+    tables = known.get("tables", of)
+    if tables is None:
 
-    def encoded(name: str, part: Any) -> Any:
-        return known.get(name, (part,)) or known.set(name, (part,), msgspec.Raw(_ENCODER.encode(part)))
+        def encoded(name: str, part: Any) -> Any:
+            return known.get(name, (part,)) or known.set(name, (part,), msgspec.Raw(_ENCODER.encode(part)))
 
-    skeleton = manifest.skeleton
-    if isinstance(skeleton, (DictNode, OrderedDictNode)):  # of a training state, all but a few numbers are in objects
-        values = [
-            encoded(f"value {number}", value) if type(value) is StatefulNode else value
-            for number, value in enumerate(skeleton.values)
-        ]
-        skeleton = structs.replace(skeleton, values=values)
-    tables = {name: encoded(name, getattr(manifest, name)) for name in ("tensors", "storages")}
-    return encode(structs.replace(manifest, skeleton=skeleton, **tables))
+        parts: Any = skeleton
+        if isinstance(
+            skeleton, (DictNode, OrderedDictNode)
+        ):  # of a training state, all but a few numbers are in objects
+            values = [
+                encoded(f"value {number}", value) if type(value) is StatefulNode else value
+                for number, value in enumerate(skeleton.values)
+            ]
+            parts = structs.replace(skeleton, values=values)
+        tables = {
+            "skeleton": msgspec.Raw(_ENCODER.encode(parts)),
+            "tensors": encoded("tensors", tensors),
+            "storages": encoded("storages", storages),
+        }
+        known.set("tables", of, tables)
+    return encode(structs.replace(manifest, **tables))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:

@@ -205,10 +205,11 @@ class Retention:
         counted = [entry for entry in candidates if not entry.rejected]
         kept = {entry.counter for entry in counted[: self.keep_last]}
         kept.update([entry.counter for entry in candidates if entry.pinned])
-        if self.best is not None:
-            kept.update([entry.counter for entry in self.best.among(counted)])
-        for every, seconds in self.spaced:
-            kept.update(_first_of_slices(counted, every, seconds))
+        if (best := self.best) is not None:
+            kept.update([entry.counter for entry in best.among(counted)])
+        if self.keep.spaced:
+            for every, seconds in self.spaced:
+                kept.update(_first_of_slices(counted, every, seconds))
         crowded_out: list[Entry] = []
         if self.keep.every is not None:
             periodic = [entry for entry in self._periodic(counted, self.keep.every) if entry.counter not in kept]

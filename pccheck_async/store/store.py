@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -199,24 +199,28 @@ class Store:
 
         Raises StoreFullError: no space, and nothing was changed but free slots; StoreFailedError.
         """
-        async with self._slots_to_lease() as slots:
-            return await slots.lease(align(nbytes, self.block_bytes))
+        await self._free_damaged()
+        async with self.slots.lock:
+            await self._check_leasing()
+            return await self.slots.lease(align(nbytes, self.block_bytes))
 
     async def reserve_now(self, nbytes: int, *, creates: bool) -> SlotLease | None:
         """As :meth:`reserve`; None if readers of other processes hold all slots, or one would have to be created."""
-        async with self._slots_to_lease() as slots:
-            return await slots.lease_now(align(nbytes, self.block_bytes), set(), creates=creates)
-
-    @asynccontextmanager
-    async def _slots_to_lease(self) -> AsyncIterator[Slots]:
-        if self.committed.adopted:
-            # Free the slots of checkpoints found damaged: a record without them, and with the adopted ones.
-            await self.amend(lambda entries: entries)
+        await self._free_damaged()
         async with self.slots.lock:
-            self.latch.check()
-            if not self.took_over:
-                await self.take_over()
-            yield self.slots
+            await self._check_leasing()
+            return await self.slots.lease_now(align(nbytes, self.block_bytes), set(), creates=creates)
+
+    async def _free_damaged(self) -> None:
+        """Free the slots of checkpoints found damaged: a record without them, and with the adopted ones."""
+        if self.committed.adopted:
+            await self.amend(lambda entries: entries)
+
+    async def _check_leasing(self) -> None:
+        """Raise StoreFailedError if the store takes no more commits. Called under the lock of the slots."""
+        self.latch.check()
+        if not self.took_over:
+            await self.take_over()
 
     async def commit(self, written: Written) -> bool:
         """Commit a checkpoint; False if it is superseded (I6).

@@ -715,7 +715,7 @@ def test_wrong_use(tmp_path: Path, tier: MemoryTier) -> None:
             engine.checkpoint(state_of(1), step=1, tier="ram")  # type: ignore[arg-type]
         pending = engine.checkpoint(state_of(1), step=1)
         pending.wait_reached("disk", 60)
-        with pytest.raises(CheckpointError, match="durable, and not in memory"):
+        with pytest.raises(CheckpointError, match="not saved in memory: that needs an engine with memory"):
             pending.wait_reached("memory", 60)
 
 

@@ -39,7 +39,7 @@ class Memos:
 
     def __init__(self) -> None:
         self._torn = TornLeaves()
-        self._known: tuple[tuple[set[str], list[weakref.ref[Any]], Memo], ...] = ()
+        self._known: tuple[tuple[list[str], list[weakref.ref[Any]], Memo], ...] = ()
 
     def of(self, state: Mapping[str, Any]) -> Memo:
         """Return the memo of the state with these objects, or if there is none, of one with these keys.
@@ -47,12 +47,13 @@ class Memos:
         Of the latter only one without objects, or whose objects are gone: a program may wrap its objects anew for each
         checkpoint. If there is neither, the memo is new.
         """
-        keys, objects = {*state}, _references(state)
+        keys, objects = [*state], _references(state)
         known = self._known
         if known and known[0][0] == keys and _same(known[0][1], objects):
             return known[0][2]
         memo = next((memo for _, others, memo in known if objects and _same(others, objects)), None) or next(
-            (memo for names, others, memo in known if names == keys and all(other() is None for other in others)), None
+            (memo for names, others, memo in known if {*names} == {*keys} and all(each() is None for each in others)),
+            None,
         )
         memo = memo or Memo(self._torn)
         self._known = ((keys, objects, memo), *[each for each in known if each[2] is not memo])[:_MOST]

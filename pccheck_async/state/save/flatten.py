@@ -59,6 +59,7 @@ def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickl
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path, with advice.
     """
+    check_outermost(state)
     flat = flatten_unchecked(state, tally=tally, allow_pickle=allow_pickle, remembers=False)
     flat.leaves.check()
     return flat
@@ -72,7 +73,7 @@ def flatten_unchecked(
     allow_pickle: bool = False,
     remembers: bool = True,
 ) -> FlatState:
-    """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
+    """Flatten ``state``; check neither its arrays (:meth:`Leaves.check`) nor its keys (:func:`check_outermost`).
 
     Values that are as in ``last``, the outline of any earlier state, are not walked again, and modules and optimizers
     like torch's own are read in place of their ``state_dict()`` (:mod:`.state.cache.patterns`).
@@ -80,7 +81,6 @@ def flatten_unchecked(
     Values of other types are pickled with ``allow_pickle``, and else refused.
     """
     flattener = Flattener(tally, allow_pickle=allow_pickle, remembers=remembers and patterns.compare is not None)
-    check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
     try:
