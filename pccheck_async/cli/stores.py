@@ -834,16 +834,24 @@ def recover(
     from pccheck_async.upkeep import forbidden_files  # and torch
 
     forbidden = [] if status else forbidden_files(read_place(path))
-    return Report(document, _recovered(recovery, path, forbidden), FAILED if forbidden else status)
+    options = [*["--search"] * search, *[part for each in slots or () for part in ("--slot", str(each))], "--write"]
+    to_write = in_shell("recover", path, *options)
+    return Report(document, _recovered(recovery, path, forbidden, to_write), FAILED if forbidden else status)
 
 
-def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequence[str]) -> Iterator[str | Table]:
+def _found(recovery: pccheck.stores.Recovery) -> Table:
+    rows = table("slot", "step", "counter", "size", "captured (UTC)", "whole", "note", right=4)
+    for one in recovery.found:
+        facts = (*_columns(one.info), captured_at(one.info)) if one.info else [""] * 4
+        rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
+    return rows
+
+
+def _recovered(
+    recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequence[str], to_write: str
+) -> Iterator[str | Table]:
     if recovery.found:
-        rows = table("slot", "step", "counter", "size", "captured (UTC)", "whole", "note", right=4)
-        for one in recovery.found:
-            facts = (*_columns(one.info), captured_at(one.info)) if one.info else [""] * 4
-            rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
-        yield rows
+        yield _found(recovery)
     yield (
         f"{recovery.identity_name} is {recovery.identity}, the commit records"
         f"{' of ' * bool(recovery.unrecorded)}{first_few(recovery.unrecorded, 5)} are {recovery.record}"
@@ -882,7 +890,7 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
     elif recovery.refusal:
         yield f"--write refuses: {recovery.refusal}."
     elif recovery.named and (recovery.needed or recovery.found):
-        yield f"Nothing was written. With --write the store names {steps}, newest first."
+        yield f"Nothing was written. After {to_write} the store names {steps}, newest first."
         if dropped:
             yield f"It no longer names {dropped}: no slot that was chosen holds them whole."
     elif recovery.found and recovery.record == "valid":
@@ -891,9 +899,11 @@ def _recovered(recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequenc
         yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
     elif not recovery.needed:
         can = "" if forbidden else ", and a trainer can open this store"
-        yield f"Nothing is missing from the records, and every checksum of the checkpoints holds{can}."
+        some = recovery.verification is None or recovery.verification.checkpoints
+        holds = "every checksum of the checkpoints holds" if some else "they name no checkpoint"
+        yield f"Nothing is missing from the records, and {holds}{can}."
     elif recovery.record == "valid":
-        yield "Nothing was written. With --write the store is there again; it names no checkpoint."
+        yield f"Nothing was written. After {to_write} the store is there again; it names no checkpoint."
     else:
         yield f"{recovery.none_named.capitalize()}. Nothing was written."
     if forbidden:

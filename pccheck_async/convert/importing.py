@@ -152,6 +152,8 @@ def import_checkpoint(
     saved = None if kind in ("lightning", "transformers") else reading.saved
     if saved is not None:
         known, facts = saved.step, saved.metadata if facts is None else facts
+    if known is None and step is None and kind not in ("lightning", "transformers"):  # which say so, and why
+        missing.append(f"the step ({name.name} has none; it is counted on from the store, unless one is given)")
     asked, step = step is not None, known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
     own_name = None if saved is None else saved.name or None

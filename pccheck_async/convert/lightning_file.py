@@ -52,7 +52,7 @@ def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any],
     missing += [f"{part} (the file has no {name})" for part, name in _NAMES.items() if name not in held]
     missing.append("rng (a file of Lightning holds none)")
     if step is None:
-        missing.append("the step (the file has no global_step; it is counted on from the store)")
+        missing.append("the step (the file has no global_step; it is counted on from the store, unless one is given)")
     return state | {"others": others}, None if step is None else max(0, step - 1)
 
 

@@ -231,12 +231,19 @@ class Place:
         return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}{there}")
 
     def put_back(self, ranks: Iterable[int]) -> Iterator[str]:
-        """Yield what to do about those of ``ranks``, which lack parts, whose folders are not there or are empty."""
+        """Yield what to do about those of ``ranks``, which lack parts, whose folders are not those of this group."""
         lacking = sorted(set(ranks))
         if gone := [rank_name(rank) for rank in lacking if rank not in (self.rank_folders or ())]:
             yield f"{first_few(gone, 5)} is not there: put it back, from a backup or that rank's host"
         if new := [rank_name(each) for each in lacking if each in self.stores and not self.stores[each][1].entries]:
             yield f"{first_few(new, 5)} is empty, made by a start: remove it, and put the old one back"
+        alone = {rank for parts in self._parts.values() if len(parts) == 1 for rank in parts}
+        shared = {rank for parts in self._parts.values() if len(parts) > 1 for rank in parts}
+        if strange := [rank_name(rank) for rank in lacking if rank in alone - shared]:
+            yield (
+                f"no other rank has any of the checkpoints in {first_few(strange, 5)}: that is a folder of another "
+                "group, or an older one; put the one of this group back"
+            )
 
     # -- reading
 

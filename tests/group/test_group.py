@@ -379,6 +379,15 @@ def test_what_was_complete_and_lacks_a_part_is_told(tmp_path: Path, caplog: pyte
         load_sync(tmp_path)
 
 
+def test_a_folder_of_another_group_is_named(tmp_path: Path) -> None:
+    for name in ("this", "another"):
+        run_ranks(2, lambda group, folder=tmp_path / name: save(folder, group, range(2)))  # type: ignore[misc]
+    shutil.rmtree(tmp_path / "this" / "rank-00001")
+    shutil.copytree(tmp_path / "another" / "rank-00001", tmp_path / "this" / "rank-00001")
+    with pytest.raises(IncompleteCheckpointError, match="any of the checkpoints in rank-00000, rank-00001: that is a "):
+        load_sync(tmp_path / "this")
+
+
 LEFT_OPEN = """
 import sys
 import torch

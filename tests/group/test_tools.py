@@ -616,8 +616,8 @@ def test_the_records_of_a_rank_are_made_again(folder: Path, rank: int) -> None:
     said = pccheck("recover", commit.parent, status=4)
     assert f"--write refuses: {commit.parent} holds" in said
     assert f"`pccheck recover {folder} --write` makes these again" in said
-    assert "With --write the store names" not in said
-    assert "With --write the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
+    assert "--write` the store names" not in said
+    assert "--write` the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
     assert f"Written: {rank_name(rank)}/commit" in pccheck("recover", folder, "--write")
     assert list_checkpoints(folder) == before  # step 1 is pinned
     assert stores.verify(folder, every=True).whole
@@ -647,7 +647,7 @@ def test_a_rank_that_lost_its_identity_too_is_made_again(folder: Path, records: 
             stores.recover(store, write=True)  # it would become a store of one process
     said = pccheck("recover", folder, status=4)
     assert "store.json of rank-00001 is missing, damaged" in said
-    assert "With --write the store names steps 3, 2, 1" in said
+    assert "--write` the store names steps 3, 2, 1" in said
     said = pccheck("recover", folder, "--write")
     assert f"rank-00001/{'store.json' if records == 'whole' else 'commit, rank-00001/store.json'}" in said
     assert list_checkpoints(folder) == before
@@ -667,7 +667,7 @@ def test_a_rank_that_was_made_a_store_of_one_process_is_named_and_made_again(fol
         shutil.copyfile(elsewhere / name, store / name)
     for command in ("ls", "verify"):
         assert "rank-00001 holds a store of one process" in pccheck(command, folder, status=4).replace("\n", " ")
-    assert "With --write the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
+    assert "--write` the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
     pccheck("recover", folder, "--write")
     assert list_checkpoints(folder) == before
     save_in_group(folder, 2, 4, keep_last=4)

@@ -812,7 +812,7 @@ def test_dcp_lists_with_gaps_and_values_that_need_code(tmp_path: Path) -> None:
     assert "mkdir); evil.b (unknown array dtype '|O8')" in str(caught.value)
     assert not (tmp_path / "s").exists()
     info = stores.import_(tmp_path / "d", tmp_path / "s", skip_unreadable=True)
-    assert [line.partition(" (")[0] for line in info.missing] == ["evil.a", "evil.b"]
+    assert [line.partition(" (")[0] for line in info.missing] == ["evil.a", "evil.b", "the step"]
     assert not difference(load_sync(tmp_path / "s"), {"list": [None, torch.ones(2), {"x": 1}]})
     del state["evil"]
     save_dcp(state, checkpoint_id=tmp_path / "e", no_dist=True)
@@ -911,7 +911,7 @@ def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_byte_of_a_dcp_folder_is_compared_with_its_checksum(tmp_path: Path) -> None:
     save_dcp({"x": torch.arange(3000.0)}, checkpoint_id=tmp_path / "d", no_dist=True)
-    assert stores.import_(tmp_path / "d", tmp_path / "s").missing == ()
+    assert stores.import_(tmp_path / "d", tmp_path / "s", step=1).missing == ()
     (file,) = (tmp_path / "d").glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[data.index(torch.arange(3000.0).numpy().tobytes()[4000:8000])] ^= 1
@@ -1218,7 +1218,7 @@ def test_import_of_a_file_that_was_compressed(tmp_path: Path) -> None:
         for member in whole.infolist():
             archive.writestr(member.filename, whole.read(member), zipfile.ZIP_DEFLATED)
     assert (tmp_path / "z.pt").stat().st_size < (tmp_path / "t.pt").stat().st_size
-    assert stores.import_(tmp_path / "z.pt", tmp_path / "s").missing == ()
+    assert stores.import_(tmp_path / "z.pt", tmp_path / "s", step=1).missing == ()
     assert not difference(load_sync(tmp_path / "s"), state)
 
 
@@ -1231,7 +1231,7 @@ def test_every_byte_of_a_torch_file_is_compared_with_its_checksum(tmp_path: Path
         torch.serialization.set_crc32_options(True)
     whole = (tmp_path / "t.pt").read_bytes()
     info = stores.import_(tmp_path / "t.pt", tmp_path / "s")
-    assert [line.partition(" (")[0] for line in info.missing] == ([] if sums else ["checksums"])
+    assert [line.partition(" (")[0] for line in info.missing] == [*["checksums"] * (not sums), "the step"]
     for within in (torch.arange(3000.0).numpy().tobytes()[4000:8000], b"a text that"):
         damaged = bytearray(whole)
         damaged[whole.index(within)] ^= 1
@@ -1372,12 +1372,12 @@ def test_what_else_is_in_a_folder_of_a_model_is_named(tmp_path: Path) -> None:
     for title in ("optimizer.bin", "random_states_0.pkl", "pytorch_model.bin"):
         torch.save({"y": 1}, tmp_path / title)
     (tmp_path / "config.json").write_text("{}")
-    info = stores.import_(tmp_path, tmp_path / "s")
+    info = stores.import_(tmp_path, tmp_path / "s", step=1)
     assert info.missing == tuple(
         f"{title} (left out: it is no part of model.safetensors)"
         for title in ("optimizer.bin", "pytorch_model.bin", "random_states_0.pkl")
     )
-    assert stores.import_(tmp_path / "model.safetensors", tmp_path / "s").missing == ()
+    assert stores.import_(tmp_path / "model.safetensors", tmp_path / "s", step=1).missing == ()
 
 
 class Config(dict[str, Any]):

@@ -162,7 +162,7 @@ def test_recover_does_not_call_a_store_fine_whose_newest_record_is_lost(store: P
     assert result.exit_code == 4
     assert "It may have been the newest" in result.stdout
     assert "Nothing is missing" not in result.stdout
-    assert "With --write the store names steps 3, 2" in pccheck("recover", store, "--search").stdout
+    assert "--write` the store names steps 3, 2" in pccheck("recover", store, "--search").stdout
 
 
 @pytest.mark.slow
@@ -570,7 +570,7 @@ def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "store" / "store.json").unlink()
     result = pccheck("recover", tmp_path / "store")
     assert result.exit_code == 4
-    assert "With --write the store is there again; it names no checkpoint." in result.stdout
+    assert "--write` the store is there again; it names no checkpoint." in result.stdout
     assert pccheck("recover", tmp_path / "store", "--write").exit_code == 0
     assert pccheck("recover", tmp_path / "store").exit_code == 0
 
@@ -589,7 +589,7 @@ def test_recover(store: Path) -> None:
     assert len(rows) == 6
     assert {row[1]: row[7] for row in rows if len(row) > 7} == {"1": "yes", "2": "yes", "3": "no"}
     assert "1 of 3 chunks damaged or overwritten" in result.stdout
-    assert "With --write the store names steps 2, 1, newest first." in result.stdout
+    assert "--write` the store names steps 2, 1, newest first." in result.stdout
     found = parsed("recover", store, status=4)
     assert [info["step"] for info in found["names"]] == [2, 1]
     assert found["written"] == []
