@@ -79,6 +79,7 @@ class Scheduler:
     def __post_init__(self, max_in_flight: int) -> None:
         self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
         self._jobs: dict[Flight, Job] = {}
+        self._saving_unsaved = asyncio.Lock()
         self._until: float | None = None
         self._last_drains: set[asyncio.Timeout] = set()
 
@@ -353,13 +354,22 @@ class Scheduler:
                     tasks.create_task(writer.put(ChunkPlace(chunk.offset, view, None, None)))
 
     async def save_unsaved(self) -> None:
-        """Make the newest checkpoint in memory durable on disk, if that has none as new. Called when no more come.
+        """Make the newest checkpoint in memory durable on disk, if that has none as new; wait if that is under way.
 
         Raises the errors of :meth:`Store.commit`, and DamagedError: then nothing was written.
         """
         memory = self.memory
-        if memory is None or (entry := memory.unsaved) is None:
+        if memory is None:
             return
+        async with self._saving_unsaved:  # two calls would write one checkpoint twice
+            while (entry := memory.unsaved) is not None:
+                under_way = [task for flight, task in self.tasks.items() if flight.counter == entry.counter]
+                if not under_way:
+                    await self._save_from_memory(memory, entry)
+                    return
+                await asyncio.wait(under_way)
+
+    async def _save_from_memory(self, memory: Memory, entry: Entry) -> None:
         source = OwnSlot(memory.store, entry)
         reader = PartReader(source, self.backend, Staging(self.pool))
         try:

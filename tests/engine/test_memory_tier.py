@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.engine.peers import Alone
 from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError
 from pccheck_async.format import Identity
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
@@ -243,6 +245,33 @@ def test_pinning_one_that_is_in_memory_alone_makes_it_durable(tmp_path: Path, ti
 
 
 # -- damage
+
+
+def test_pinning_beside_one_that_is_on_its_way_to_the_disk_writes_it_once(
+    tmp_path: Path, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on(tmp_path, tier, keep_last=3) as engine:
+        engine.checkpoint(state_of(1), step=1).result(60)
+        commit, entered, go = Alone.commit, threading.Event(), threading.Event()
+
+        async def held(self: Alone, *arguments: Any) -> bool:
+            entered.set()
+            await asyncio.to_thread(go.wait, 60)
+            return await commit(self, *arguments)
+
+        monkeypatch.setattr(Alone, "commit", held)
+        pending = engine.checkpoint(state_of(2), step=2)
+        assert entered.wait(60)  # it is committed in memory by now
+        with ThreadPoolExecutor() as threads:
+            pins = [threads.submit(engine.pin, step=1) for _ in range(2)]
+            done, _ = wait(pins, 0.5)
+            monkeypatch.undo()
+            go.set()
+            assert pending.result(60).step == 2
+            assert [pin.result(60).step for pin in pins] == [1, 1]
+        assert not done
+        engine.checkpoint(state_of(3), step=3).result(60)
+        assert [(info.step, info.pinned) for info in engine.checkpoints()] == [(3, False), (2, False), (1, True)]
 
 
 def flip(folder: Path, offset: int = 100) -> None:
