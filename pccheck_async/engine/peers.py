@@ -192,8 +192,12 @@ class Peers(ABC):
     def request_failed(self, counter: int, step: int, why: str) -> None:
         """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here."""
 
-    async def admitted(self, counter: int) -> None:
-        """Wait until a checkpoint may be written. Raises GroupError: it failed on another rank."""
+    async def admitted(self, counter: int) -> bool:
+        """Wait until a checkpoint may be written; False if it need not: it was superseded, by a rejection, before.
+
+        Raises GroupError: it failed on another rank.
+        """
+        return True
 
     @abstractmethod
     async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:

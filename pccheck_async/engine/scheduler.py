@@ -197,8 +197,10 @@ class Scheduler:
                 if flight.on_disk:
                     await self._turns.acquire()
                     try:
-                        await self.peers.admitted(flight.counter)
-                        info, superseded = await self._save(job)
+                        if await self.peers.admitted(flight.counter):
+                            info, superseded = await self._save(job)
+                        else:
+                            info, superseded = self._superseding(flight), True
                     finally:
                         self._turns.release()  # only after the slot that the commit freed is free
             finally:
@@ -262,15 +264,16 @@ class Scheduler:
         finally:
             if staged is not None:
                 staged.release()
-        flight = job.flight
-        if committed:
-            return entry.info, False
+        return (entry.info, False) if committed else (self._superseding(job.flight), True)
+
+    def _superseding(self, flight: Flight) -> CheckpointInfo:
+        """Return the newest checkpoint, which a superseded one ends with."""
         if (newest := self.peers.newest) is None:
             flight.failure_told = True  # the next call need not raise it: all were removed on purpose
             raise NoCheckpointError(
                 f"the checkpoint of step {flight.step} was rejected, and no other is left: they were removed"
             )
-        return newest.info, True
+        return newest.info
 
     async def _begin(self, job: Job) -> Plan:
         """Get ready to copy, and return the chunks."""

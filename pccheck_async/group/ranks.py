@@ -306,11 +306,12 @@ class Ranks(Peers):
         self._do(self.member.failed(counter, why))
         del self._checkpoints[counter]
 
-    async def admitted(self, counter: int) -> None:
+    async def admitted(self, counter: int) -> bool:
         one = self._checkpoints[counter]
         await asyncio.wait((one.admission, one.outcome), return_when=asyncio.FIRST_COMPLETED)
         if one.error is not None:
             raise one.error
+        return one.admission.done()
 
     async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:
         await self._store.finish_data(written)

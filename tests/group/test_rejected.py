@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +29,7 @@ from pccheck_async.cli import app
 from pccheck_async.errors import IncompleteCheckpointError, StoreError, StoreLockedError
 from pccheck_async.group import Member
 from pccheck_async.group.ranks import Ranks
-from pccheck_async.store import StoreReader, at_once, rank_name
+from pccheck_async.store import Store, StoreReader, Written, at_once, rank_name
 from tests.group.test_group import failure, restore, save, state_of
 from tests.support.ranks import run_ranks
 
@@ -61,6 +64,38 @@ def test_all_ranks_pass_over_what_they_rejected(tmp_path: Path) -> None:
 
     assert run_ranks(2, rank_main) == [[(2, False), (1, False), (0, False)]] * 2
     assert marks(tmp_path) == [(2, False), (1, False), (0, False)]
+
+
+def test_one_that_waits_for_its_turn_is_rejected_before_it_has_a_slot(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> Any:
+        with SyncCheckpointEngine(tmp_path, group=group, keep_last=2, max_in_flight=1) as engine:
+            engine.checkpoint(state_of(group.rank, 0), step=0).result(60)
+            finish, entered, go = Store.finish_data, threading.Event(), threading.Event()
+
+            async def held(self: Store, written: Written) -> None:
+                entered.set()
+                await asyncio.to_thread(go.wait, 60)
+                await finish(self, written)
+
+            with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor() as threads:
+                patched.setattr(Store, "finish_data", held)
+                first = engine.checkpoint(state_of(group.rank, 1), step=1)
+                assert entered.wait(60)
+                second = threads.submit(engine.checkpoint, state_of(group.rank, 2), step=2)
+                while engine.statistics().in_flight < 2:
+                    time.sleep(0.001)
+                rejection = threads.submit(engine.reject, step=1)
+                while 2 not in engine._core.peers.member.settled:  # type: ignore[attr-defined]
+                    time.sleep(0.001)
+                go.set()
+                assert [each.step for each in (first.result(60), second.result(60).result(60))] == [0, 0]
+                rejection.result(60)
+            for step in range(1, 9):
+                engine.checkpoint(state_of(group.rank, step), step=step).result(60)
+            table = engine._core.assembly.store.slots.table
+            return sorted(table.leased), [info.step for info in engine.checkpoints()]
+
+    assert run_ranks(2, rank_main) == [([], [8, 7])] * 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
