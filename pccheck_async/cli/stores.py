@@ -634,7 +634,7 @@ def copy(
         f"checkpoint in {target}, counter {info.counter}{', pinned' if info.pinned else ''}."
     ]
     if later := [other for other in there.infos[1:] if other.step > info.step]:
-        lines.append(f"Older there now: {_noun(later)} {_steps(later)}. A trainer resumes from step {info.step}.")
+        lines.append(f"Older there now: {_noun(later)} {_steps(later)}. A trainer tries step {info.step} first.")
     return Report(as_json(info), lines)
 
 
@@ -762,7 +762,7 @@ def reject(
     newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)
     return Report(
         {"rejected": [as_json(info) for info in rejected], "newest": as_json(newest)},
-        [f"Rejected {_noun(rejected)} {_steps(rejected)}. A trainer resumes from step {newest.step}."],
+        [f"Rejected {_noun(rejected)} {_steps(rejected)}. A trainer tries step {newest.step} first."],
     )
 
 
@@ -827,6 +827,12 @@ def recover(
     }
     status = 0 if recovery.written or not recovery.needed else NOTHING
     if recovery.copies and not recovery.written:
+        status = DIFFERENT
+    if (
+        search
+        and not write
+        and [info.counter for info in recovery.named] != [e.counter for e in read_place(path).infos]
+    ):
         status = DIFFERENT
     lost = (recovery.missing or recovery.problems) and not recovery.named_anew
     if lost or (status and (recovery.named or recovery.record == "valid")):
@@ -962,10 +968,11 @@ def export(
 
     The file or folder is read without this package.
 
-    Without --step and --name the newest checkpoint is taken that is whole: if that is not the newest, the status is 4.
+    Without --step and --name, of a newest one whose slot or manifest is damaged the next older one is written, with a
+    warning. One of which a tensor is damaged is an error: that shows only while the file is written.
 
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
-    checkpoint, 4 something is lost or damaged.
+    checkpoint, 4 something is lost or damaged: with an error nothing was written, with a warning an older one was.
     """
     most = None if max_file_size is None else parse_size(max_file_size)
     if most is not None and to != "safetensors":

@@ -206,6 +206,8 @@ def new_step(step: object) -> int:
 def whole_step(step: object) -> int:
     """Return a user's step as an int. Raises TypeError for a non-integer, ValueError for more than 64 bits."""
     try:
+        if isinstance(step, bool):
+            raise TypeError
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"step must be an integer, not {step!r}") from None

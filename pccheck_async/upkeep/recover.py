@@ -175,8 +175,8 @@ def recover_store(
 
     Args:
         path: Folder of the store, or of a group.
-        write: Write a new commit record, and ``store.json`` if it is not valid. The files that they replace stay
-            under other names. Else nothing is written.
+        write: Write a new commit record, and ``store.json`` if it is not valid; nothing if both are. The files that
+            they replace stay under other names. Else nothing is written.
         search: Search the slots also if a record is valid, and write one that names the checkpoints found.
         slots: Name only the checkpoints in these; by default all that are whole.
         progress: Called with bytes searched, and then bytes checked, of one slot after another.
@@ -187,8 +187,8 @@ def recover_store(
 
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
-        StoreError: ``write`` if nothing is missing or damaged, or if the store of a group's rank needs a record:
-            only the lost records named the checkpoints of its parts.
+        StoreError: ``write`` if the store of a group's rank needs a record: only the lost records named the
+            checkpoints of its parts.
         StoreLockedError: ``write`` while a trainer has the store open.
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
@@ -208,7 +208,7 @@ def recover_store(
         if not numbers and (commit is None or foreign):
             return await _recover_group(opened, Path(path), names, write, search or slots is not None, progress)
         facts = await medium.prepare(create=False)
-        identity_state, identity, record, store_id, problems, record_lost = await _read(medium, commit)
+        identity_state, identity, record, store_id, problems, record_lost = read = await _read(medium, commit)
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
         found: list[FoundCheckpoint] = []
         if record is None or search:
@@ -243,9 +243,8 @@ def recover_store(
             verification=verification,
             record_lost=record_lost,
         )
-        if not write:
+        if not write or not _is_to_be_written(name, recovery, search):
             return recovery
-        _check_writable(name, recovery, search)
         if identity is None:
             block = largest_block(entries, max(facts.block_bytes, PAGE_BYTES))
             store_id = store_id or secrets.token_hex(16)
@@ -257,7 +256,8 @@ def recover_store(
             files[COMMIT_NAME] = _mended(commit[0], identity)
         if identity_state != "valid":  # it comes last, after the records of the store that it names
             files[IDENTITY_NAME] = encode_identity(identity)
-        return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
+        left = tuple(each for each in recovery.problems if IDENTITY_NAME not in files or each not in read.problems)
+        return replace(recovery, problems=left, written=tuple(files), kept=await _replace_files(medium, names, files))
 
     async def recover() -> Recovery:
         async with await open_folder(path, io) as opened:
@@ -299,9 +299,8 @@ async def _recover_group(
         recovery = _without_records(state, stores, found)
     else:
         recovery = await _with_records(state, place, progress)
-    if not write:
+    if not write or not _is_to_be_written(os.fspath(folder), recovery, search=False):
         return recovery
-    _check_writable(os.fspath(folder), recovery, search=False)
     files, kept = dict[str, bytes](), list[str]()
     copied = {copy.rank for copy in recovery.copies if copy.rank is not None}
     await lock_ranks(opened, folder, [rank_name(rank) for rank in copied])
@@ -537,10 +536,10 @@ def _only_by_its_group(folder: Path) -> str:
     )
 
 
-def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
-    """Raise StoreError, NoCheckpointError where nothing is to be written."""
+def _is_to_be_written(name: str, recovery: Recovery, search: bool) -> bool:
+    """Whether there is something to write; raise StoreError, NoCheckpointError where that would not help."""
     if recovery.copies:
-        return
+        return True
     if (
         not recovery.needed
         and not search
@@ -552,13 +551,12 @@ def _check_writable(name: str, recovery: Recovery, search: bool) -> None:
             f"again ({first_few(lost, 3)}){look * (recovery.identity_name == IDENTITY_NAME)}"
         )
     if not recovery.needed and not search:
-        raise StoreError(
-            f"{name} is in order: nothing was written ({in_shell('verify', name, '--all')} checks its checkpoints)"
-        )
+        return False
     if recovery.refusal:
         raise StoreError(recovery.refusal)
     if recovery.found and not recovery.named:
         raise NoCheckpointError(f"{name}: {recovery.none_named}; nothing was written")
+    return True
 
 
 def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:

@@ -83,6 +83,7 @@ def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> 
     [
         ((STATE, None), None, TypeError, "step must be an integer, not None"),
         ((STATE, "7"), None, TypeError, "step must be an integer, not '7'"),
+        ((STATE, True), None, TypeError, "step must be an integer, not True"),
         ((STATE, -1), None, ValueError, "step is -1; the first step is 0"),
         ((7, STATE), None, UnsupportedStateError, r"an int; .* objects and values \(write step\(state, step\)\)$"),
         ((7, 8), None, UnsupportedStateError, "the state is an int; give a mapping from names to objects and values$"),

@@ -121,7 +121,7 @@ def test_the_command_rejects_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, lambda group: save(folder, group, range(3), keep_last=3))
     shutil.copytree(folder, tmp_path / "copy")
     result = CliRunner().invoke(app, ["reject", str(folder), "--step", "1"])
-    assert (result.exit_code, result.stdout) == (0, "Rejected steps 2, 1. A trainer resumes from step 0.\n")
+    assert (result.exit_code, result.stdout) == (0, "Rejected steps 2, 1. A trainer tries step 0 first.\n")
     assert marks(folder) == [(2, True), (1, True), (0, False)]
     assert load_sync(folder)["step"] == load_sync(folder, rank=1)["step"] == stores.describe(folder).info.step == 0
     assert {each.info.step for each in stores.verify(folder).checkpoints} == {0}

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.cli import app
-from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, NewerFormatError, StoreError
+from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, NewerFormatError
 from pccheck_async.format import crc32
 from pccheck_async.format.record import (
     COMMIT_NAME,
@@ -124,8 +124,7 @@ def test_a_damaged_group_json_is_made_anew_by_recover(folder: Path, data: bytes)
     assert "group.json is damaged, the commit records are valid" in status.output
     assert runner.invoke(app, ["recover", "--write", str(folder)]).exit_code == 0
     assert (folder / f"{GROUP_NAME}.damaged-0").read_bytes() == data
-    with pytest.raises(StoreError, match="is in order"):
-        stores.recover(folder, write=True)
+    assert not stores.recover(folder, write=True).written
     if not data:
         assert_goes_on(folder)
 
