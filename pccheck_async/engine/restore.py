@@ -53,7 +53,7 @@ async def restore(
     """Restore the first candidate that is whole and matches the state; None: there is none.
 
     The live arrays are filled while their chunks are verified. Objects and plain values change only once all is found
-    whole, on every rank (G5). After damage another checkpoint has to fill every array that was begun.
+    whole, on every rank. After damage another checkpoint has to fill every array that was begun.
 
     ``strict``, ``dtype`` and ``allow_pickle`` are for :func:`pccheck_async.state.match`; ``private`` is for values that
     each rank of another world had for itself. A dry run compares, and then refuses the candidate as all ranks do.

@@ -310,7 +310,7 @@ class Coordinator:
     def _check_step(self, ballot: _Ballot, message: Admitted | Ok) -> list[AnyDecision]:
         """Break the group if the message has another step than the ballot; return that decision, else nothing.
 
-        Ranks that save different steps as one checkpoint have lost each other (G7).
+        Ranks that save different steps as one checkpoint have lost each other.
         """
         if ballot.step == message.step:
             return []

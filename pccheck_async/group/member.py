@@ -17,10 +17,9 @@ at any time later. A rank says hello once it holds the lock of its own store. ::
 free by ``Free``. Applying a decision waits for the next prepare, which takes it along in its own record, unless an
 admission waits for a slot or a permit, a change of the kept checkpoints waits, or the engine drains.
 
-Invariants (section numbers are those of the steps): a prepare names all kept ones (3), an ok follows the flush (4), all
-oks decide (5), each rank that reads the decision resolves its handle (6), and a part goes only by an applied decision
-that keeps a newer complete checkpoint or that aborts it (7). The rules that this rests on are functions of their own:
-the tests replace one after the other by a wrong one.
+Invariants: a prepare names all kept ones, an ok follows the flush, all oks decide, each rank that reads the decision
+resolves its handle, and a part goes only by an applied decision that keeps a newer complete checkpoint or that aborts
+it. The rules that this rests on are functions of their own: the tests replace one after the other by a wrong one.
 """
 
 from __future__ import annotations
@@ -371,7 +370,7 @@ class Member:
     def _vote(self, counter: int, job: _Job) -> list[Action]:
         """Report to rank 0 that this rank's part is prepared, unless the checkpoint is decided already.
 
-        Called only after the flush: else a checkpoint could be decided whose bytes a power failure takes (G2).
+        Called only after the flush: else a checkpoint could be decided whose bytes a power failure takes.
         """
         if job.decided is not None:
             return []
@@ -404,7 +403,7 @@ class Member:
         return in_flight < self.max_in_flight and len(named) + leased < self._capacity()
 
     def _capacity(self) -> int:
-        """Slots at most (G10). Those of dead runs on the keep-list have their own, or a crash loop would leave none."""
+        """Slots at most. Those of dead runs on the keep-list have their own, or a crash loop would leave none."""
         return self.max_in_flight + max(self.reserved, len(self.keep) + len(self.unproven))
 
     def _record_due(self, run: Run) -> WriteRecord | None:

@@ -353,14 +353,14 @@ class Ranks(Peers):
         """Those of this rank, or of rank 0 if this one has no part, as it ran elsewhere, or not, when it was saved."""
         if not hasattr(self, "member"):
             return ()
-        member, found = self.member, []
+        member, found, parts = self.member, list[Entry](), self.member.parts  # replaced on the loop
         there = {one.key: one.entry for one in member.view.complete} if member.view is not None else {}
         for key in there if member.run is None else member.keep:  # None: nothing was saved in this run
-            if key in member.parts:
-                found.append(member.parts[key].entry)
+            if key in parts:
+                found.append(parts[key].entry)
             elif key in there:
                 found.append(structs.replace(there[key], pinned=member.keep.get(key, there[key].pinned)))
-            if key in member.rejected and key in {*member.parts, *there}:
+            if key in member.rejected and key in {*parts, *there}:
                 found[-1] = found[-1].as_rejected()
         return sorted(found, key=lambda entry: -entry.counter)
 

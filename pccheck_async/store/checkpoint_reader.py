@@ -184,7 +184,7 @@ class CheckpointReader:
         return own
 
     async def fill_boxes(self) -> None:
-        """Fill the planned boxes; :meth:`finish` follows. Raises DamagedError, ReadError; some are filled then."""
+        """Fill the planned boxes. Raises DamagedError, ReadError; some are filled then."""
         for rank, targets in self._planned.items():
             await self.parts[rank].fill(targets, self._marks.get(rank))
 

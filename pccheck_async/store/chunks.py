@@ -42,7 +42,7 @@ async def in_buffers(
 
 
 _BUFFER_BYTES, _BUFFERS = 16 << 20, 6
-"""Four are being read, one is checked. More take longer to be touched for the first time than they save."""
+"""Reads and checks that run at once. More take longer to be touched for the first time than they save."""
 
 
 class Staging:
