@@ -234,7 +234,10 @@ class InvalidTuningError(CheckpointError, ValueError):
 
 
 class GroupError(CheckpointError):
-    """Ranks of a group disagree, or one of them is gone: calls that wait for them fail; nothing is dropped."""
+    """Ranks of a group disagree, or one of them is gone: calls that wait for them fail.
+
+    No committed checkpoint is removed.
+    """
 
 
 class ReplicasDifferError(GroupError):

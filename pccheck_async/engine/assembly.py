@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pccheck_async.engine.capture import InlineCaptures
@@ -155,11 +155,17 @@ class EngineParts:
             ending = asyncio.ensure_future(self._end(closer, rest))
             await asyncio.wait((ending,), timeout=rest)
         except asyncio.CancelledError:
-            await uninterrupted(ending or self._end(closer))
+            await uninterrupted(self._cut_short(ending or self._end(closer)))
             raise
         if ending.done():
             ending.result()
         return ending.done(), []
+
+    async def _cut_short(self, ending: Awaitable[None]) -> None:
+        try:
+            await self.peers.cut_short()
+        finally:
+            await ending
 
     async def _save_unsaved(self, seconds: float | None) -> None:
         """Make the newest checkpoint in memory durable; if that fails, it stays in memory, and closing goes on."""

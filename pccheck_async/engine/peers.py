@@ -166,6 +166,9 @@ class Peers(ABC):
     async def leave(self, seconds: float | None) -> None:
         """Called when no more checkpoints come; takes so many seconds at the most."""
 
+    async def cut_short(self) -> None:
+        """Called when closing is cancelled, maybe before :meth:`leave`: the others find out that this one is gone."""
+
     @property
     @abstractmethod
     def stopped(self) -> str | None:

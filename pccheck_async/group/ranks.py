@@ -243,13 +243,20 @@ class Ranks(Peers):
                     await self._idle.wait()
                     while self._tasks:
                         await asyncio.wait(set(self._tasks))
+        await self._disconnect(limit)
+
+    async def cut_short(self) -> None:
+        await self._disconnect(_LAST_WORDS_SECONDS)
+
+    async def _disconnect(self, limit: float) -> None:
         if self._naming is not None:
             self._naming.cancel()
         for answer in self._changes.values():
             _set(answer, GroupError("this rank left before all ranks had asked for this change"))
-        client, server, self._client = self._client, self._server, None
+        client, self._client = self._client, None
         if client is not None:
             await uninterrupted(self._call(client.close))
+        server, self._server = self._server, None
         if server is not None:
             well = self.member.view is not None and self.member.stopped is None
             # Else the others read why before the connection is gone, as this process may end now.

@@ -200,7 +200,10 @@ class Shelf:
 
     @property
     def kind(self) -> str:
-        """The kind of its memory: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes)."""
+        """The kind of its memory: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes).
+
+        "cached" also of a shelf that is open for reading alone.
+        """
         return str(getattr(self._file, "kind", ""))
 
     @property
@@ -471,7 +474,7 @@ class Shelf:
                 self._restage(outer, name)
 
     def _restage(self, layer: Layer, name: str) -> None:
-        """Take over changes of a container other than its arrays' contents; it stays the same object."""
+        """Stage the structure of a list or dict whose keys, items or plain values the user changed; keep the object."""
         live, variable = self._live.get(name), layer.changes.get(name)
         if live is None or variable is None or isinstance(live.value, _ARRAYS):
             return

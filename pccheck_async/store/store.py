@@ -212,7 +212,7 @@ class Store:
             return await self.slots.lease_now(align(nbytes, self.block_bytes), set(), creates=creates)
 
     async def _free_damaged(self) -> None:
-        """Free the slots of checkpoints found damaged: a record without them, and with the adopted ones."""
+        """Write a record without damaged checkpoints, if a restore fell back to a superseded one: it names that."""
         if self.committed.adopted:
             await self.amend(lambda entries: entries)
 

@@ -381,10 +381,6 @@ class Course:
         finally:
             self._asides -= 1
 
-    def interrupt(self) -> None:
-        """End the iterator that is underway, at its next ``next``, with RuntimeError."""
-        self._iterator += 1
-
     def _warn(self, which: str, text: str) -> None:
         if which not in self._warned:
             self._warned.add(which)

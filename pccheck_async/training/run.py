@@ -621,7 +621,7 @@ def _optimizers(values: list[Any]) -> list[torch.optim.Optimizer]:
 
 
 class _Context:
-    """The base of both contexts; ``checkpoint`` is the engine's method."""
+    """The base of :class:`StepContext` and :class:`AsyncStepContext`; ``checkpoint`` is the engine's method."""
 
     _entered = False
     _statement: str

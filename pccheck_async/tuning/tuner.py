@@ -159,7 +159,7 @@ def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: 
 
 @dataclass
 class _Search:
-    """Three lines of points, each measured in rounds, each going on while more is better."""
+    """The search for max_in_flight, then writers, then chunk_bytes: each is raised while more is better."""
 
     space: Path
     io: IO

@@ -37,6 +37,7 @@ from pccheck_async.errors import (
     StoreLockedError,
     UnsupportedStateError,
 )
+from pccheck_async.store import Store
 from tests.engine.test_user_code import Locks
 from tests.support.group_folders import spoil
 from tests.support.processes import forked
@@ -386,6 +387,27 @@ def test_a_folder_of_another_group_is_named(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "another" / "rank-00001", tmp_path / "this" / "rank-00001")
     with pytest.raises(IncompleteCheckpointError, match="any of the checkpoints in rank-00000, rank-00001: that is a "):
         load_sync(tmp_path / "this")
+
+
+def test_closing_that_is_cancelled_leaves_no_thread_of_the_group(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[str]:
+        async def cancel_closing() -> None:
+            engine = await CheckpointEngine(tmp_path, group=group).open()
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Store, "finish_data", lambda *_: asyncio.sleep(60))
+                pending = await engine.checkpoint(state_of(group.rank, 0), step=0)
+                closing = asyncio.create_task(engine.close())
+                await asyncio.wait((closing,), timeout=0.2)
+                closing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await closing
+                with pytest.raises(CheckpointError):
+                    await pending.durable()
+
+        asyncio.run(cancel_closing())
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("pccheck-group")]
+
+    assert run_ranks(2, rank_main) == [[], []]
 
 
 LEFT_OPEN = """

@@ -167,7 +167,7 @@ def place_of(device: object) -> Place:
 
 
 class _NewMemory(NamedTuple):
-    """Uninitialised bytes for a storage, from byte ``base`` of the storage on; ``ranges`` of it are read."""
+    """Bytes for a storage, from byte ``base`` of the storage on; stored arrays view ``ranges`` of it."""
 
     base: int
     flat: Array

@@ -45,8 +45,8 @@ class Versions:
     A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
     through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
     has the addresses and sizes of the storages, if they are known already.
-    Changes of a DTensor are counted there, and not by its local tensor, those of a composed tensor not by its parts:
-    ``wrappers`` has those, by their numbers.
+    A DTensor, or a tensor subclass that is saved as several inner tensors, counts changes on the outer object alone:
+    ``wrappers`` maps the index of a tensor to that object.
     """
 
     def __init__(
