@@ -269,7 +269,7 @@ class _Range(NamedTuple):
 
 
 def _ranges(views: list[StorageView]) -> list[_Range]:
-    """Merge touching spans of one storage's views; one with holes is packed if all views in it see the same elements."""
+    """Merge touching spans of one storage's views; one with holes is packed if its views see the same elements."""
     if len(views) == 1:
         view = views[0]
         return [_Range(view.low, view.high, views, view.holes or view.unresolved)]

@@ -320,7 +320,7 @@ class Adaptive(Profiling):
         return min(_TAIL[1], max(_TAIL[0], (self._interval or 0) // 2))
 
     def _scarce(self, periods: int) -> bool:
-        """Return whether the last ``periods`` periods had too few steps with no checkpoint in flight to compare with."""
+        """Return whether the last ``periods`` periods had too few steps with none in flight to compare with."""
         return self._left_out >= periods and self._meter.clean_in(periods) < self._tail
 
     def _price(self) -> None:
