@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 _MOST_LEAVES = 8
 _MOST_CHANGES = 20
 _IN_MEMORY = "In memory on this machine: step {} (`pccheck memory ls`); a restart here takes the newest."
+_BACKUP = "Put a backup of the folder back, or begin anew in another folder."
 _PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
 
 
@@ -203,7 +204,8 @@ def _naming_others(path: Path, step: int | None = None, name: str | None = None)
         asked = [info for info in infos if (step is None or info.step == step) and (name is None or info.name == name)]
         if not (others := [str(info.step) for info in infos if info not in asked[:1]]):
             raise
-        raise DamagedError(f"{error}; --step takes another one of {first_few(others)}") from error
+        look = "" if "pccheck verify" in str(error) else f" ({in_shell('verify', path, '--all')} tells which are whole)"
+        raise DamagedError(f"{error}; --step takes another one of {first_few(others)}{look}") from error
 
 
 def _marks(info: pccheck.CheckpointInfo) -> list[str]:
@@ -900,7 +902,7 @@ def _recovered(
         if dropped:
             yield f"It no longer names {dropped}: no slot that was chosen holds them whole."
     elif recovery.found and recovery.record == "valid":
-        yield f"{recovery.none_named.capitalize()}: none can be restored. Nothing was written."
+        yield f"{recovery.none_named.capitalize()}: none can be restored. Nothing was written. {_BACKUP}"
     elif not recovery.needed and (recovery.missing or recovery.problems):
         yield f"Nothing was written, as {recovery.identity_name} and a commit record are valid."
     elif not recovery.needed:
@@ -911,7 +913,7 @@ def _recovered(
     elif recovery.record == "valid":
         yield f"Nothing was written. After {to_write} the store is there again; it names no checkpoint."
     else:
-        yield f"{recovery.none_named.capitalize()}. Nothing was written."
+        yield f"{recovery.none_named.capitalize()}. Nothing was written. {_BACKUP}"
     if forbidden:
         yield _forbidden(forbidden, path)
 

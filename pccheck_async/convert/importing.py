@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.api import SyncCheckpointEngine, open_checkpoint
 from pccheck_async.convert import (
     dcp_reading,
     lightning_file,
@@ -123,8 +123,7 @@ def import_checkpoint(
     place, kind = _find(name, source)
     known: int | None = None
     facts: Metadata | None = None
-    reading = Reading(skip_unreadable)
-    missing = reading.missing
+    missing = (reading := Reading(skip_unreadable)).missing
     if kind == "safetensors":
         held, reading.saved, facts = safetensors_reading.read(place, missing)
     elif kind == "transformers":
@@ -173,6 +172,7 @@ def import_checkpoint(
                 f"would go on from there. Nothing was saved; if that is meant, give the step (--step {step}, "
                 f"step={step}), else another folder"
             )
+        missing += [] if newest is None else _absent(path, newest.step, state, io)
         if own_name and own_name in [other.name for other in engine.checkpoints() if not other.rejected]:
             missing.append(f"the name {own_name!r} (the store has a checkpoint of that name)")
             own_name = None
@@ -180,6 +180,15 @@ def import_checkpoint(
             info = engine.checkpoint(state, step=step, metadata=metadata, name=own_name).result()
         known_facts: dict[str, Any] = {fact.name: getattr(info, fact.name) for fact in fields(info)}
         return Imported(**known_facts, source=kind, missing=tuple(missing))
+
+
+def _absent(path: str | os.PathLike[str], step: int, state: Mapping[str, Any], io: IO) -> list[str]:
+    """Return a line on what the checkpoint of a step has, and a state has not, if any; of a damaged one none."""
+    absent, known = dict[str, None](), tuple(f"{name}." for name in state)
+    with suppress(CheckpointError), open_checkpoint(path, step=step, io=io) as there:
+        absent = {leaf.partition(".")[0]: None for leaf in there if not f"{leaf}.".startswith(known)}
+    what = f"{first_few([*absent])} (which step {step} of {os.fspath(path)} has"
+    return [f"{what}: a run that restores all of it cannot go on from this one)"] if absent else []
 
 
 def _find(name: Path, source: Source | None) -> tuple[Path, Source]:

@@ -216,7 +216,7 @@ def _error(reason: str, why: str) -> Exception:
     if reason == "incomplete":
         why += (
             "; put the folders of these ranks back, from a backup or their hosts, in the place of empty ones that this "
-            "start has made, or begin anew in another folder"
+            "start has made, or of another group's, or begin anew in another folder"
         )
     error: Exception = kind(why)
     return error

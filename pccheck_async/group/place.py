@@ -239,10 +239,11 @@ class Place:
             yield f"{first_few(new, 5)} is empty, made by a start: remove it, and put the old one back"
         alone = {rank for parts in self._parts.values() if len(parts) == 1 for rank in parts}
         shared = {rank for parts in self._parts.values() if len(parts) > 1 for rank in parts}
-        if strange := [rank_name(rank) for rank in lacking if rank in alone - shared]:
+        strange = alone - shared
+        if not strange.isdisjoint(lacking):
             yield (
-                f"no other rank has any of the checkpoints in {first_few(strange, 5)}: that is a folder of another "
-                "group, or an older one; put the one of this group back"
+                f"{first_few([*map(rank_name, sorted(strange))], 5)}: no other rank has any of the checkpoints there. "
+                "Among these folders is one of another group, or an older one: put that of this group back"
             )
 
     # -- reading

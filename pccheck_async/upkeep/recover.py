@@ -546,6 +546,7 @@ def _is_to_be_written(name: str, recovery: Recovery, search: bool) -> bool:
         and (lost := [*recovery.missing, *(problem.rstrip(".") for problem in recovery.problems)])
     ):
         look = f"; {in_shell('recover', name, '--search')} looks for what no valid record names"
+        look += f", {in_shell('recover', name)} says what drops the damaged ones"
         raise CorruptStoreError(
             f"nothing can be written: the records of {name} are valid, and what they name and is lost cannot be made "
             f"again ({first_few(lost, 3)}){look * (recovery.identity_name == IDENTITY_NAME)}"

@@ -1793,3 +1793,12 @@ def test_an_imported_file_of_no_step_comes_after_the_newest(tmp_path: Path) -> N
         engine.checkpoint({"x": torch.zeros(2)}, step=500).result()
     assert stores.import_(tmp_path / "old.pt", tmp_path / "store").step == 501
     assert stores.import_(tmp_path / "old.pt", tmp_path / "other").step == 0
+
+
+def test_an_import_that_lacks_what_the_newest_one_has_says_so(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"model": torch.ones(3), "optimizer": torch.ones(3), "rng": 1})
+    torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
+    info = stores.import_(tmp_path / "weights.pt", tmp_path / "s", step=9)
+    (lacks,) = info.missing
+    assert lacks.startswith("optimizer, rng (which step 7 of ")
+    assert stores.import_(tmp_path / "weights.pt", tmp_path / "s", step=10).missing == ()
