@@ -830,12 +830,9 @@ def recover(
     status = 0 if recovery.written or not recovery.needed else NOTHING
     if recovery.copies and not recovery.written:
         status = DIFFERENT
-    if (
-        search
-        and not write
-        and [info.counter for info in recovery.named] != [e.counter for e in read_place(path).infos]
-    ):
-        status = DIFFERENT
+    if search and not write and not recovery.needed:  # else no record is valid, and all of it is to be written
+        there = [info.counter for info in read_place(path).infos]
+        status = status if [info.counter for info in recovery.named] == there else DIFFERENT
     lost = (recovery.missing or recovery.problems) and not recovery.named_anew
     if lost or (status and (recovery.named or recovery.record == "valid")):
         status = DIFFERENT

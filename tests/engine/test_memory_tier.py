@@ -32,6 +32,7 @@ from pccheck_async.format import Identity
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
 from pccheck_async.policies import Decision, SaveReport, StepReport
 from pccheck_async.stores import pin, reject, remove
+from pccheck_async.testing.probe import probe
 from tests.support.children import in_child
 
 SIZES = pytest.mark.parametrize("elements", [500, 300_000], ids=["one request", "chunks"])
@@ -490,7 +491,7 @@ def test_one_in_memory_alone_is_durable_when_the_next_one_on_disk_is(tmp_path: P
         with pytest.raises(TimeoutError, match="in memory"):
             first.result(0.01)
         assert engine.latest is None
-        assert engine._core._status().committed == []
+        assert probe(engine).core._status().committed == []
         assert [(info.step, info.tiers) for info in engine.checkpoints()] == [(2, ("memory",))]
         third = engine.checkpoint(state_of(3), step=3)
         third.wait_reached("disk", 60)

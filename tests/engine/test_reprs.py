@@ -30,6 +30,7 @@ from pccheck_async import (
 )
 from pccheck_async.errors import StoreFailedError
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+from pccheck_async.testing.probe import probe
 from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
 from tests.support.processes import passes_in_a_forked_child
 
@@ -62,7 +63,7 @@ def test_of_an_engine(tmp_path: Path) -> None:
     with engine:
         assert repr(engine) == f"<SyncCheckpointEngine '{tmp_path}' open, no checkpoint>"
         engine.checkpoint(STATE, step=40).result()
-        with held(engine._core.in_flight.lock):
+        with held(probe(engine).core.in_flight.lock):
             assert repr(engine) == f"<SyncCheckpointEngine '{tmp_path}' open, newest step 40>"
         assert passes_in_a_forked_child(
             lambda: _is(engine, f"<SyncCheckpointEngine '{tmp_path}' of the parent process>")

@@ -30,6 +30,7 @@ from pccheck_async.errors import IncompleteCheckpointError, StoreError, StoreLoc
 from pccheck_async.group import Member
 from pccheck_async.group.ranks import Ranks
 from pccheck_async.store import Store, StoreReader, Written, at_once, rank_name
+from pccheck_async.testing.probe import probe
 from tests.group.test_group import failure, restore, save, state_of
 from tests.support.ranks import run_ranks
 
@@ -85,14 +86,14 @@ def test_one_that_waits_for_its_turn_is_rejected_before_it_has_a_slot(tmp_path: 
                 while engine.statistics().in_flight < 2:
                     time.sleep(0.001)
                 rejection = threads.submit(engine.reject, step=1)
-                while 2 not in engine._core.peers.member.settled:  # type: ignore[attr-defined]
+                while 2 not in probe(engine).core.peers.member.settled:  # type: ignore[attr-defined]
                     time.sleep(0.001)
                 go.set()
                 assert [each.step for each in (first.result(60), second.result(60).result(60))] == [0, 0]
                 rejection.result(60)
             for step in range(1, 9):
                 engine.checkpoint(state_of(group.rank, step), step=step).result(60)
-            table = engine._core.assembly.store.slots.table
+            table = probe(engine).store.slots.table
             return sorted(table.leased), [info.step for info in engine.checkpoints()]
 
     assert run_ranks(2, rank_main) == [([], [8, 7])] * 2

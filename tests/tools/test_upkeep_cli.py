@@ -575,6 +575,16 @@ def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
     assert pccheck("recover", tmp_path / "store").exit_code == 0
 
 
+def test_a_search_that_would_name_others_has_something_to_write(store: Path) -> None:
+    assert pccheck("remove", store, "--step", "3", "--yes").exit_code == 0
+    found = pccheck("recover", store, "--search")
+    assert (found.exit_code, "--write` the store names steps 3" in found.stdout) == (4, True)
+    (store / "commit").unlink()
+    assert pccheck("recover", store, "--search").exit_code == 4
+    assert pccheck("recover", store, "--search", "--write").exit_code == 0
+    assert pccheck("recover", store, "--search").exit_code == 0
+
+
 def test_recover(store: Path) -> None:
     result = pccheck("recover", store)
     assert result.exit_code == 0

@@ -23,6 +23,7 @@ from pccheck_async import (
 )
 from pccheck_async.api import renamed
 from pccheck_async.testing import CrashDisk, CrashWriter
+from pccheck_async.testing.probe import probe
 
 ENGINE = """
     max_in_flight keep_last keep save_last interval max_stall on_busy on_error allow_pickle overwrite group storage
@@ -90,7 +91,7 @@ def test_an_old_keyword_works_and_says_the_new_spelling(
     assert f" is {kind.__name__}({new}) now; the old spelling goes with version 1.1" in str(warning.message)
     assert warning.filename == __file__
     parts = {"Keep": Keep, "StorageOptions": StorageOptions}
-    assert engine._core.config == kind(tmp_path, **eval(f"dict({new})", parts))._core.config
+    assert probe(engine).core.config == probe(kind(tmp_path, **eval(f"dict({new})", parts))).core.config
 
 
 def test_a_medium_of_before_is_not_shown_but_used() -> None:
@@ -105,7 +106,7 @@ def test_the_old_globs_of_a_group(name: str, tmp_path: Path) -> None:
     group, globs = Group(0, 1, None, timeout=1), dict[str, Any]({name: ["a.*"]})
     with pytest.warns(DeprecationWarning, match=rf"group=Group\.of\(group, {name}=\['a\.\*'\]\)"):
         engine = SyncCheckpointEngine(tmp_path, group=group, **globs)
-    assert getattr(engine._core.peers.group, name) == ("a.*",)  # type: ignore[attr-defined]
+    assert getattr(probe(engine).core.peers.group, name) == ("a.*",)  # type: ignore[attr-defined]
     assert getattr(group, name) == ()
     with pytest.warns(DeprecationWarning, match="the old spelling goes"):
         SyncCheckpointEngine(tmp_path, **globs)
@@ -132,7 +133,7 @@ def test_an_old_keyword_and_the_new_one_together(kind: Engine, both: dict[str, A
 def test_an_old_keyword_beside_other_fields_of_the_new_one(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="the old spelling goes"):
         engine = SyncCheckpointEngine(tmp_path, io="python", storage=StorageOptions(writers=3))
-    assert engine._core.config.storage == StorageOptions(io="python", writers=3)
+    assert probe(engine).core.config.storage == StorageOptions(io="python", writers=3)
 
 
 @pytest.mark.parametrize(
