@@ -579,7 +579,7 @@ def test_a_search_that_would_name_others_has_something_to_write(store: Path) -> 
     assert pccheck("remove", store, "--step", "3", "--yes").exit_code == 0
     found = pccheck("recover", store, "--search")
     assert (found.exit_code, "--write` the store names steps 3" in found.stdout) == (4, True)
-    (store / "commit").unlink()
+    (store / "commit").write_bytes(os.urandom(1 << 18))
     assert pccheck("recover", store, "--search").exit_code == 4
     assert pccheck("recover", store, "--search", "--write").exit_code == 0
     assert pccheck("recover", store, "--search").exit_code == 0
