@@ -162,9 +162,8 @@ def encode_again(manifest: Manifest, known: _Known) -> bytes:
             return known.get(name, (part,)) or known.set(name, (part,), msgspec.Raw(_ENCODER.encode(part)))
 
         parts: Any = skeleton
-        if isinstance(
-            skeleton, (DictNode, OrderedDictNode)
-        ):  # of a training state, all but a few numbers are in objects
+        # Of a training state, all but a few numbers are in objects.
+        if isinstance(skeleton, (DictNode, OrderedDictNode)):
             values = [
                 encoded(f"value {number}", value) if type(value) is StatefulNode else value
                 for number, value in enumerate(skeleton.values)
