@@ -58,13 +58,13 @@ class Promise(Generic[T]):
 
     def set_result(self, result: T | None, error: BaseException | None = None) -> None:
         """Set the result, or else the error; only the first call of this or of :meth:`set_error` has an effect."""
-        outcome = result, error
-        if self._facts.setdefault("outcome", outcome) is not outcome:
-            return
-        for thread in [*self._facts.get("threads", ())]:
+        outcome, facts = (result, error), self._facts
+        if facts.setdefault("outcome", outcome) is not outcome or len(facts) == 1:
+            return  # it was first, or nobody waits: who begins to finds the outcome
+        for thread in [*facts.get("threads", ())]:
             with suppress(RuntimeError):  # another promise that it waits for was first
                 thread.release()
-        future = self._facts.get("future")
+        future = facts.get("future")
         if future is not None:
             _tell(future, outcome)
 

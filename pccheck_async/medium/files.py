@@ -173,11 +173,10 @@ class Files(Medium):
 
     async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
         files, steps = _steps(parts)
-        done = 0
+        done, refused = 0, list[File]()
         cancelled = unknown = False
         failure: OSError | None = None
         while done < len(steps):
-            direct = [file for file in files if file.direct]
             start = time.perf_counter()
             ended: list[Step] = []
             try:
@@ -194,11 +193,12 @@ class Files(Medium):
             if failure is None:
                 continue
             last = done - 1
-            if failure.errno != errno.EINVAL or steps[last][0] != _WRITE or files[last] not in direct:
+            if failure.errno != errno.EINVAL or steps[last][0] != _WRITE or files[last] in refused:
                 unknown = _flushes(steps[:done]) or steps[last][0] == _LINKED
                 break
+            refused.append(files[last])
             self._give_up_direct(files[last])
-            done = last  # once more
+            done = last  # once more, as it may have been for direct I/O
         if failure is not None and unknown:
             raise DurabilityUnknownError.of(failure) from failure
         if cancelled and not ignore_cancellation:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -158,10 +158,7 @@ class Known:
         last = self._values.get(name)
         if last is None or len(last[0]) != len(of):
             return None
-        for then, now in zip(last[0], of):  # noqa: B905 - faster
-            if then is not now and (type(now) not in _COMPARED or then != now):
-                return None
-        return last[1]
+        return last[1] if all(map(is_, last[0], of)) or all(map(_alike, last[0], of)) else None
 
     def set(self, name: str, of: tuple[Any, ...], value: _T) -> _T:
         """Remember a value that follows from these others, and return it."""
@@ -171,6 +168,10 @@ class Known:
 
 _T = TypeVar("_T")
 _COMPARED: Final = (tuple, bytes)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return one is other or bool(type(other) in _COMPARED and one == other)
 
 
 @dataclass(slots=True, eq=False)
