@@ -7,7 +7,7 @@ import json as jsonlib
 import os
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -59,7 +59,7 @@ from pccheck_async.cli.ranks import (
     rank_of_store,
     read_place,
 )
-from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, first_few, in_shell, plain
+from pccheck_async.errors import DamagedError, StoreError, first_few, in_shell, plain
 
 if TYPE_CHECKING:
     from pccheck_async.group import Place
@@ -650,33 +650,34 @@ def remove(
     names: Annotated[
         list[str] | None, typer.Option("--name", metavar="NAME", help="A name to remove; may be repeated.")
     ] = None,
+    counters: Annotated[
+        list[int] | None,
+        typer.Option("--counter", metavar="N", help="A counter to remove, as `pccheck ls` shows it; may be repeated."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
     json: Json = False,
 ) -> Report | int:
     """Remove checkpoints, and free their space.
 
-    All of these steps and names, pinned or not, or none, in one commit. No trainer has PATH open.
+    All of these steps, names and counters, pinned or not, or none, in one commit. No trainer has PATH open.
 
     Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps, or
-    with one of the names, 4 the store is damaged.
+    with one of the names or counters, 4 the store is damaged.
     """
+    from pccheck_async.upkeep import to_remove  # and torch
+
     if old:
         _note_old(*old)
-    steps, names = [*(steps or []), *(old or [])], names or []
-    if not steps and not names:
-        raise typer.BadParameter(_WHICH)
+    steps, names, counters = [*(steps or []), *(old or [])], names or [], counters or []
+    if not steps and not names and not counters:
+        raise typer.BadParameter(f"{_WHICH}, or --counter")
     place = read_place(path)
     if not (infos := place.infos):
         raise place.nothing(None)
-    if missing := sorted(set(steps) - {info.step for info in infos}):
-        raise NoCheckpointError(f"{path} holds no checkpoint of step {', '.join(map(str, missing))}")
-    if unknown := sorted(set(names) - {info.name for info in infos}):
-        raise NoCheckpointError(f"{path} holds no checkpoint named {', '.join(map(repr, unknown))}")
-    doomed = [info for info in infos if info.step in steps or info.name in names]
-    what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
-    nbytes = size(sum(info.nbytes for info in doomed))
     place.check_one_process()
+    doomed = to_remove(path, infos, steps, names, counters)
+    what, nbytes = _told_apart(doomed, infos), size(sum(info.nbytes for info in doomed))
     if json and not yes:
         raise StoreError(_NOBODY)  # a question is no JSON
     try:
@@ -687,11 +688,18 @@ def remove(
         if isinstance(abort.__context__, KeyboardInterrupt):
             raise
         raise StoreError(_NOBODY) from None
-    removal = pccheck.stores.remove(path, step=steps, name=names, force=force)
+    removal = pccheck.stores.remove(path, step=steps, name=names, counter=counters, force=force)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
         [f"Removed {_noun(removal.removed)} {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
     )
+
+
+def _told_apart(infos: Iterable[pccheck.CheckpointInfo], there: Iterable[pccheck.CheckpointInfo]) -> str:
+    """Return the steps of checkpoints, with the counters of those whose steps others in the store have, too."""
+    times = Counter(info.step for info in there)
+    facts = {info: [*_marks(info), *[f"counter {info.counter}"] * (times[info.step] > 1)] for info in infos}
+    return ", ".join(f"{info.step} ({', '.join(each)})" if each else str(info.step) for info, each in facts.items())
 
 
 _WHICH = "give --step or --name"
@@ -771,6 +779,14 @@ def reject(
 # -- recover
 
 
+def _slot(text: str) -> int:
+    """Return the number of a slot, given as that or as the name of its file."""
+    number = text.removeprefix("slot-")
+    if not number.isdecimal():
+        raise typer.BadParameter(f"a slot is a number, or the name of its file, such as slot-003; not {text!r}")
+    return int(number)
+
+
 @reporting
 def recover(
     path: AnyFolder,
@@ -782,7 +798,7 @@ def recover(
     ] = False,
     slots: Annotated[
         list[int] | None,
-        typer.Option("--slot", metavar="SLOT", help="Name only the one in this slot; may be repeated."),
+        typer.Option("--slot", parser=_slot, metavar="SLOT", help="Name only the one in this slot; may be repeated."),
     ] = None,
     json: Json = False,
 ) -> Report:
@@ -794,7 +810,8 @@ def recover(
     commit record is valid, pins and rejections are lost: a run that was rejected may be restored
     again; look with `pccheck ls`, and reject it again.
 
-    Exit status: 0 the store is in order, or written, 1 it failed, or this user may not write some files, 2 wrong usage,
+    Exit status: 0 the store is in order (as a read-only mount may be), or written, 1 it failed, or this user may not
+    write some files, 2 wrong usage,
     3 nothing whole was found, 4 there is something to write, or what a record names is lost or damaged, and is still
     named.
     """
@@ -831,8 +848,9 @@ def recover(
     if recovery.copies and not recovery.written:
         status = DIFFERENT
     if search and not write and not recovery.needed:  # else no record is valid, and all of it is to be written
-        there = [info.counter for info in read_place(path).infos]
-        status = status if [info.counter for info in recovery.named] == there else DIFFERENT
+        there, found = read_place(path).infos, {info.counter for info in recovery.named}
+        newer = there and max(found, default=0) > there[0].counter  # older ones were dropped, as they should be
+        status = DIFFERENT if newer or not {info.counter for info in there} <= found else status
     lost = (recovery.missing or recovery.problems) and not recovery.named_anew
     if lost or (status and (recovery.named or recovery.record == "valid")):
         status = DIFFERENT
@@ -841,7 +859,8 @@ def recover(
     forbidden = [] if status else forbidden_files(read_place(path))
     options = [*["--search"] * search, *[part for each in slots or () for part in ("--slot", str(each))], "--write"]
     to_write = in_shell("recover", path, *options)
-    return Report(document, _recovered(recovery, path, forbidden, to_write), FAILED if forbidden else status)
+    refused = forbidden and not _is_read_only(path)  # else whoever mounted it so knows
+    return Report(document, _recovered(recovery, path, forbidden, to_write), FAILED if refused else status)
 
 
 def _found(recovery: pccheck.stores.Recovery) -> Table:
@@ -915,8 +934,12 @@ def _recovered(
         yield _forbidden(forbidden, path)
 
 
+def _is_read_only(path: Path) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
 def _forbidden(files: Sequence[str], path: Path) -> str:
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
+    if _is_read_only(path):
         return "The filesystem is mounted read-only, so that no trainer can open the store; that is no damage."
     return (
         f"This user may not read and write {first_few(files, 5)}, so that no trainer of this user can open the store; "

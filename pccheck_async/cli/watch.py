@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,13 +51,15 @@ class WatchView:
     """A view of a store at one moment; durable checkpoints newest first.
 
     ``before`` is an earlier status of the same engine, to take rates from; if nothing is published any more, the
-    last one.
+    last one. ``lost``: of durable checkpoints whose slots are lost, by their counters, what ails these; looked for
+    where no engine runs.
     """
 
     path: Path
     published: Published | None
     committed: Sequence[CommittedStatus]
     before: Status | None
+    lost: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def status(self) -> Status | None:
@@ -97,11 +99,18 @@ class WatchView:
         return (now.stall_seconds - stalled) / (now.time - since) if now.time > since else None
 
     @property
+    def losses(self) -> list[str]:
+        """A sentence on each lost checkpoint."""
+        return [
+            f"LOST: step {each.step}: {self.lost[each.counter]}" for each in self.committed if each.counter in self.lost
+        ]
+
+    @property
     def facts(self) -> tuple[object, ...]:
         """The facts whose change is worth another line; clocks, rates and shares change with every look."""
         status, committed = self.status, [(each.counter, each.pinned) for each in self.committed]
         if status is None:
-            return self.state, committed
+            return self.state, committed, self.losses
         in_flight = [(each.counter, each.phase) for each in status.in_flight]
         return self.state, committed, status.pid, status.step, status.counts, in_flight, status.failure
 
@@ -112,14 +121,15 @@ class WatchView:
             "age_seconds": None if self.status is None else self.age,
             "write_bytes_per_second": self.rate("write"),
             "stall_share": self.stall_share,
-            "committed": msgspec.to_builtins(self.committed),
+            "committed": _as_json(self.committed, self.lost),
             "status": msgspec.to_builtins(self.status),
         }
 
     def line(self) -> str:
         """Return the view as one line."""
         clock = time.strftime("%H:%M:%S")
-        newest = f"durable: step {self.committed[0].step}" if self.committed else "nothing durable"
+        whole = [each for each in self.committed if each.counter not in self.lost]
+        newest = "; ".join([f"durable: step {whole[0].step}" if whole else "nothing durable", *self.losses])
         if (status := self.status) is None:
             if self.before is not None:
                 return f"{clock} the engine of process {self.before.pid} was closed; {newest}"
@@ -199,6 +209,7 @@ class GroupView:
     path: Path
     ranks: dict[int, WatchView]
     committed: Sequence[CommittedStatus]
+    lost: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -242,7 +253,7 @@ class GroupView:
         """The view for ``--json``."""
         return {
             "state": self.state,
-            "committed": msgspec.to_builtins(self.committed),
+            "committed": _as_json(self.committed, self.lost),
             "ranks": {str(rank): view.document() for rank, view in self.ranks.items()},
             "stage_seconds": {str(rank): seconds for rank, seconds in self.times.items()},
             "slowest": slowest(self.times),
@@ -286,19 +297,25 @@ class Watch:
 
         published = read_status(self._path)
         if published is not None and published.alive:
-            return self._view(published, ())
-        place = read_place(self._path)  # imports torch, which is not needed beside an engine
+            return self._view(published, (), {})
+        from pccheck_async.upkeep import lost_slots  # and torch, which is not needed beside an engine
+
+        place = read_place(self._path)
+        lost = lost_slots(place)
         restorable = [info for info in place.infos if not info.rejected][:_MOST_COMMITTED]
         listed = [copied(CommittedStatus, info) for info in restorable]
         if (folders := place.rank_folders) is None:
-            return self._view(published, listed)
+            return self._view(published, listed, lost)
         self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
-        views = {rank: watch._view(read_status(folders[rank]), listed) for rank, watch in self._ranks.items()}
-        return GroupView(self._path, views, listed)
+        views = {rank: watch._view(read_status(folders[rank]), listed, lost) for rank, watch in self._ranks.items()}
+        return GroupView(self._path, views, listed, lost)
 
-    def _view(self, published: Published | None, listed: Sequence[CommittedStatus]) -> WatchView:
-        committed = listed if published is None or not published.alive else published.status.committed
-        return WatchView(self._path, published, committed, self._before(published))
+    def _view(
+        self, published: Published | None, listed: Sequence[CommittedStatus], lost: Mapping[int, str]
+    ) -> WatchView:
+        if published is not None and published.alive:
+            listed, lost = published.status.committed, {}
+        return WatchView(self._path, published, listed, self._before(published), lost)
 
     def _before(self, published: Published | None) -> Status | None:
         """The status of some five seconds ago: rates of less than that jump with every chunk."""
@@ -378,12 +395,18 @@ def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
 def _status(view: WatchView | GroupView) -> int:
     """Return the exit status for the last view; print the reason if there is nothing."""
     if view.state in ("running", "silent", "closed"):
-        return 0
+        return DIFFERENT if view.lost else 0
     if view.committed or view.published is not None:
         return DIFFERENT
     why = read_place(view.path).nothing(None)
     complain(str(why))
     return status_of(why)
+
+
+def _as_json(committed: Sequence[CommittedStatus], lost: Mapping[int, str]) -> list[dict[str, object]]:
+    return [
+        msgspec.to_builtins(each) | ({"lost": lost[each.counter]} if each.counter in lost else {}) for each in committed
+    ]
 
 
 def panel(view: WatchView | GroupView, width: int) -> RenderableType:
@@ -393,8 +416,9 @@ def panel(view: WatchView | GroupView, width: int) -> RenderableType:
         durable = table("durable", "size", "age", "", right=3)
         for each in view.committed:
             age = duration(max(0.0, time.time() - each.time))
-            durable.add_row(f"step {each.step}", size(each.nbytes), age, "pinned" if each.pinned else "")
-        parts.append(durable)
+            mark = "LOST" if each.counter in view.lost else "pinned" if each.pinned else ""
+            durable.add_row(f"step {each.step}", size(each.nbytes), age, mark)
+        parts += [durable, *(Text(f"LOST: {printable(what)}", style="red") for what in view.lost.values())]
     else:
         parts.append(Text("no committed checkpoint"))
     return Group(*parts)

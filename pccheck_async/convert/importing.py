@@ -204,7 +204,8 @@ def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
                 f"{name} is a store of this package: copy its checkpoint (`pccheck copy`){other}"
             )
     if not name.is_dir() and not name.is_file():
-        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
+        there = name.exists()  # as a pipe, say
+        raise FileNotFoundError(f"{name} is no regular file" if there else f"there is no file or folder {name}")
     looks = _look(name)
     if source is None and looks is None:
         if below := _below_in_words(name):

@@ -26,6 +26,7 @@ from pccheck_async.store.chunks import ChunkRun, Staging, check_chunks
 from pccheck_async.store.commit_file import (
     lock_commit,
     may_lack_the_newest,
+    of_another_store,
     read_commit,
     stored_identity,
     unread_record,
@@ -83,6 +84,7 @@ __all__ = [
     "lock_commit",
     "may_lack_the_newest",
     "no_store",
+    "of_another_store",
     "only_rejected",
     "open_store",
     "others_in",

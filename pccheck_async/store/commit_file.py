@@ -157,11 +157,23 @@ async def read_record(medium: Medium, commit: File, identity: Identity, path: st
     view = await _read_records(medium, commit, identity, path)
     record = newest_record(view, identity.id_bytes)
     if record is None:
+        why = of_another_store(view, identity) or f"no copy of a commit record in {COMMIT_NAME!r} is valid"
         raise CorruptStoreError(
-            f"no copy of a commit record in {COMMIT_NAME!r} is valid; the checkpoints themselves may be whole: "
-            f"{in_shell('recover', path)} looks for them; keep the folder and do not write to it"
+            f"{why}; the checkpoints themselves may be whole: {in_shell('recover', path)} looks for them; keep the "
+            "folder and do not write to it"
         )
     return replace(record, before=entries_before(view, identity.id_bytes, record))
+
+
+def of_another_store(commit: memoryview, identity: Identity) -> str:
+    """Return in words that a commit file is not of the store of this identity; empty if it has no valid record."""
+    found = rebuild_identity(commit)
+    if found is None or found[0].store_id == identity.store_id:
+        return ""
+    return (
+        f"{IDENTITY_NAME} is of store {identity.store_id[:8]}..., all records in {COMMIT_NAME!r} are of store "
+        f"{found[0].store_id[:8]}...: one of the two was copied from elsewhere"
+    )
 
 
 _OTHER_KIND = {

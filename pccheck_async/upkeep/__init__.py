@@ -10,6 +10,7 @@ from pccheck_async.upkeep.change import (
     pin_checkpoint,
     reject_checkpoints,
     remove_checkpoints,
+    to_remove,
     unpin_checkpoint,
 )
 from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
@@ -48,6 +49,7 @@ __all__ += [
     "pin_checkpoint",
     "recover_store",
     "reject_checkpoints",
+    "to_remove",
     "unpin_checkpoint",
 ]
 __all__ += ["remove_checkpoints", "verify_checkpoints"]

@@ -4,14 +4,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
+from typing import TypeVar
 
 from pccheck_async.engine import call_once
 from pccheck_async.errors import NoCheckpointError, StoreLockedError
-from pccheck_async.format import CheckpointInfo, Entry, check_name, describe_which, formerly, the_one, whole_step
+from pccheck_async.format import (
+    CheckpointInfo,
+    Entry,
+    check_name,
+    describe_which,
+    formerly,
+    the_one,
+    there_are,
+    whole_step,
+)
 from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, slot_number
 from pccheck_async.group import Place, mark_rejected, open_place
 from pccheck_async.medium.files import Files
@@ -21,8 +32,11 @@ from pccheck_async.store import KeepAll, Retention, Store, StoreReader, open_sto
 from pccheck_async.upkeep.reading import LOCK_SECONDS
 
 __all__ = [
-    "Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints", "unpin_checkpoint",
+    "Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints", "to_remove",
+    "unpin_checkpoint",
 ]  # fmt: skip
+
+_T = TypeVar("_T", CheckpointInfo, Entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +58,11 @@ def remove_checkpoints(
     *,
     step: int | Collection[int] = (),
     name: str | Collection[str] = (),
+    counter: int | Collection[int] = (),
     force: bool = False,
     io: IO = "auto",
 ) -> Removal:
-    """Drop every checkpoint of these steps, and those with these names, pinned or not, in one commit.
+    """Drop every checkpoint of these steps, and those with these names or counters, pinned or not, in one commit.
 
     As many slots are removed.
 
@@ -57,31 +72,24 @@ def remove_checkpoints(
         path: Folder of a store.
         step: A step, or several: all of them are there, or nothing is dropped.
         name: A name, or several: the same.
+        counter: A counter, or several, the same: of two checkpoints of one step it tells which.
         force: Drop them also where no checkpoint is left then.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
-        NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names.
+        NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names or counters.
         StoreError: no checkpoint would be left, or it is the folder of a group.
         StoreLockedError: a trainer has the store open.
         StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
-        TypeError: neither ``step`` nor ``name`` is given.
+        TypeError: neither ``step`` nor ``name`` nor ``counter`` is given.
     """
-    steps, names = step if isinstance(step, Collection) else (step,), (name,) if isinstance(name, str) else name
-    wanted: set[int | str] = {*map(whole_step, steps), *map(check_name, names)}
-    if not wanted:
-        raise TypeError("give step= or name=")
     removed: list[Entry] = []
 
     def change(entries: tuple[Entry, ...]) -> list[Entry]:
-        missing = wanted - {which for entry in entries for which in (entry.step, entry.name)}
-        if missing:
-            listed = " and none".join(sorted(map(describe_which, missing)))
-            raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{listed}; nothing was removed")
-        kept = [entry for entry in entries if wanted.isdisjoint((entry.step, entry.name))]
+        removed[:] = to_remove(path, entries, step, name, counter)
+        kept = [entry for entry in entries if entry not in removed]
         if not force:
             Retention.check_left(kept, entries)
-        removed[:] = [entry for entry in entries if entry not in kept]
         return kept
 
     async def drop() -> None:
@@ -92,6 +100,30 @@ def remove_checkpoints(
     before = slot_bytes(Path(path))
     call_once(drop())
     return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
+
+
+def to_remove(
+    path: str | os.PathLike[str],
+    infos: Sequence[_T],
+    step: int | Collection[int],
+    name: str | Collection[str],
+    counter: int | Collection[int],
+) -> list[_T]:
+    """Return the checkpoints of a store that :func:`remove_checkpoints` drops. Raises NoCheckpointError, TypeError."""
+    steps: Collection[int] = step if isinstance(step, Collection) else (step,)
+    counters: Collection[int] = counter if isinstance(counter, Collection) else (counter,)
+    names: Collection[str] = (name,) if isinstance(name, str) else name
+    wanted: set[int | str] = {*map(whole_step, steps), *map(check_name, names)}
+    numbers = {*map(index, counters)}
+    if not wanted and not numbers:
+        raise TypeError("give step=, name= or counter=")
+    missing = sorted(map(describe_which, wanted - {which for info in infos for which in (info.step, info.name)}))
+    missing += [f" of counter {each}" for each in sorted(numbers - {info.counter for info in infos})]
+    if missing:
+        there = there_are(next(iter(wanted), None), infos)
+        none = " and none".join(missing)
+        raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{none}{there}; nothing was removed")
+    return [info for info in infos if not wanted.isdisjoint((info.step, info.name)) or info.counter in numbers]
 
 
 @formerly("step", after=1)

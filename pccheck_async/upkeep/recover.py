@@ -56,6 +56,7 @@ from pccheck_async.store import (
     is_group_folder,
     lock_commit,
     no_store,
+    of_another_store,
     rank_folders,
     rank_name,
     read_commit,
@@ -469,10 +470,7 @@ async def _read(medium: Medium, commit: tuple[memoryview, dict[int, ReadError]] 
     other = None if identity is None else rebuild_identity(commit[0])
     if identity is None or other is None or other[0].store_id == identity.store_id:
         return _Read(state, identity, record, store_id)
-    text = (
-        f"{IDENTITY_NAME} is of store {identity.store_id[:8]}..., all records are of store {other[0].store_id[:8]}...: "
-        "one of them was copied from elsewhere. "
-    )
+    text = f"{of_another_store(commit[0], identity)}. "
     if await _names_a_slot(medium, *other):
         text += f"The slots are those that the records name: --write makes {IDENTITY_NAME} anew, and keeps the records."
         return _Read("damaged", None, other[1], other[0].store_id, (text,))

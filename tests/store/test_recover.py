@@ -626,7 +626,10 @@ def test_a_file_of_another_store_is_named(tmp_path: Path, foreign: str) -> None:
     (tmp_path / "one" / foreign).write_bytes((tmp_path / "other" / foreign).read_bytes())
     found = stores.recover(tmp_path / "one")
     (problem,) = found.problems
-    assert "one of them was copied from elsewhere" in problem
+    assert "one of the two was copied from elsewhere" in problem
+    for read in (stores.verify, list_checkpoints, load_sync):  # they name it as well, and do not call `commit` damaged
+        with pytest.raises(CorruptStoreError, match=r"store.json is of store .*one of the two was copied"):
+            read(tmp_path / "one")
     written = stores.recover(tmp_path / "one", write=True)
     if foreign == "store.json":
         assert "--write makes store.json anew, and keeps the records" in problem

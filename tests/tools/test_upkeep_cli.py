@@ -429,6 +429,21 @@ def test_remove_asks(store: Path) -> None:
 
 
 @pytest.mark.slow
+def test_of_two_checkpoints_of_one_step_the_counter_tells_which(store: Path, tmp_path: Path) -> None:
+    """An import makes a second one of a step; without counters both would have to go."""
+    torch.save({"w": torch.zeros(4)}, tmp_path / "w.pt")
+    assert pccheck("import", tmp_path / "w.pt", store, "--step", 3).exit_code == 0
+    first, second = (info.counter for info in list_checkpoints(store)[:2])
+    result = pccheck("remove", store, "--step", 3, "--step", 2, input="n\n")
+    assert f"Remove steps 3 (counter {first}), 3 (counter {second}), 2 (" in result.stderr
+    result = pccheck("remove", store, "--counter", 99, "--yes")
+    assert (result.exit_code, "no checkpoint of counter 99; there are steps 3, 2, 1" in result.stderr) == (3, True)
+    assert pccheck("remove", store, "--counter", first, "--yes").exit_code == 0
+    assert [info.counter for info in list_checkpoints(store)][:1] == [second]
+    assert [info.step for info in stores.remove(store, counter=second).removed] == [3]
+
+
+@pytest.mark.slow
 def test_remove_pin_unpin(store: Path) -> None:
     assert pccheck("pin", store, "--step", 1).exit_code == 0
     result = pccheck("remove", store, "--step", 9, "--yes")
@@ -573,6 +588,20 @@ def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
     assert "--write` the store is there again; it names no checkpoint." in result.stdout
     assert pccheck("recover", tmp_path / "store", "--write").exit_code == 0
     assert pccheck("recover", tmp_path / "store").exit_code == 0
+
+
+def test_a_search_that_finds_what_was_dropped_leaves_a_store_in_order(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=1) as engine:
+        for step in range(1, 6):
+            engine.checkpoint({"w": torch.full((9,), step)}, step=step).result(60)
+    found = pccheck("recover", tmp_path, "--search")
+    assert (found.exit_code, "names steps 5, 4" in found.stdout) == (0, True)
+    slot = re.search(r"(slot-\d+) +4 ", found.stdout)
+    assert slot is not None
+    for text in (slot[1], slot[1].removeprefix("slot-")):  # as the table names it, or its number
+        found = pccheck("recover", tmp_path, "--search", "--slot", text)
+        assert (found.exit_code, "names step 4, newest first" in found.stdout) == (4, True)
+    assert pccheck("recover", tmp_path, "--search", "--slot", "last").exit_code == 2
 
 
 def test_a_search_that_would_name_others_has_something_to_write(store: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import SyncCheckpointEngine, stores
 from pccheck_async.cli import app
 from pccheck_async.cli.watch import Watch, WatchView, panel
 from pccheck_async.medium.status_file import Published, encode_status
@@ -88,6 +88,13 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
     assert "step 7" in died.stdout  # what is durable is read from the store, not from what a dead process said
     assert "step 8" not in died.stdout
     assert json.loads(look(store, "--json").stdout)["state"] == "died"
+    slot = store / stores.describe(store).slot
+    slot.rename(tmp_path / "slot")
+    lost = look(store)
+    assert (lost.exit_code, f"LOST: {slot.name} is gone" in lost.stdout) == (4, True)
+    assert json.loads(look(store, "--json").stdout)["committed"][0]["lost"] == f"{slot.name} is gone"
+    assert f"nothing durable; LOST: step 7: {slot.name} is gone" in runner.invoke(app, ["watch", str(store)]).stdout
+    (tmp_path / "slot").rename(slot)
     (store / "commit").write_bytes(os.urandom((store / "commit").stat().st_size))
     unreadable = look(store)
     assert unreadable.exit_code == 4
