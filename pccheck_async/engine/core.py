@@ -673,7 +673,7 @@ class EngineCore:
         return [entry.info for entry in removed]
 
     async def reject(self, caller: Caller, which: int | str) -> list[CheckpointInfo]:
-        """Reject all from a step, or from the one of a name, on that was saved before this call, in flight too."""
+        """Reject a checkpoint and all that were saved after it and before this call; return the committed ones."""
         self.check_alive()
         with self.in_flight.lock:
             until = self.in_flight.counter

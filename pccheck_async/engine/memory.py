@@ -124,7 +124,7 @@ def warn_of_memory(path: str, store_id: str) -> None:
 
 
 def check_own_folder(folder: Path) -> None:
-    """Raise StoreError if another user may have made it, or may write to it."""
+    """Raise StoreError unless it is a folder, no link, of this user and closed to all others."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise StoreError(

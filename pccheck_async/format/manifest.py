@@ -294,7 +294,7 @@ def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str
 
 
 def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> bool:
-    """Return whether there are composed tensors in it. Raises CorruptStoreError if it is impossible."""
+    """Return whether it has composed tensors. Raises CorruptStoreError if it is malformed, or not of ``tensors``."""
     count = len(tensors)
     seen = bytearray(count)
     sharded: list[ShardedNode] = []

@@ -276,14 +276,16 @@ class Place:
     ) -> T:
         """Lock the newest checkpoint and use it; the next older one if it is damaged, also a superseded one.
 
-        With a step or a name that one is used, and damage raises. One that writers replace before all of it that is
-        used could be locked is not damaged: then the one that replaced it is used. Of ``host_memory`` bytes all staging
-        buffers are made at once, by default when they are needed. ``keep`` leaves the checkpoint open and locked if
-        ``use`` returned; without ``falls_back`` any damage raises.
+        With a step or a name that one alone is used, and damage raises; so it does without ``falls_back``. If writers
+        replace a checkpoint before it could be locked, the one that replaced it is used. ``host_memory``: bytes of
+        staging buffers, all made at once; None: made as they are needed. ``keep``: if ``use`` returned, the checkpoint
+        stays open and locked.
 
         Raises:
             NoCheckpointError: there is none, or not the requested one.
-            DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to.
+            StoreError: all are rejected.
+            DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to; ReadError also if
+                checkpoints are replaced faster than they can be locked.
             CorruptStoreError: this version does not understand it.
             ValueError: ``host_memory`` holds no chunk.
         """

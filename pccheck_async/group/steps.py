@@ -51,7 +51,7 @@ class Steps:
                 self._server.step = step
 
     def end(self) -> None:
-        """Called when no more steps come: none is agreed on that this rank would not reach."""
+        """Called when the loop ended: the group then agrees on no last step, which this rank would miss."""
         with self.changed:
             self._member.schedule.end()
 

@@ -127,7 +127,7 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
 
 
 def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:
-    """Return the stores that count: every folder of every member's domain, also those of ranks that run elsewhere."""
+    """Return the stores in the domains that the members run in (``homes``), whichever ranks they are of."""
     return [store for store in stores if store.domain in set(homes)]
 
 

@@ -134,7 +134,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         self._writing.append((path, engine, pending))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the saved state; ``map_location`` as for ``torch.load``, of tensors on the host."""
+        """Return the saved state; ``map_location`` as for ``torch.load``, of tensors saved from the CPU."""
         if os.path.isfile(path):
             return self._files.load(path, map_location=map_location)
         where = "cpu" if map_location is None else map_location

@@ -139,7 +139,7 @@ def encode_status(status: Status) -> bytes:
 
 
 def starts_status(head: bytes) -> bool:
-    """Whether a file that begins like this is a status file: an empty one is not yet anything else."""
+    """Whether a file that begins with ``head`` is a status file; an empty one counts as one."""
     return not head or head.startswith(_MAGIC)
 
 

@@ -190,7 +190,7 @@ class Retention:
         return self.keep_last + best + sum(_slices(*each) for each in self.spaced)
 
     def check_place(self, kept: int) -> None:
-        """Raise StoreFullError if nothing may be saved beside ``kept`` checkpoints, which no rule would drop."""
+        """Raise StoreFullError if a record has no room beside ``kept`` checkpoints; here never: the rules drop some."""
 
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
         """Return the entries of the next record; ``new`` is not among them if it is superseded.

@@ -32,9 +32,9 @@ class ChunkPlace(NamedTuple):
     slot: File | None
 
     def explained(self, error: OSError) -> OSError:
-        """Return the error of a copy into this memory: that in a mapped slot is one of the storage.
+        """Return the error of a copy into this memory; in a mapped slot it is the storage's, as a WriteError.
 
-        The file is shorter than it was, or its memory is broken.
+        Its file was truncated then, or the memory that holds it is broken.
         """
         return error if self.slot is None else write_error(error, self.slot.name)
 

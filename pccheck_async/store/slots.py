@@ -97,8 +97,8 @@ class SlotTable:
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> SlotDecision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
 
-        Readers of other processes cost at most one slot beyond ``most``; with more of them the caller waits. A restore
-        of this engine that reads a slot which is committed no more costs that slot.
+        Readers of other processes allow one slot beyond ``most``; then the caller waits. Each slot that a restore of
+        this engine reads, and that no record names any more, allows one more.
         """
         free = [slot for slot in self.free() if slot not in passed_over]
         fitting = [slot for slot in free if self.sizes[slot] >= nbytes]

@@ -331,9 +331,9 @@ class Store:
             return entries
 
     async def rewrite(self, make: Callable[[Record], Record]) -> None:
-        """Replace the newest record by the one that ``make`` returns for it, for a group that decides what it names.
+        """Replace the newest record by ``make`` of it: in a group all ranks decide what a record names.
 
-        Slots that it does not name are free. Raises StoreFailedError: no further records.
+        Slots that the new one does not name become free. Raises StoreFailedError: the store then takes no more records.
         """
         async with self.lock:
             self.latch.check()

@@ -307,7 +307,7 @@ class _Binding:
         return True
 
     def conflicts(self) -> list[str]:
-        """Drop arrays that would overwrite another; return the paths of strict ones, each with the other's."""
+        """Give arrays that would overwrite another one new memory; return a text for each pair that may not."""
         troubles = []
         for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
             dropped = not {one.index, other.index} <= self._live.keys()

@@ -308,7 +308,7 @@ class _Walk:
         return {here: there for here, there in pairs if counts["here", here] == counts["there", there] == 1}
 
     def _is_whole(self, live: StatefulNode, node: Node) -> bool:
-        """Whether an object would be restored from a stored state, and nothing of that be left over."""
+        """Whether a stored state fits an object exactly: nothing is missing, left over or mismatched."""
         stored = opened(node)
         if not isinstance(stored, MappingNode):
             return False

@@ -131,7 +131,7 @@ class AgeLimit:
 
 
 class Retrying(ABC):
-    """A policy that tries a checkpoint that was skipped again after the next step."""
+    """A policy that tries a skipped checkpoint again, after the next step."""
 
     _again = False
 
