@@ -18,9 +18,13 @@ from typing import Annotated, Never
 
 import typer
 
-from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
+from pccheck_async.cli.changing import copy, pin, reject, remove, unpin
+from pccheck_async.cli.checking import recover, verify
+from pccheck_async.cli.comparing import compare
+from pccheck_async.cli.converting import export, import_
 from pccheck_async.cli.demo import demo
+from pccheck_async.cli.listing import ls, show
 from pccheck_async.cli.memory import memory
 from pccheck_async.cli.output import FAILED, Command, CommandGroup, complain, drop_output, flow_help
 from pccheck_async.cli.shelf import shelf
@@ -59,16 +63,16 @@ def options(
 
 LOOK, CHANGE = "Look at a store, also beside a trainer", "Change a store that no trainer has open"
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    LOOK: (stores.ls, stores.show, stores.verify, stores.compare, watch),
-    CHANGE: (stores.pin, stores.unpin, stores.remove, stores.reject, stores.recover),
-    "Copy and convert": (stores.copy, stores.export, stores.import_),
+    LOOK: (ls, show, verify, compare, watch),
+    CHANGE: (pin, unpin, remove, reject, recover),
+    "Copy and convert": (copy, export, import_),
     "Measure and try": (tune, bench, demo),
 }
 for panel, commands in PANELS.items():
     for command in commands:
         name = command.__name__.rstrip("_")
         app.command(name, cls=Command, rich_help_panel=panel)(command)
-for name, command in (("rm", stores.remove), ("diff", stores.compare)):  # as they were called in version 0.1
+for name, command in (("rm", remove), ("diff", compare)):  # as they were called in version 0.1
     app.command(name, cls=Command, hidden=True)(command)
 flow_help(app)
 app.add_typer(shelf, rich_help_panel=LOOK)

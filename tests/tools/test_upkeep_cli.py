@@ -27,8 +27,8 @@ from pccheck_async import (
     stores,
 )
 from pccheck_async.cli import app
+from pccheck_async.cli.comparing import Side, parse_side
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
-from pccheck_async.cli.stores import Side, parse_side
 from pccheck_async.errors import CorruptStoreError
 from tests.support.children import in_child
 from tests.support.limits import limited_descriptors

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in words, and the errors about them, for several commands."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pccheck_async as pccheck
+from pccheck_async.cli.output import printable, size
+from pccheck_async.cli.ranks import read_place
+from pccheck_async.errors import DamagedError, first_few, in_shell
+
+if TYPE_CHECKING:
+    from pccheck_async.group import Place
+
+BACKUP = "Put a backup of the folder back, or begin anew in another folder."
+
+
+def steps_of(infos: Iterable[pccheck.CheckpointInfo]) -> str:
+    """Return their steps, for a sentence."""
+    return ", ".join(str(info.step) for info in infos)
+
+
+def noun_for(infos: Sized) -> str:
+    """Return the noun before their steps."""
+    return "step" if len(infos) == 1 else "steps"
+
+
+def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None = None) -> str:
+    """Return a sentence that names the checkpoint that a restart restores, or tries if it was not checked.
+
+    Args:
+        place: Where it restarts from.
+        lost: Counters of the committed ones that are known to be lost or damaged.
+        whole: Counters of those that were found whole, with their places; None if nothing was checked.
+    """
+    from pccheck_async.upkeep import overwritten  # and torch
+
+    gone = overwritten(place) if whole is None else ()
+    superseded = [entry.info for entry in place.superseded if entry.counter not in gone]
+    newest_first = sorted((*place.infos, *superseded), key=lambda info: -info.counter)
+    found = [info for info in newest_first if not info.rejected and info.counter not in lost]
+    if not found:
+        text = "No checkpoint can be restored: all are rejected, lost or damaged."
+        look = f" {in_shell('recover', place.path, '--search')} looks for whole ones that no record names."
+        return text if place.of_group else text + look
+    newest = found[0]
+    what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
+    if newest in superseded and whole is not None:
+        return (
+            f"A restart restores step {newest.step}, from {whole[newest.counter]}, which a newer one superseded: the "
+            "next save may write over it."
+        )
+    if whole is None:
+        look = f"no tensor was read here ({in_shell('verify', place.path, '--all')} checks all bytes)"
+        text = f"A restart tries step {newest.step}{what}: {look}."
+    elif newest.counter not in whole:
+        text = f"A restart tries step {newest.step}, which was not checked (--all checks it)."
+    else:
+        text = f"A restart restores step {newest.step}, from {whole[newest.counter]}."
+    return text + ("" if newest in superseded else _remedy(place, lost, newest))
+
+
+def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) -> str:
+    """Return a sentence that says after what a store has whole checkpoints alone, if there is such a thing."""
+    kept = {info.step for info in place.infos if info.counter not in lost}
+    damaged = [info for info in place.infos if info.counter in lost]
+    steps = sorted({info.step for info in damaged} - kept)
+    if place.of_group and damaged and all(info.counter > newest.counter for info in damaged):
+        return " What is damaged is dropped by training that goes on from there."
+    if not steps or place.is_part:
+        return ""
+    if place.of_group:
+        calls = ", ".join(f"engine.remove(step={step})" for step in steps)
+        return f" What is damaged is dropped by {calls} on all ranks."
+    options = [part for step in steps for part in ("--step", str(step))]
+    return f" {in_shell('remove', place.path, *options)} drops what is damaged."
+
+
+def outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict[int, str]]:
+    """Return the counters of the checkpoints that are damaged, and those of the checked ones, with their places."""
+    checked = (*verification.checkpoints, *verification.superseded)
+    places = {each.info.counter: each.slot if each.rank is None else "the parts of all its ranks" for each in checked}
+    return {each.info.counter for each in checked if each.damage}, places
+
+
+@contextmanager
+def naming_others(path: Path, step: int | None = None, name: str | None = None) -> Iterator[None]:
+    """Add the other steps to the error of a damaged checkpoint: nothing is taken in its place."""
+    try:
+        yield
+    except DamagedError as error:
+        infos = read_place(path).infos
+        asked = [info for info in infos if (step is None or info.step == step) and (name is None or info.name == name)]
+        if not (others := [str(info.step) for info in infos if info not in asked[:1]]):
+            raise
+        look = "" if "pccheck verify" in str(error) else f" ({in_shell('verify', path, '--all')} tells which are whole)"
+        raise DamagedError(f"{error}; --step takes another one of {first_few(others)}{look}") from error
+
+
+def marks_of(info: pccheck.CheckpointInfo) -> list[str]:
+    """Return its marks: pinned, rejected."""
+    return [mark for mark in ("pinned", "rejected") if getattr(info, mark)]
+
+
+def columns_of(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
+    """Return its step, counter and size, for a table."""
+    return str(info.step), str(info.counter), size(info.nbytes)
+
+
+def in_words(info: pccheck.CheckpointInfo) -> str:
+    """Return the step of a checkpoint, with its name and marks."""
+    facts = [*([] if info.name is None else [f"named {printable(info.name)}"]), *marks_of(info)]
+    return f"step {info.step} ({', '.join(facts)})" if facts else f"step {info.step}"
