@@ -700,22 +700,27 @@ class EngineCore:
     ) -> Restored | None:
         """Restore the newest checkpoint (or the requested one) into ``state``, falling back if one is damaged."""
         assembly = self.check_alive()
-        self.in_flight.raise_untold()
-        check_outermost(state)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
-        if isinstance(private, str) and private != "modulo":
-            raise ValueError(f"private is 'modulo' or a list of globs over paths, not {private!r}")
-        if not dry_run:
-            self.training.before_restore()
-        while reading := [flight for flight in self.in_flight.checkpoints() if not flight.is_captured]:
-            for flight in reading:
-                await caller.wait(flight.captured_future())  # the restore would tear its capture
-        self.guard.wait()
-        restored = await restore(
-            caller, assembly, self.captures.owners, self.peers.candidates(which, dry_run=dry_run), state, progress,
-            strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private, dry_run=dry_run,
-        )  # fmt: skip
+        candidates = self.peers.candidates(which, dry_run=dry_run)
+        try:
+            self.in_flight.raise_untold()
+            check_outermost(state)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
+            if isinstance(private, str) and private != "modulo":
+                raise ValueError(f"private is 'modulo' or a list of globs over paths, not {private!r}")
+            if not dry_run:
+                self.training.before_restore()
+            while reading := [flight for flight in self.in_flight.checkpoints() if not flight.is_captured]:
+                for flight in reading:
+                    await caller.wait(flight.captured_future())  # the restore would tear its capture
+            self.guard.wait()
+            restored = await restore(
+                caller, assembly, self.captures.owners, candidates, state, progress,
+                strict=strict, dtype=dtype, allow_pickle=self.config.allow_pickle, private=private, dry_run=dry_run,
+            )  # fmt: skip
+        except BaseException as error:
+            await candidates.abandon(caller, error)
+            raise
         if restored is None and which is not None:
             raise NoCheckpointError(
                 f"{self.path} has no checkpoint{describe_which(which)}{there_are(which, self.infos)}"

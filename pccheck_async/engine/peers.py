@@ -115,7 +115,7 @@ class RestoreCandidates(ABC):
         """
 
     async def abandon(self, caller: Caller, error: BaseException) -> None:
-        """Called when an error ends the restore: the others need not wait for this rank."""
+        """Called when an error ends the restore, maybe before :meth:`next`: the others need not wait for this rank."""
 
 
 class Peers(ABC):
@@ -358,11 +358,9 @@ class _OwnCandidates(RestoreCandidates):
     """
 
     def __init__(self, store: Store, memory: Memory | None, path: str, which: Which, dry_run: bool) -> None:
-        committed, in_memory = store.committed, () if memory is None else memory.entries
-        if error := only_rejected((*committed.record.entries, *committed.adopted, *in_memory), which, path):
-            raise error
         self._store = store
         self._memory = memory
+        self._path = path
         self._passed_over: set[int] = set()  # counters of copies in memory that cannot be read
         self._which = which
         self._dry_run = dry_run
@@ -386,6 +384,9 @@ class _OwnCandidates(RestoreCandidates):
         return None if damaged is None else (damaged, False)
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
+        committed, in_memory = self._store.committed, () if self._memory is None else self._memory.entries
+        if error := only_rejected((*committed.record.entries, *committed.adopted, *in_memory), self._which, self._path):
+            raise error
         if (found := self._find()) is None:
             return None
         self._entry, self._superseded = entry, superseded = found

@@ -100,7 +100,6 @@ async def restore(
     except BaseException as error:
         if damaged:
             error.add_note(_HOLDS_PARTS)
-        await candidates.abandon(caller, error)
         if isinstance(error, _ComparedError):
             return error.plan
         raise

@@ -121,7 +121,7 @@ class AgreedCandidates(RestoreCandidates):
         return self._agreed
 
     async def abandon(self, caller: Caller, error: BaseException) -> None:
-        if self._asked and not self._agreed:  # the others wait for an answer
+        if not self._agreed and self._member.stopped is None:  # the others wait for this rank's request, or an answer
             await caller.run(self._abandon(f"the restore ended: {error!r}"))
 
     async def _agree(self, answer: Callable[[], list[Action]]) -> None:
@@ -130,6 +130,8 @@ class AgreedCandidates(RestoreCandidates):
         self._next = await self._actions.get()
 
     async def _abandon(self, why: str) -> None:
+        if not self._asked:
+            self._do(self._ask())
         while not self._actions.empty():
             self._actions.get_nowait()  # no later call receives these
         self._do(self._restore.abandon(why))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, Group, StateMismatchError, SyncCheckpointEngine
+from pccheck_async.errors import GroupError, UnsupportedStateError
 from pccheck_async.format import Entry
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
@@ -193,6 +195,33 @@ def test_a_rank_that_gives_up_before_others_ask_stops_nobody(tmp_path: Path) -> 
     (told,), nothing = run_ranks(2, partial(cancelled, tmp_path))
     assert "rank 1: the restore ended" in told
     assert nothing == []
+
+
+def refused(folder: Path, group: Group) -> None:
+    """Rank 1's call raises a failure that nobody awaited there: rank 0's ends, too. The next one restores."""
+    state = {"x": torch.ones(1)}
+    with SyncCheckpointEngine(folder, group=group) as engine:
+        engine.checkpoint(state, step=1).result(20)
+        if group.rank:
+            pending = engine.checkpoint(state, step=2)
+            while not pending.done():
+                time.sleep(0.001)
+            with pytest.raises(GroupError, match="rank 0: UnsupportedStateError"):
+                engine.restore(state)
+            (folder / "raised").touch()
+        else:
+            with pytest.raises(UnsupportedStateError):
+                engine.checkpoint({"x": object()}, step=2)
+            wait_for(folder / "raised")
+            with pytest.raises(StateMismatchError, match="rank 1: the restore ended: GroupError"):
+                engine.restore(state)
+        restored = engine.restore(state)
+        assert restored is not None
+        assert restored.step == 1
+
+
+def test_a_failure_that_one_rank_gets_first_ends_the_restore_of_all(tmp_path: Path) -> None:
+    run_ranks(2, partial(refused, tmp_path))
 
 
 def save_two(folder: Path, group: Group) -> None:
