@@ -29,7 +29,7 @@ from pccheck_async.group.member import Member
 from pccheck_async.group.messages import MatchOutcome
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.store import FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
+from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
 from pccheck_async.telemetry import write, write_and_warn
 
 __all__ = ["AgreedCandidates", "PartSources", "RestoreAction"]
@@ -65,7 +65,7 @@ class AgreedCandidates(RestoreCandidates):
         self._asked, self._agreed = False, False
         self._next: RestoreAction | None = None
         self._mismatch: Exception | None = None
-        self._key: Key | None = None  # of the last candidate
+        self._step: int | None = None  # of the last candidate
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
         if not self._asked:
@@ -76,10 +76,10 @@ class AgreedCandidates(RestoreCandidates):
         while True:
             match self._next:
                 case MatchManifest(key, damage):
+                    passed_over, self._step = self._step, self._parts.step(key)
                     if damage:
                         self.fell_back = True
-                        self._warn_of(key, damage)
-                    self._key = key
+                        self._warn_of(passed_over, damage)
                     if (found := self._parts.candidate(key)) is not None:
                         return found
                     why = "its part is not in its store"
@@ -92,18 +92,18 @@ class AgreedCandidates(RestoreCandidates):
                 case other:
                     raise GroupError(f"the restore cannot go on with {other!r}")
 
-    def _warn_of(self, older: Key, damage: str) -> None:
-        """Warn that all ranks pass over the last candidate: on rank 0, and where its part was found damaged."""
-        rank, steps = self._member.rank, [self._parts.step(key) for key in (self._key, older) if key is not None]
+    def _warn_of(self, step: int | None, damage: str) -> None:
+        """Warn that all ranks pass over the checkpoint of a step: on rank 0, and where its part was found damaged."""
+        rank = self._member.rank
         if rank == 0 or f"rank {rank}: " in damage:
-            text = (
-                f"the checkpoint of step {steps[0]} cannot be read ({damage}); all ranks fall back to step {steps[-1]}"
-            )
-            write_and_warn("fell_back", text, step=steps[0], error=damage)
+            text = f"the checkpoint of step {step} cannot be read ({damage}); all ranks fall back to step {self._step}"
+            write_and_warn("fell_back", text, step=step, error=damage)
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         outcome: MatchOutcome = "ok" if error is None else "mismatch"
         self._mismatch = error
+        if isinstance(error, DroppedMeanwhileError):
+            outcome, self._mismatch = "unread", None  # rank 0 proposes the newest one that is there now
         if isinstance(error, UnreadableError):
             if is_exhausted(error.error):  # the checkpoint is whole, and must not be dropped for it
                 self._mismatch = error.error

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import Entry, Key, Record
 from pccheck_async.medium import File
@@ -35,16 +37,20 @@ class OwnSlot(Source):
     async def acquire(self) -> File:
         """Return the slot's file. Called on the engine's loop, like :meth:`release`.
 
-        Raises DroppedMeanwhileError if newer checkpoints replaced it; DamagedError, ReadError as
-        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free`.
+        A pin that was set or removed meanwhile makes no difference. Raises DroppedMeanwhileError if newer checkpoints
+        replaced it, or it was rejected; DamagedError, ReadError as :meth:`Slots.start_reading` and
+        :meth:`Slots.start_reading_free`.
         """
         entry, committed, slots = self.entry, self._store.committed, self._store.slots
-        if entry in committed.record.entries or entry in committed.adopted:
-            file = slots.start_reading(entry.slot)
+        kept = (*committed.record.entries, *committed.adopted)
+        if (now := next((each for each in kept if replace(each, pinned=entry.pinned) == entry), None)) is not None:
+            self.entry, file = now, slots.start_reading(entry.slot)
         elif self._superseded and entry in committed.record.superseded:
             file = await slots.start_reading_free(entry.slot)
         else:
-            raise DroppedMeanwhileError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
+            raise DroppedMeanwhileError(
+                f"checkpoint {entry.counter} (step {entry.step}) was replaced, removed or rejected meanwhile"
+            )
         self._file = file
         return file
 

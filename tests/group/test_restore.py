@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, Group, StateMismatchError, SyncCheckpointEngine
+from pccheck_async.engine import RestoreCandidate
 from pccheck_async.errors import GroupError, UnsupportedStateError
 from pccheck_async.format import Entry
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
+from pccheck_async.group.candidates import PartSources
 from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
 from pccheck_async.group.restore import LeadRestore, Restore, There
 from tests.support.group_explorer import cloned, frozen
@@ -222,6 +224,45 @@ def refused(folder: Path, group: Group) -> None:
 
 def test_a_failure_that_one_rank_gets_first_ends_the_restore_of_all(tmp_path: Path) -> None:
     run_ranks(2, partial(refused, tmp_path))
+
+
+def restored_beside(folder: Path, meanwhile: Callable[[SyncCheckpointEngine], object], group: Group) -> int:
+    """Restore the newest of two checkpoints; all ranks do something else after it was proposed."""
+    state: dict[str, Any] = {"x": torch.zeros(5000), "step": 0}
+    with SyncCheckpointEngine(folder, group=group, keep_last=2) as engine:
+        for step in (3, 7):
+            engine.checkpoint({"x": torch.arange(5000.0) + step, "step": step}, step=step).result(20)
+        find = PartSources.candidate
+
+        def find_too_early(self: PartSources, key: Key) -> RestoreCandidate | None:
+            patched.undo()
+            found = find(self, key)
+            meanwhile(engine)
+            return found
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(PartSources, "candidate", find_too_early)
+            restored = engine.restore(state)
+    assert restored is not None
+    assert torch.equal(state["x"], torch.arange(5000.0) + restored.step)
+    return restored.step
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the checkpoint of step 7 cannot be read")
+@pytest.mark.parametrize(
+    ("meanwhile", "step"),
+    [
+        (lambda engine: engine.pin(step=7), 7),
+        (lambda engine: engine.reject(step=7), 3),
+        (lambda engine: engine.remove(step=7), 3),
+    ],
+    ids=["pinned", "rejected", "removed"],
+)
+def test_a_candidate_that_is_changed_before_it_is_held(
+    tmp_path: Path, meanwhile: Callable[[SyncCheckpointEngine], object], step: int
+) -> None:
+    assert run_ranks(2, partial(restored_beside, tmp_path, meanwhile)) == [step, step]
 
 
 def save_two(folder: Path, group: Group) -> None:
