@@ -26,7 +26,7 @@ from pccheck_async.medium import File
 from pccheck_async.medium.files import map_error
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import Source
-from pccheck_async.transfer import aligned_buffer
+from pccheck_async.transfer import aligned_buffer, uninterrupted
 
 __all__ = ["ReceivedPart", "remove_fetched", "send_part"]
 
@@ -36,6 +36,7 @@ _AHEAD: Final = 4
 """Pieces that may wait on rank 0's host for their receiver."""
 _STOPPED: Final = b"-"
 """In place of an acknowledgement: the receiver takes no more pieces."""
+_CANCELLED: Final = "the restore was cancelled"
 _KINDS: Final[dict[str, type[CheckpointError]]] = {
     "damaged": DamagedError,
     "corrupt": CorruptStoreError,
@@ -122,15 +123,23 @@ class ReceivedPart(Source):
         self.medium = opened.medium
         self._name = f"{folder}/{_PREFIX}{secrets.token_hex(8)}"
         self._path = root / self._name
+        self._taken = 0  # pieces
+        self._stopping = False
 
     async def acquire(self) -> File:
         """Receive all of it.
 
+        Cancellation: ends once nothing is received and written any more.
+
         Raises the sender's DamagedError, ReadError or CorruptStoreError; StoreFullError, WriteError: the file cannot be
         written; GroupError: the connection is lost.
         """
+        receiving = asyncio.create_task(asyncio.to_thread(self._receive))
         try:
-            await asyncio.to_thread(self._receive)
+            await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            await uninterrupted(self._stop(receiving))
+            raise
         except CheckpointError:
             raise
         except OSError as error:
@@ -140,8 +149,13 @@ class ReceivedPart(Source):
         self._file = await self.medium.open(self._name, writable=False)
         return self._file
 
+    async def _stop(self, receiving: asyncio.Task[None]) -> None:
+        self._stopping = True  # first: a thread that passes the number of the piece that it waits for sees it
+        wake = b"-" + _encode(GroupError(_CANCELLED))
+        await asyncio.to_thread(self._client.set, f"{self._prefix}/{self._taken}", wake)
+        await asyncio.gather(receiving, return_exceptions=True)
+
     def _receive(self) -> None:
-        self._taken = 0
         try:
             pieces = self._pieces(self._client.another())
             remove_fetched(self._path.parent)
@@ -155,6 +169,8 @@ class ReceivedPart(Source):
 
     def _pieces(self, store: TCPStore) -> Iterator[bytes]:
         while True:
+            if self._stopping:
+                raise GroupError(_CANCELLED)
             data = store.get(f"{self._prefix}/{self._taken}")
             store.delete_key(f"{self._prefix}/{self._taken}")
             if data[:1] != b"+":

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import resource
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -143,6 +144,39 @@ def test_an_error_of_the_sender_is_the_receivers(
     spoil(folder / rank_name(0))
     error = received(folder, nullcontext(), nullcontext())
     assert type(error) is kind
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_receiver_that_is_cancelled_writes_nothing_any_more(folder: Path, begun: bool) -> None:
+    """Before the first piece came, or once there is a file; the sender ends, too."""
+    meeting = Meeting()
+    client = Client(meeting.address, 0, lambda _: None, lambda _: None)
+
+    def wait_for_file() -> None:
+        while not [*folder.glob("*/.fetched-*")]:
+            time.sleep(0.001)
+
+    async def main() -> None:
+        async with await open_folder(folder, "auto") as opened:
+            await opened.medium.prepare(create=False)
+            source = FolderPart(opened, rank_name(0), Key(0, Run(0, 0, 0)))
+            part = ReceivedPart(client, "part", opened, folder, rank_name(1))
+            receiving = asyncio.create_task(part.acquire())
+            await asyncio.sleep(0)
+            sending = asyncio.create_task(send_part(client, "part", source)) if begun else None
+            if begun:
+                await asyncio.to_thread(wait_for_file)
+            receiving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            await part.close()
+            await (sending or send_part(client, "part", source))
+
+    try:
+        asyncio.run(main())
+    finally:
+        client.close()
+    assert not [*folder.glob("*/.fetched-*")]
 
 
 def of_rank(rank: int) -> dict[str, Any]:
