@@ -188,7 +188,8 @@ class Ranks(Peers):
         opened = OpenMedium(operations, Files(folder, operations), "", os.fspath(folder))
         await opened.medium.prepare(create=False)
         learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
-        self._client = client = await self._call(Client, self.address, group.rank, learn, lost)
+        # Cancelled meanwhile: it is closed, and nobody else has it.
+        self._client = client = await operations.obtain(Client.close, Client, self.address, group.rank, learn, lost)
         self._parts = PartSources(member, store, opened, folder, client)
         self._said_hello = True
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(folder, config, group)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
-from pccheck_async import CheckpointError, Group, GroupError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import CheckpointEngine, CheckpointError, Group, GroupError, SyncCheckpointEngine, list_checkpoints
 from pccheck_async.errors import ReadError
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group import Ranks
@@ -201,6 +202,31 @@ def test_a_folder_that_a_rank_cannot_join_in_is_an_error_of_all(tmp_path: Path, 
     told = run_ranks(2, rank_main)
     assert GROUP_NAME in told[rank]
     assert "cannot open its store" in told[1 - rank]
+
+
+def test_an_opening_that_is_cancelled_as_it_connects_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, go_on = threading.Event(), threading.Event()
+    another = Client.another
+
+    def slowly(self: Client) -> TCPStore:
+        connecting.set()
+        go_on.wait(SECONDS)
+        return another(self)
+
+    async def main() -> None:
+        opening = asyncio.create_task(CheckpointEngine(tmp_path, group=Group(0, 1, HashStore())).open())
+        await asyncio.to_thread(connecting.wait, SECONDS)
+        opening.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    monkeypatch.setattr(Client, "another", slowly)
+    asyncio.run(main())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pccheck-")]
 
 
 @pytest.mark.slow
