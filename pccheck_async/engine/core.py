@@ -156,7 +156,7 @@ class EngineCore:
             self._unopened = f"could not be opened ({type(error).__name__})"
             forget(self)
             try:
-                self.peers.unopened(error)
+                await caller.run(self.peers.unopened(error))
             finally:
                 try:
                     if self._assembly.complete:  # opened, and then the caller was cancelled before this returned

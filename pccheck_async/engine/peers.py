@@ -160,7 +160,7 @@ class Peers(ABC):
         memory, of one process only.
         """
 
-    def unopened(self, error: BaseException) -> None:
+    async def unopened(self, error: BaseException) -> None:
         """Called when the opening failed: the others need not wait for this one."""
 
     async def leave(self, seconds: float | None) -> None:

@@ -219,7 +219,8 @@ class Ranks(Peers):
                 then = "an older one is restored" if view.complete else "no complete one is left to restore"
                 write("incomplete", text, one.step, one.lacking, hosts, then, store=os.fspath(self._folder))
 
-    def unopened(self, error: BaseException) -> None:
+    async def unopened(self, error: BaseException) -> None:
+        """See :meth:`Peers.unopened`. It blocks the engine's loop, which has nothing else to do now."""
         if self._said_hello:  # this rank leaves
             return
         failed = Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True)

@@ -184,6 +184,38 @@ def test_a_store_that_a_rank_cannot_open_is_an_error_of_all(tmp_path: Path, rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(2))
+def test_a_rank_that_cannot_open_its_store_says_so_beside_its_loop(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f"rank-0000{rank}").write_text("a file")
+    post, close, on_main = Client.post, Server.close, list[bool]()
+
+    def seen_post(self: Client, message: Any) -> None:
+        on_main.append(threading.current_thread() is threading.main_thread())
+        post(self, message)
+
+    def seen_close(self: Server, seconds: float) -> list[int]:
+        on_main.append(threading.current_thread() is threading.main_thread())
+        return close(self, seconds)
+
+    def rank_main(group: Group) -> list[bool]:
+        with pytest.raises(CheckpointError):
+            asyncio.run(CheckpointEngine(tmp_path / "run", group=group).open())
+        ended = FileStore(str(tmp_path / "ended"), 2)
+        ended.set(str(group.rank), "")
+        ended.wait(["0", "1"])
+        return on_main
+
+    monkeypatch.setattr(Client, "post", seen_post)
+    monkeypatch.setattr(Server, "close", seen_close)
+    found = run_ranks(2, rank_main)
+    assert found[rank]
+    assert not any(found[0] + found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(2))
 def test_a_folder_that_a_rank_cannot_join_in_is_an_error_of_all(tmp_path: Path, rank: int) -> None:
     """Its store is open by then, and it has not said hello."""
     for each in range(2):
