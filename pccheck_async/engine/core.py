@@ -469,7 +469,7 @@ class EngineCore:
         flight: Flight | None = None
         taken = False
         try:
-            with self.in_flight.lock:
+            with self._admitting(step):
                 self.check_alive()
                 skipped = None if last else self.in_flight.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
@@ -505,6 +505,19 @@ class EngineCore:
                 self.in_flight.tell_skipped(skipped, step)
         self.metric.note_save(metadata or {}, lambda: self.infos)  # without the lock: handlers of the log are user code
         return PendingCheckpoint(flight), start
+
+    @contextmanager
+    def _admitting(self, step: int | None) -> Iterator[None]:
+        """Hold the lock of the counters. If one is used up in vain it fails on all ranks, which count alike."""
+        with self.in_flight.lock:
+            before = self.in_flight.counter
+            try:
+                yield
+            except BaseException as error:
+                if (counter := self.in_flight.counter) != before:
+                    why = f"{type(error).__qualname__} as it was admitted"
+                    self.loop.post(self.peers.request_failed, counter, counter if step is None else step, why)
+                raise
 
     def check_restored(self, step: int | None, *, begun: bool = False) -> None:
         """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.

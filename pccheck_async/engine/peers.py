@@ -193,7 +193,10 @@ class Peers(ABC):
         return None
 
     def request_failed(self, counter: int, step: int, why: str) -> None:
-        """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here."""
+        """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here.
+
+        Called after :meth:`request` for the same counter, as an interrupt came once that had it, it does nothing.
+        """
 
     async def admitted(self, counter: int) -> bool:
         """Wait until a checkpoint may be written; False if it need not: it was superseded, by a rejection, before.

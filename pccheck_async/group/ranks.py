@@ -311,9 +311,10 @@ class Ranks(Peers):
             return type(error).__qualname__
 
     def request_failed(self, counter: int, step: int, why: str) -> None:
-        self.request(counter, step, {}, {}, ())  # ranks keep counting alike
-        self._do(self.member.failed(counter, why))
-        del self._checkpoints[counter]
+        if counter > self.member.counter:
+            self.request(counter, step, {}, {}, ())  # ranks keep counting alike
+            self._do(self.member.failed(counter, why))
+            del self._checkpoints[counter]
 
     async def admitted(self, counter: int) -> bool:
         one = self._checkpoints[counter]
