@@ -469,7 +469,7 @@ class EngineCore:
         flight: Flight | None = None
         taken = False
         try:
-            with self._admitting(step):
+            with _Admission(self, step):
                 self.check_alive()
                 skipped = None if last else self.in_flight.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
@@ -505,19 +505,6 @@ class EngineCore:
                 self.in_flight.tell_skipped(skipped, step)
         self.metric.note_save(metadata or {}, lambda: self.infos)  # without the lock: handlers of the log are user code
         return PendingCheckpoint(flight), start
-
-    @contextmanager
-    def _admitting(self, step: int | None) -> Iterator[None]:
-        """Hold the lock of the counters. If one is used up in vain it fails on all ranks, which count alike."""
-        with self.in_flight.lock:
-            before = self.in_flight.counter
-            try:
-                yield
-            except BaseException as error:
-                if (counter := self.in_flight.counter) != before:
-                    why = f"{type(error).__qualname__} as it was admitted"
-                    self.loop.post(self.peers.request_failed, counter, counter if step is None else step, why)
-                raise
 
     def check_restored(self, step: int | None, *, begun: bool = False) -> None:
         """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.
@@ -793,6 +780,29 @@ class EngineCore:
         newest = self.in_flight.newest
         infos = [info for info in self.infos if not info.rejected and "disk" in info.tiers]
         return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
+
+
+class _Admission:
+    """Holds the lock of the counters. If one is used up in vain it fails on all ranks of a group: they count alike."""
+
+    __slots__ = ("_before", "_core", "_step")
+
+    def __init__(self, core: EngineCore, step: int | None) -> None:
+        self._core, self._step, self._before = core, step, -1
+
+    def __enter__(self) -> None:
+        in_flight = self._core.in_flight
+        in_flight.lock.acquire()
+        self._before = in_flight.counter
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        core = self._core
+        try:
+            if kind is not None and (counter := core.in_flight.counter) != self._before:
+                why, step = f"{kind.__qualname__} as it was admitted", counter if self._step is None else self._step
+                core.loop.post(core.peers.request_failed, counter, step, why)
+        finally:
+            core.in_flight.lock.release()
 
 
 @contextmanager
