@@ -465,6 +465,16 @@ def growing(epoch: int) -> Any:
     return DataLoader(kit.Samples(14 + 4 * epoch, random=False), 4, shuffle=True)
 
 
+def seeded(epoch: int) -> Any:
+    """A loader that has a generator of its own, as PyTorch's notes on reproducibility advise."""
+    return DataLoader(kit.Samples(14, random=False), 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def sampled(epoch: int) -> Any:
+    samples, generator = kit.Samples(14, random=True), torch.Generator().manual_seed(3)
+    return DataLoader(samples, 4, sampler=torch.utils.data.RandomSampler(samples, True, generator=generator))
+
+
 def drawn(epoch: int) -> Any:
     return DataLoader(torch.utils.data.Subset(kit.Samples(30, random=False), torch.randperm(30)[:14].tolist()), 4)
 
@@ -474,7 +484,7 @@ def resumable(epoch: int) -> Any:
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("kind", [shuffled, growing, drawn, resumable])
+@pytest.mark.parametrize("kind", [shuffled, growing, drawn, seeded, sampled, resumable])
 def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
     tmp_path: Path, kind: Callable[[int], Any], every: int
 ) -> None:
@@ -485,7 +495,7 @@ def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
-@pytest.mark.parametrize("kind", ["resumable", "shuffled", "workers", "unsized"])
+@pytest.mark.parametrize("kind", ["resumable", "shuffled", "seeded", "workers", "unsized"])
 def test_several_loaders_go_on_where_each_of_them_was(tmp_path: Path, kind: str, mode: str) -> None:
     def loader(size: int, batch: int) -> Any:
         samples = kit.Samples(size, random=kind != "shuffled")
@@ -495,7 +505,12 @@ def test_several_loaders_go_on_where_each_of_them_was(tmp_path: Path, kind: str,
             return DataLoader(kit.Unsized(size), batch)
         workers = int(kind == "workers")
         return DataLoader(
-            samples, batch, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+            samples,
+            batch,
+            shuffle=True,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            generator=torch.Generator().manual_seed(size) if kind == "seeded" else None,
         )
 
     def loaders(_: int) -> Any:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Never
 import torch.distributed as dist
 from lightning import __version__
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, Timer
 from lightning.pytorch.trainer import call
@@ -28,6 +27,7 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored, explained
 from pccheck_async.group import Group
 from pccheck_async.integrations.lightning.checkpoint_io import is_own
+from pccheck_async.integrations.lightning.draws import Draws, skip
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
 from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store, wrong_trainer
@@ -183,7 +183,7 @@ class PCcheckCallback(Callback):
                 if _ends(trainer):
                     self._say()
         loop = trainer.fit_loop
-        draws: _Draws = self._state["draws"]
+        draws: Draws = self._state["draws"]
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
         _around(loop, "on_advance_end", after=lambda: self._end_step(trainer))
         _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
@@ -221,13 +221,14 @@ class PCcheckCallback(Callback):
             # step of a schedule that goes by one.
             kept = [] if self._state["others"].metrics else [loop]
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
-                _skip(loop, epoch.processed, batch.ready, self._state["draws"])
+                skip(loop, epoch.processed, batch.ready, self._state["draws"])
             results: _Results = self._state["results"]
             results.go_on()
             _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop, *kept), once=True)
             _around(loop.epoch_loop, "on_advance_end", after=partial(results.warn, batch.ready), once=True)
         self._say()  # nothing is refused any more
         RNGState().load_state_dict(self._rng)
+        self._state["draws"].go_on()
         self._rng = None
 
     def _say(self) -> None:
@@ -513,112 +514,6 @@ class _Sizes:
             rank_zero_warn(text % (now["accumulation"], saved["accumulation"]))
 
 
-class _Draws:
-    """The generators as they were when the epoch's iterator was made, and when the first batch was fetched.
-
-    Then a loader of torch draws its order, and the seeds of its workers. Loaders themselves are made by hooks, which
-    may draw, too, and look at the epoch: that and the generators are those of the moment at which they were made.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[str, Any] = {}
-        self._saved: Mapping[str, Any] = {}
-        self._made: dict[str, Any] = {}
-
-    def make_again(self, loop: Any, kind: str) -> None:
-        """Wrap ``setup_data``: record when loaders are made; first make those of the checkpoint, as at their time."""
-        setup, progress = loop.setup_data, loop.trainer.fit_loop.epoch_progress.current
-        is_due, last = f"_should_reload_{kind}_dl", f"_last_{kind}_dl_reload_epoch"
-        to_make = self._made.get(kind)
-
-        def setup_data() -> None:
-            nonlocal to_make
-            if loop._combined_loader is not None and not getattr(loop, is_due):
-                return
-            made, to_make = to_make, None
-            epoch, rng = progress.completed, RNGState().state_dict()
-            if made is None:
-                setup()
-                self._made[kind] = {"epoch": epoch, "last": getattr(loop, last), "rng": rng}
-                return
-            progress.completed = made["epoch"]
-            RNGState().load_state_dict(made["rng"])
-            try:
-                setup()
-                setattr(loop, last, made["last"])
-            finally:
-                progress.completed = epoch
-                RNGState().load_state_dict(rng)
-
-        loop.setup_data = setup_data
-
-    def note_iter(self) -> None:
-        self._states = {"iter": RNGState().state_dict()}
-
-    def note_fetch(self, loaders: Any) -> None:
-        if "fetch" not in self._states:
-            self._states["fetch"] = RNGState().state_dict()
-        self._watch(loaders, {})
-
-    def _watch(self, loaders: Any, saved: Mapping[str, Any]) -> None:
-        """Record the generators when one of several loaders has ended and is iterated over again."""
-        iterator, cycles = loaders._iterator, self._states.setdefault("cycles", {})
-        if len(iterator.iterables) > 1 and not isinstance(iterator.iterables[0], _Cycled):
-            names = map(str, range(len(iterator.iterables)))
-            iterator.iterables = [
-                _Cycled(loader, cycles.setdefault(name, {"number": 0}), saved.get(name, {}))
-                for name, loader in zip(names, iterator.iterables, strict=True)
-            ]
-
-    def go_back(self, loop: Any) -> Any:
-        """Return the iterator of the saved epoch, at its start, and set the generators to those of its first batch."""
-        self._states = {name: state for name, state in self._saved.items() if name in ("iter", "fetch")}
-        if "iter" in self._states:
-            RNGState().load_state_dict(self._states["iter"])
-        batches: Any = iter(loop._data_fetcher)
-        self._watch(loop._combined_loader, self._saved.get("cycles", {}))
-        if "fetch" in self._states:
-            RNGState().load_state_dict(self._states["fetch"])
-        return getattr(batches, "iterator_wrapper", batches)  # of a training_step(dataloader_iter)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._states | {"made": self._made}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        self._saved = state
-        self._made = dict(state.get("made", {}))
-
-
-class _Cycled:
-    """A loader of several, which is iterated over again when it has ended and others have not (``max_size_cycle``).
-
-    Args:
-        loader: The loader.
-        noted: Changed: how often it was begun again, and the generators when it was last, and at its first batch then.
-        saved: The ``noted`` of the run that is repeated up to a checkpoint: the order of that pass was drawn with them.
-    """
-
-    def __init__(self, loader: Any, noted: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        self._loader, self._noted, self._saved = loader, noted, saved
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._noted["number"] += 1
-        self._note("iter")
-        return self._from_first(iter(self._loader))
-
-    def _from_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._note("fetch")
-        yield from batches
-
-    def _note(self, name: str) -> None:
-        if self._saved.get("number") == self._noted["number"]:
-            RNGState().load_state_dict(self._saved[name])
-        self._noted[name] = RNGState().state_dict()
-
-
 _WRAPPED: Final = ("on_advance_end", "on_run_start", "setup_data", "_load_combined_loader_states", "_on_before_fetch")
 _UNKNOWN: Final = frozenset({"draws", "results", "rng", "sizes"})
 """The parts that a converted file of Lightning, or a checkpoint of an older version, does not have."""
@@ -634,7 +529,7 @@ def _state(trainer: Any) -> dict[str, Any]:
         "callbacks": _Callbacks(trainer),
         "loops": _Loops(trainer),
         "others": _Others(trainer),
-        "draws": _Draws(),
+        "draws": Draws(trainer),
         "results": _Results(trainer),
         "sizes": _Sizes(trainer),
         "rng": RNGState(),
@@ -770,17 +665,3 @@ def _refuse_some_positions(loaders: list[Any]) -> None:
             f"training would not go on with the same batches after a restart: its loaders are {', '.join(kinds)}; of "
             "several loaders all are ResumableLoaders, or none has a load_state_dict (DataLoader)"
         )
-
-
-def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
-    """Iterate to a position in loaders that have none of their own."""
-    for loader in loop._combined_loader.flattened:
-        _set_sampler_epoch(loader, epoch)
-    again = draws.go_back(loop)
-    for done in range(batches):
-        if next(again, None) is None:
-            raise StateMismatchError(
-                f"the checkpoint was made after {batches} batches of an epoch, and the loaders end after {done}: "
-                f"{SAME_AGAIN}"
-            )
-    loop._data_fetcher.fetched = 0  # the loop adds the epoch's batches so far
