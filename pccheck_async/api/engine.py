@@ -205,6 +205,9 @@ class CheckpointEngine(EngineBase):
         except asyncio.CancelledError:
             await run(self._core, self._core.abort, flight)
             raise
+        except GeneratorExit:  # thrown away: maybe by the garbage collector, on any thread, so nothing is waited for
+            flight.give_up()
+            raise
         except Exception as error:
             if not self._core.in_flight.warn_of(flight, error):
                 raise

@@ -186,6 +186,7 @@ class Flight:
         failure_told: Whether the user has got its failure, as an error or a warning.
         overlap_was_chosen: Whether ``engine.step`` made it, which captures repeatedly torn tensors eagerly: that it is
             torn is warned of, and not raised by the next call.
+        given_up: Whether its caller may change the state although the capture had not ended.
         on_disk: Whether it is due on disk; else in memory alone.
         compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
     """
@@ -198,6 +199,7 @@ class Flight:
         self.name = name
         self.on_disk = on_disk
         self.superseded = False
+        self.given_up = False
         self.admitted_at = self.captured_at = time.monotonic()
         self.stall = 0.0
         self.nbytes: int | None = None
@@ -342,6 +344,14 @@ class Flight:
         else:
             phase = "committing" if written >= nbytes else "writing" if self.is_captured else "capturing"
         return CheckpointProgress(phase, nbytes or 0, captured, written)
+
+    def give_up(self) -> None:
+        """Called when its caller does not wait for the capture any more: what is not captured yet may be torn.
+
+        Takes no lock.
+        """
+        if not self.is_eager_captured:
+            self.given_up = self.failure_told = True
 
     def set_eager_captured(self) -> None:
         """Called when the eager leaves are captured."""

@@ -403,6 +403,11 @@ class Scheduler:
             raise place.explained(error) from error
         finally:
             self.stream.clock.note("capture", start, time.perf_counter(), nbytes)
+        if job.flight.given_up:  # after the copy: the last one sees all that was given up before it ended
+            raise CheckpointError(
+                f"the checkpoint of step {job.flight.step} was thrown away before its state was captured; nothing was "
+                "committed"
+            )
         job.flight.captured_nbytes += nbytes
         if last:
             self._note_progress(job)

@@ -305,6 +305,41 @@ def test_a_coroutine_that_is_thrown_away_half_way_leaves_no_engine(tmp_path: Pat
     assert not open_files(tmp_path)
 
 
+@pytest.mark.parametrize("thread", ["the caller's", "the engine's"])
+def test_a_checkpoint_that_is_thrown_away_half_way_is_not_committed(tmp_path: Path, thread: str) -> None:
+    """The state may change from then on; the garbage collector closes coroutines on the engine's thread, too."""
+    stuck = Stuck()
+    big = {"tensor": torch.zeros(100_000)}
+
+    async def main() -> None:
+        async with CheckpointEngine(
+            tmp_path, storage=StorageOptions(io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES)
+        ) as engine:
+            await (await engine.checkpoint(big, step=0))
+            stuck.medium.hold("write")
+            thrown_away = engine.checkpoint(big, step=1)
+            thrown_away.send(None)
+            await asyncio.to_thread(stuck.medium.wait_stuck)
+            if thread == "the caller's":
+                thrown_away.close()
+            else:
+                loop = probe(engine).loop
+
+                async def collect() -> None:
+                    thrown_away.close()
+
+                await loop.run(collect())
+            big["tensor"] += 1
+            stuck.medium.release()
+            await engine.drain()
+            assert [info.step for info in engine.checkpoints()] == [0]
+            assert engine.statistics().failed == 1
+            await (await engine.checkpoint(big, step=2))
+
+    asyncio.run(main())
+    assert load_sync(tmp_path)["tensor"].mean() == 1
+
+
 def test_a_restore_that_is_thrown_away_half_way_fills_nothing_any_more(tmp_path: Path) -> None:
     stuck = Stuck()
 
