@@ -30,7 +30,7 @@ class Caller:
 
     Attributes:
         blocks: Whether it blocks. Also from the moment when the coroutine of the call is thrown away: it cannot be
-            suspended any more, and still has to end the work that it began.
+            suspended any more, and still has to end the work that it began; unless that is on the engine's thread.
     """
 
     def __init__(self, engine: _Engine, *, blocks: bool) -> None:
@@ -70,7 +70,9 @@ class Caller:
         if cancelled is not None:
             raise cancelled
 
-    def _thrown_away(self) -> asyncio.CancelledError:
+    def _thrown_away(self) -> BaseException:
+        if self._engine.loop.is_of_this_thread:  # which collects garbage, too, and cannot wait for itself
+            return GeneratorExit()
         self.blocks = True
         return asyncio.CancelledError()
 
@@ -103,7 +105,8 @@ async def run(
 ) -> T:
     """Await ``work``, called with a caller that waits on this loop, and the arguments; return its result.
 
-    Cancellation: first ends the work on the engine's loop. If this coroutine is thrown away, it blocks meanwhile.
+    Cancellation: first ends the work on the engine's loop. If this coroutine is thrown away, it blocks meanwhile; on
+        the engine's own thread it waits for nothing.
     """
     caller = Caller(engine, blocks=False)
     try:

@@ -113,9 +113,14 @@ class EngineLoop:
         if others:
             await asyncio.wait(others)
 
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether it runs on the calling thread, which must then not block until something happens on it."""
+        return threading.current_thread() is self._thread
+
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine here and block the calling thread until it ended."""
-        if threading.current_thread() is self._thread:
+        if self.is_of_this_thread:
             coroutine.close()
             raise RuntimeError("blocking on the engine's own thread would never end")
         future, cancel = self.submit(coroutine)
@@ -143,7 +148,7 @@ class EngineLoop:
         except GeneratorExit:  # thrown away: it cannot await anything any more
             if self._thread.is_alive():  # else this is a forked child, in which nothing runs
                 cancel()
-                if threading.current_thread() is not self._thread:  # which collects garbage, too
+                if not self.is_of_this_thread:  # which collects garbage, too
                     concurrent.futures.wait([future])
             raise
 

@@ -79,3 +79,32 @@ def test_thrown_away_it_ends_what_it_began(engine: Any, *, returns: bool) -> Non
 
     asyncio.run(main())
     assert ended == ["on the loop", "doubled: 2"]
+
+
+@pytest.mark.parametrize("waits", ["for a coroutine", "for a future"])
+def test_thrown_away_on_the_engines_thread_it_waits_for_nothing_there(engine: Any, waits: str) -> None:
+    """The garbage collector runs there, too: waiting for the thread on itself would never end."""
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    async def work(caller: Caller) -> None:
+        if waits == "for a coroutine":
+            await caller.run(asyncio.sleep(3600))
+        else:
+            await caller.outlast(future)
+
+    async def main() -> None:
+        coroutine = run(engine, work)
+        coroutine.send(None)
+        closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def collect() -> None:
+            coroutine.close()
+            closed.set_result(None)
+
+        engine.loop.post(collect)
+        try:
+            closed.result(10)
+        finally:
+            future.set_result(None)
+
+    asyncio.run(main())
