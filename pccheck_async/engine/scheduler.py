@@ -27,7 +27,17 @@ from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.manifest import Manifest, encode_again, version_of
 from pccheck_async.state import ReplicaSample
-from pccheck_async.store import ChunkPlace, OwnSlot, PartReader, SlotLease, SlotWriter, Staging, Store, Written
+from pccheck_async.store import (
+    ChunkPlace,
+    OwnSlot,
+    PartReader,
+    SlotLease,
+    SlotWriter,
+    Staging,
+    Store,
+    Written,
+    read_encoded_manifest,
+)
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
 from pccheck_async.telemetry.events import Abandoned, Captured, InMemory
 from pccheck_async.transfer import BufferPool, Tasks
@@ -379,9 +389,9 @@ class Scheduler:
             await reader.hold()
             await reader.verify()
             manifest, file = reader.manifest, reader.file
+            # Read by the system, and not from the mapping: the file may be cut off by now.
+            encoded = await read_encoded_manifest(source.medium, file, entry, source.block_bytes)
             assert file.mapping is not None
-            end = entry.manifest_offset + entry.manifest_nbytes
-            encoded = bytes(file.mapping.view[entry.manifest_offset : end])
             staged = Staged(memory.store, entry, file.mapping.view[: manifest.payload_nbytes], encoded)
             only = staged.view if len(manifest.chunks) == 1 else None
             async with SlotWriter(self.store, self.pool, manifest, only) as writer:

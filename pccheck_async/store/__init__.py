@@ -41,7 +41,7 @@ from pccheck_async.store.fallback import (
     unreadable_errors,
 )
 from pccheck_async.store.known_bytes import KnownBytes, SlotLease, can_hash
-from pccheck_async.store.part_reader import PartReader, Source, read_manifest
+from pccheck_async.store.part_reader import PartReader, Source, read_encoded_manifest, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, Keep, KeepAll, MetricWatch, Retention, SpaceNeeded
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
@@ -93,6 +93,7 @@ __all__ = [
     "rank_name",
     "ranks_in_words",
     "read_commit",
+    "read_encoded_manifest",
     "read_manifest",
     "stored_identity",
     "unread_record",

@@ -40,7 +40,7 @@ from pccheck_async.transfer import (
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import Segments, Table, scatter_runs, unit_runs
 
-__all__ = ["PartReader", "Source", "read_manifest"]
+__all__ = ["PartReader", "Source", "read_encoded_manifest", "read_manifest"]
 
 
 class Source(ABC):
@@ -77,16 +77,7 @@ async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: i
 
     Raises DamagedError, ReadError; CorruptStoreError if its checksum holds and this version does not understand it.
     """
-    end = entry.manifest_offset + entry.manifest_nbytes
-    if entry.manifest_offset % block_bytes or end > file.nbytes:
-        raise DamagedError(
-            f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
-        )
-    view = aligned_buffer(align(entry.manifest_nbytes, block_bytes))
-    got = await medium.read(file, entry.manifest_offset, view)
-    data = bytes(view[: min(got, entry.manifest_nbytes)])
-    if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
-        raise DamagedError(f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged")
+    data = await read_encoded_manifest(medium, file, entry, block_bytes)
     try:
         manifest = decode(data)
     except CorruptStoreError as error:
@@ -98,6 +89,24 @@ async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: i
     if manifest.counter != entry.counter or manifest.payload_nbytes > entry.manifest_offset:
         raise CorruptStoreError(f"{file.name}: the manifest is not that of checkpoint {entry.counter}")
     return manifest
+
+
+async def read_encoded_manifest(medium: Medium, file: File, entry: Entry, block_bytes: int) -> bytes:
+    """Read the bytes of the manifest that a commit record names, and verify its checksum.
+
+    Raises DamagedError, ReadError.
+    """
+    end = entry.manifest_offset + entry.manifest_nbytes
+    if entry.manifest_offset % block_bytes or end > file.nbytes:
+        raise DamagedError(
+            f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
+        )
+    view = aligned_buffer(align(entry.manifest_nbytes, block_bytes))
+    got = await medium.read(file, entry.manifest_offset, view)
+    data = bytes(view[: min(got, entry.manifest_nbytes)])
+    if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
+        raise DamagedError(f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged")
+    return data
 
 
 def _chunks_between(chunks: Sequence[ChunkEntry], low: int, high: int) -> range:

@@ -27,10 +27,12 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.engine.peers import Alone
+from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError
 from pccheck_async.format import Identity
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
 from pccheck_async.policies import Decision, SaveReport, StepReport
+from pccheck_async.store import PartReader
 from pccheck_async.stores import pin, reject, remove
 from pccheck_async.testing.probe import probe
 from tests.support.children import in_child
@@ -457,6 +459,43 @@ def test_a_slot_that_is_cut_off_is_not_read(tmp_path: Path, tier: MemoryTier, ca
         assert (restored.step, restored.source) == (1, "disk")
         assert torch.equal(state["tensor"], state_of(1, elements)["tensor"])
     assert "the copy in memory of step 1 cannot be read" in caplog.text
+
+
+@SIZES
+@pytest.mark.parametrize("before", ["its manifest is read", "it is written"])
+def test_a_slot_that_is_cut_off_as_it_is_made_durable(
+    tmp_path: Path, tier: MemoryTier, elements: int, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file that is read beyond its end kills the process."""
+
+    def cut_off() -> None:
+        for slot in folder_in(tier).glob("slot-*"):
+            os.truncate(slot, 0)
+
+    verify, write_staged = PartReader.verify, Scheduler._write_staged
+
+    async def cut_off_when_verified(self: PartReader) -> None:
+        await verify(self)
+        cut_off()
+
+    async def cut_off_and_written(self: Scheduler, *arguments: Any) -> None:
+        cut_off()
+        await write_staged(self, *arguments)
+
+    def work() -> str:
+        engine = engine_on(tmp_path, tier).open()
+        engine.checkpoint(state_of(1, elements), step=1).result(60)
+        engine.checkpoint(state_of(2, elements), step=2, tier="memory").wait_reached("memory", 60)
+        if before == "it is written":
+            monkeypatch.setattr(Scheduler, "_write_staged", cut_off_and_written)
+        else:
+            monkeypatch.setattr(PartReader, "verify", cut_off_when_verified)
+        with pytest.raises(CheckpointError, match="step 2 is in memory alone: the engine closed") as raised:
+            engine.close()
+        return str(raised.value)
+
+    assert ("damaged" in in_child(work)) == (before == "its manifest is read")
+    assert load_sync(tmp_path)["step"] == 1
 
 
 def test_large_slots_are_made_beside_training(
