@@ -119,7 +119,7 @@ class SyncCheckpointEngine(EngineBase):
         current streams; join other streams first (``wait_stream``). Signal handlers must not call this, because they
         may have interrupted the engine itself (see :meth:`on_preemption`).
 
-        Gradients are not saved: call it after a step of the optimizer, and not inside a window of gradient accumulation,
+        Gradients are not saved: call it after a step of the optimizer, not inside a window of gradient accumulation,
         whose end :meth:`step` waits for and this does not.
 
         Args:
