@@ -116,7 +116,7 @@ def to_remove(
     wanted: set[int | str] = {*map(whole_step, steps), *map(check_name, names)}
     numbers = {*map(index, counters)}
     if not wanted and not numbers:
-        raise TypeError("give step=, name= or counter=")
+        raise TypeError("give step= or name=, or counter=")
     missing = sorted(map(describe_which, wanted - {which for info in infos for which in (info.step, info.name)}))
     missing += [f" of counter {each}" for each in sorted(numbers - {info.counter for info in infos})]
     if missing:
