@@ -289,9 +289,6 @@ class Capture:
         self.plan = plan = planner.plan(self.layout)
         self._chunks, self._on_fence = plan.chunks, on_fence if self._sources.devices else None
         self._fence = _NO_COPIES
-        self.entries = [ChunkEntry(chunk.offset, chunk.nbytes, _LARGEST_CHECKSUM) for chunk in plan.chunks]
-        self.pieces = [bytes(SUM_BYTES * piece_count(chunk.nbytes)) for chunk in plan.chunks]
-        self._left = len(plan.chunks)
         self._idle = asyncio.Event()
         live = self._sources
         # A fence behind snapshots on devices is not enough if the host has live bytes left to copy.
@@ -305,17 +302,34 @@ class Capture:
         if self._sources is not live:
             live.release()
         alive = self._sources.live()
-        self.live = self._chunks_of(alive)
+        self._begin_copies(self._chunks_of(alive))
         # Numbers of the live chunks whose copies are not behind the fence yet; empty without ``on_fence``.
         self._unfenced = self.live.copy() if self._on_fence is not None else set()
         # Numbers of the live chunks of which the host copies bytes: no fence covers these before they are copied.
         self._by_host = self._chunks_of(alive & self._sources.on_host()) if self._unfenced else set()
-        if self.lazy is None:
-            self.eager = self.live.copy()
-        elif self.lazy.eager is not None:
-            self.eager = self._chunks_of(alive & self.lazy.eager)
-        self._timed_nbytes, self._timed_since = 0, time.perf_counter()
+        if self.lazy is not None:
+            self.eager = set() if self.lazy.eager is None else self._chunks_of(alive & self.lazy.eager)
         return plan
+
+    def _begin_copies(self, live: set[int]) -> None:
+        self.entries = [ChunkEntry(chunk.offset, chunk.nbytes, _LARGEST_CHECKSUM) for chunk in self._chunks]
+        self.pieces = [bytes(SUM_BYTES * piece_count(chunk.nbytes)) for chunk in self._chunks]
+        self._left = len(self._chunks)
+        self._all_live, self.live, self.eager = frozenset(live), live, live.copy()
+        self._timed_nbytes, self._timed_since = 0, time.perf_counter()
+
+    def restart(self) -> bool:
+        """Begin anew to copy, as the copies were lost; False if what was copied may have changed since then.
+
+        That is so once the caller does not wait any more, and for a lazy capture at any time. One that was captured
+        inline is not lost.
+        """
+        if self.inline is not None:
+            return True
+        if self.lazy is not None or not self._left or (self._all_live and not self.live):
+            return False
+        self._begin_copies(set(self._all_live))
+        return True
 
     def order(self) -> list[int]:
         """Return the numbers of the chunks to copy, first those for which the caller waits."""

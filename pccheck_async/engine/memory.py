@@ -62,12 +62,14 @@ class Staged:
         view: The payload.
         manifest: The bytes of the manifest.
         entry: Of the record in memory.
+        committed: Whether a record in memory names it.
     """
 
     store: Store
     entry: Entry
     view: memoryview
     manifest: bytes
+    committed: bool = True
 
     def release(self) -> None:
         """Give the slot back. Called once."""
@@ -226,7 +228,8 @@ class Memory:
     async def begin(self) -> None:
         """Make this run's line durable on disk, before its first checkpoint in any tier. Called under :attr:`turn`.
 
-        Only then is freed what no line accepts any more. Raises StoreFailedError.
+        Only then is freed what no line accepts any more; if that fails, the tier is off. Raises StoreFailedError: the
+        disk takes no more commits.
         """
         if self._begun:
             return
@@ -236,8 +239,11 @@ class Memory:
         kept = {entry.counter for entry in on_the_line(self.entries, self.store.committed.line, line)}
         await self._disk.begin_line(line)
         self.store.committed.line = line
-        await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
         self._begun = True
+        try:
+            await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
+        except OSError as error:
+            self.turn_off(error)
 
     @property
     def ready(self) -> bool:
@@ -315,7 +321,8 @@ class Memory:
     async def commit(self, written: Written, manifest: bytes) -> Staged:
         """Commit a checkpoint in memory, and keep its slot from being reused. Called under :attr:`turn`.
 
-        Raises the errors of :meth:`Store.commit`; the tier is off after those of its storage.
+        After an error of its storage the tier is off, and the checkpoint is not committed: its bytes are there all the
+        same. Raises other errors of :meth:`Store.commit`.
         """
         lease, entry = written.lease, written.entry
         self.store.slots.table.hold(lease.slot)
@@ -323,10 +330,11 @@ class Memory:
         staged = Staged(self.store, entry, lease.file.mapping.view[: entry.nbytes], manifest)
         try:
             await self.store.commit(written)
-        except BaseException as error:
+        except OSError as error:
+            self.turn_off(error)
+            staged.committed = False
+        except BaseException:
             staged.release()
-            if isinstance(error, OSError):
-                self.turn_off(error)
             raise
         return staged
 

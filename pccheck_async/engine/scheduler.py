@@ -267,7 +267,8 @@ class Scheduler:
                     await self._write_staged(plan, staged, writer)
                     manifest = staged.manifest
                 slot, rest = await writer.finish(manifest)  # from here on the commit gives it back
-                check = None if job.overlapped is None or staged is not None else job.overlapped.check
+                checked = staged is not None and staged.committed
+                check = None if job.overlapped is None or checked else job.overlapped.check
                 job.flight.written_nbytes = plan.payload_nbytes
                 entry = self._entry(job, slot, manifest)
                 committed = await self._commit(Written(slot, entry, rest, check), job.capture.sample)
@@ -323,7 +324,9 @@ class Scheduler:
     async def _save_in_memory(self, job: Job, plan: Plan) -> Staged | None:
         """Capture a checkpoint into a slot in memory, and commit it there; None if it is not due there, or no room is.
 
-        A torn capture is found here, once for both tiers. Raises its error, and those of the storage.
+        A torn capture is found here, once for both tiers; raises its error. After an error of the storage the tier is
+        off, and the disk goes on: from the state, which is then captured anew, or, once that is whole, from the slot.
+        Raises CheckpointError: neither has all of it.
         """
         memory, capture = self.memory, job.capture
         if memory is None or not job.in_memory:
@@ -341,9 +344,17 @@ class Scheduler:
                     slot, rest = await writer.finish(manifest)
             except OSError as error:  # its file was cut off, say
                 memory.turn_off(error)
-                raise
+                if not capture.restart():
+                    raise CheckpointError(
+                        f"the checkpoint of step {job.flight.step} was captured into memory that failed ({error}), and "
+                        "its state may have changed since then; the next ones are saved on disk alone"
+                    ) from error
+                job.flight.captured_nbytes = 0
+                return None
             check = None if job.overlapped is None else job.overlapped.check
             staged = await memory.commit(Written(slot, self._entry(job, slot, manifest), rest, check), manifest)
+        if not staged.committed:
+            return staged
         job.flight.set_in_memory()
         now = time.monotonic()
         step, counter, nbytes = job.flight.step, job.flight.counter, plan.payload_nbytes
@@ -351,11 +362,15 @@ class Scheduler:
         return staged
 
     async def _save_in_memory_alone(self, job: Job) -> bool:
-        """Save a checkpoint in memory alone; return whether there was room."""
+        """Save a checkpoint in memory alone; return whether there was room. Raises CheckpointError: it failed there."""
         staged = await self._save_in_memory(job, await self._begin(job))
-        if staged is not None:
-            staged.release()
-        return staged is not None
+        if staged is None:
+            return False
+        staged.release()
+        if not staged.committed:
+            assert self.memory is not None
+            raise CheckpointError(f"the checkpoint of step {job.flight.step} is not in memory: {self.memory.off}")
+        return True
 
     async def _write_staged(self, plan: Plan | Manifest, staged: Staged, writer: SlotWriter) -> None:
         """Write a checkpoint from its slot in memory, unless it is one chunk, which the writer has."""

@@ -430,21 +430,83 @@ def test_memory_that_is_too_small_is_told_and_the_disk_goes_on(
     assert load_sync(tmp_path)["step"] == 3
 
 
+@pytest.mark.parametrize("left", [4096, 1 << 20])
+@pytest.mark.parametrize("memory_alone", [False, True])
 def test_a_slot_that_is_cut_off_while_it_runs(
-    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture, left: int, memory_alone: bool
 ) -> None:
     elements = 300_000
-    with engine_on(tmp_path, tier) as engine:
+    with engine_on(tmp_path, tier, storage=StorageOptions(chunk_bytes=256 << 10)) as engine:
         for _ in range(2):  # then no slot has to be made
             engine.checkpoint(state_of(0, elements), step=0).result(60)
         for slot in folder_in(tier).glob("slot-*"):
-            os.truncate(slot, 4096)
-        with pytest.raises(CheckpointError, match="slot"):
-            engine.checkpoint(state_of(1, elements), step=1).result(60)
+            os.truncate(slot, left)
+        pending = engine.checkpoint(state_of(1, elements), step=1, tier="memory" if memory_alone else "disk")
+        assert pending.result(60).step == 1
+        assert not pending.superseded
+        assert pending.progress.captured == pending.progress.nbytes
+        assert torch.equal(load_sync(tmp_path)["tensor"], state_of(1, elements)["tensor"])
         engine.checkpoint(state_of(2, elements), step=2).result(60)
+    assert caplog.text.count("the memory tier is off") == 1
+    assert load_sync(tmp_path)["step"] == 2
+
+
+def test_a_slot_that_is_cut_off_fails_what_is_captured_beside_training(tmp_path: Path, tier: MemoryTier) -> None:
+    """Training may have changed by now what was in the lost memory alone."""
+    model = torch.nn.Linear(500, 500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with engine_on(tmp_path, tier) as engine:
+        engine.attach(optimizer)
+        for _ in range(2):
+            engine.checkpoint(state, step=0).result(60)
+        for slot in folder_in(tier).glob("slot-*"):
+            os.truncate(slot, 4096)
+        pending = engine.checkpoint(state, step=1, overlap=True)
+        with pytest.raises(CheckpointError, match=r"step 1 was captured into memory that failed.*slot"):
+            pending.result(60)
+        engine.checkpoint(state, step=2, overlap=True).result(60)
+
+
+@SIZES
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_record_in_memory_that_is_cut_off_costs_nothing_on_disk(
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture, elements: int, overlap: bool
+) -> None:
+    with engine_on(tmp_path, tier) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step, elements), step=step).result(60)
+        os.truncate(folder_in(tier) / "commit", 0)
+        pending = engine.checkpoint(state_of(2, elements), step=2, overlap=overlap)
+        assert pending.result(60).step == 2
+        with pytest.raises(CheckpointError, match="not in memory"):
+            pending.wait_reached("memory", 60)
+        assert torch.equal(load_sync(tmp_path)["tensor"], state_of(2, elements)["tensor"])
         engine.checkpoint(state_of(3, elements), step=3).result(60)
-    assert "the memory tier is off" in caplog.text
+    assert caplog.text.count("the memory tier is off") == 1
     assert load_sync(tmp_path)["step"] == 3
+
+
+def test_a_record_in_memory_that_is_cut_off_fails_what_is_due_there_alone(tmp_path: Path, tier: MemoryTier) -> None:
+    with engine_on(tmp_path, tier) as engine:
+        engine.checkpoint(state_of(1), step=1).result(60)
+        os.truncate(folder_in(tier) / "commit", 0)
+        with pytest.raises(CheckpointError, match="step 2 is not in memory"):
+            engine.checkpoint(state_of(2), step=2, tier="memory").wait_reached("memory", 60)
+        engine.checkpoint(state_of(3), step=3, tier="memory").result(60)
+    assert load_sync(tmp_path)["step"] == 3
+
+
+def test_a_record_in_memory_that_is_cut_off_before_the_first_save(
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, tier, range(3), on_disk=range(1, 2))
+    with engine_on(tmp_path, tier, overwrite=True) as engine:
+        os.truncate(folder_in(tier) / "commit", 0)
+        for step in range(3, 6):
+            assert engine.checkpoint(state_of(step), step=step).result(60).step == step
+    assert caplog.text.count("the memory tier is off") == 1
+    assert restored_by(tmp_path, tier) == (5, "disk")
 
 
 def test_a_slot_that_is_cut_off_is_not_read(tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
