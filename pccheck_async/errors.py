@@ -327,6 +327,11 @@ def is_forbidden(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (_errno.EACCES, _errno.EPERM)
 
 
+def is_read_only(error: BaseException) -> bool:
+    """Whether a file could not be opened for writing as its filesystem is mounted read-only."""
+    return isinstance(error, OSError) and error.errno == _errno.EROFS
+
+
 def read_error(error: OSError, path: str | os.PathLike[str]) -> ReadError:
     """Map the ``OSError`` of a failed read, keeping errno and naming the file."""
     return ReadError(error.errno or _errno.EIO, _advised(error), os.fspath(path))

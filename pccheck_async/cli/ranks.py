@@ -100,6 +100,8 @@ def describe_incomplete(place: Place) -> Iterator[str]:
         elif one.proven:
             fate += ": the next run of the group drops it"
         yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {one.lacking}; {fate}."
+    if place.complete and newer_lost(place) and place.stores.keys() >= {*place.incomplete[0].ranks}:
+        yield f"{place.look_for_parts[0].upper()}{place.look_for_parts[1:]}."
 
 
 def newer_lost(place: Place) -> bool:

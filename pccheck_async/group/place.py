@@ -27,6 +27,7 @@ from pccheck_async.errors import (
     ReadError,
     StoreError,
     first_few,
+    in_shell,
     is_exhausted,
 )
 from pccheck_async.format import (
@@ -220,7 +221,9 @@ class Place:
         lacking = [one for one in self.incomplete if matches(which, one.step, None)]
         if lacking:
             what = "; ".join(f"step {one.step} lacks the parts of {one.lacking}" for one in lacking)
-            what += "".join(f"; {advice}" for advice in self.put_back({rank for one in lacking for rank in one.ranks}))
+            ranks = {rank for one in lacking for rank in one.ranks}
+            advice = [*self.put_back(ranks), *([self.look_for_parts] if ranks <= self.stores.keys() else ())]
+            what += "".join(f"; {each}" for each in advice)
             return IncompleteCheckpointError(
                 f"{self.path} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
                 f"from its own folder, such as {self.path / rank_name(min(self.stores))}"
@@ -229,6 +232,12 @@ class Place:
             return no_store(self.opened, self.path)
         there = there_are(which, self.infos) or ("" if self.infos else others_in_words(self.path))
         return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}{there}")
+
+    @property
+    def look_for_parts(self) -> str:
+        """What to do where slots may hold parts that older records do not name, in words."""
+        look = in_shell("recover", self.path, "--search")
+        return f"if the records of a rank are older than its slots, {look} finds the newest parts there"
 
     def put_back(self, ranks: Iterable[int]) -> Iterator[str]:
         """Yield what to do about those of ``ranks``, which lack parts, whose folders are not those of this group."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from msgspec import structs
@@ -22,11 +23,19 @@ from pccheck_async.format.record import (
     rebuild_identity,
     slot_number,
 )
-from pccheck_async.group import Part, SeenStore, parts_by_key, ranks_there, record_of, seen_store
+from pccheck_async.group import Incomplete, Part, SeenStore, parts_by_key, ranks_there, record_of, seen_store, view_of
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_sizes
 from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.store import lock_commit, rank_folders, rank_name, read_commit, stored_identity, unread_record
+from pccheck_async.store import (
+    lock_commit,
+    may_lack_the_newest,
+    rank_folders,
+    rank_name,
+    read_commit,
+    stored_identity,
+    unread_record,
+)
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
 from pccheck_async.upkeep.salvage import FoundCheckpoint, find_in_slot, record_entries
@@ -79,9 +88,12 @@ class RankStores:
     gone: set[int] = field(default_factory=set)
 
 
-async def read_ranks(opened: OpenMedium, folder: Path) -> RankStores:
-    """Read the records of all ranks. Raises NewerFormatError, ReadError."""
-    stores = RankStores()
+async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) -> RankStores:
+    """Read the records of all ranks; with ``search`` those that are older than others', or may be, count as lost.
+
+    Raises NewerFormatError, ReadError.
+    """
+    stores, identities, torn = RankStores(), dict[int, Identity](), list[int]()
     for rank, path in rank_folders(folder).items():
         prefix = f"{path.name}/"
         try:
@@ -100,8 +112,20 @@ async def read_ranks(opened: OpenMedium, folder: Path) -> RankStores:
             stores.lost[rank] = identity
             stores.gone |= {rank} if commit is None else set()
         else:
-            stores.seen[rank] = seen_store(rank, identity, record)
+            stores.seen[rank], identities[rank] = seen_store(rank, identity, record), identity
+            if may_lack_the_newest(commit[0], identity=identity, record=record):
+                torn.append(rank)
+    for rank in {*_older(stores.seen.values()), *torn} & identities.keys() if search else ():
+        stores.lost[rank] = identities[rank]
+        del stores.seen[rank]
     return stores
+
+
+def _older(seen: Collection[SeenStore]) -> tuple[int, ...]:
+    """Return the ranks whose records lack their parts of the newest checkpoint, if that was complete once."""
+    view = view_of([*seen], [0], [])
+    found = max((*view.complete, *view.incomplete), key=attrgetter("key"), default=None)
+    return found.ranks if isinstance(found, Incomplete) and not found.proven else ()
 
 
 def _identity_again(folder: Path, found: Identity | None, commit: tuple[memoryview, object] | None) -> Identity | None:

@@ -172,7 +172,8 @@ def recover_store(
 
     Of a folder that is no store, and has those of a group's ranks, it reads the records of all ranks, and makes a
     ``group.json`` that is lost or damaged anew. Where ranks lost their records, and not ``store.json``, it makes
-    records of the whole parts in their slots, of the checkpoints that the records of all other ranks name.
+    records of the whole parts in their slots, of the checkpoints that the records of all other ranks name; with
+    ``search`` also where the records of ranks are older than those.
 
     Args:
         path: Folder of the store, or of a group.
@@ -207,7 +208,7 @@ def recover_store(
         commit = await read_commit(medium)
         foreign = commit is not None and not commit[1] and IDENTITY_NAME not in names and is_foreign(commit[0])
         if not numbers and (commit is None or foreign):
-            return await _recover_group(opened, Path(path), names, write, search or slots is not None, progress)
+            return await _recover_group(opened, Path(path), names, write, search, slots, progress)
         facts = await medium.prepare(create=False)
         identity_state, identity, record, store_id, problems, record_lost = read = await _read(medium, commit)
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
@@ -268,7 +269,13 @@ def recover_store(
 
 
 async def _recover_group(
-    opened: OpenMedium, folder: Path, names: Collection[str], write: bool, search: bool, progress: Progress
+    opened: OpenMedium,
+    folder: Path,
+    names: Collection[str],
+    write: bool,
+    search: bool,
+    slots: Collection[int] | None,
+    progress: Progress,
 ) -> Recovery:
     """Examine ``group.json`` and the records of all ranks; with ``write`` make anew what is not valid.
 
@@ -276,8 +283,8 @@ async def _recover_group(
     """
     if GROUP_NAME not in names and not is_group_folder(folder):
         raise no_store(opened, folder, "no store, nor parts of one")
-    if search:
-        raise StoreError(f"{folder} holds a group's checkpoints: search the slots of one rank, in its folder")
+    if slots is not None:
+        raise StoreError(f"{folder} holds a group's checkpoints: the slots of a rank are chosen in its folder")
     state: FileState = "valid"
     try:
         state = "missing" if stored_domain(folder) is None else "valid"
@@ -290,10 +297,10 @@ async def _recover_group(
             raise
         state = "damaged"
     await opened.medium.prepare(create=False)
-    stores = await read_ranks(opened, folder)
+    stores = await read_ranks(opened, folder, search=search)
     if write and (stores.lost or stores.unnamed):
         await lock_ranks(opened, folder, [rank_name(rank) for rank in (*stores.seen, *stores.lost)])
-        stores = await read_ranks(opened, folder)
+        stores = await read_ranks(opened, folder, search=search)
     place, found = Place(folder, opened, of_group=True), dict[int, LostRecords]()
     if stores.lost or stores.unnamed:
         found = await find_parts(opened, folder, stores.seen, stores.lost, progress)
@@ -528,9 +535,9 @@ def _only_by_its_group(folder: Path) -> str:
     return (
         f"{folder} holds one rank's parts of a group's checkpoints, and only records that ranks wrote name them: "
         "nothing was written; where the other ranks have their records, "
-        f"{in_shell('recover', folder.absolute().parent, '--write')} makes these again. Else the slots that are "
-        "whole, copied into a folder of their own and recovered there as a store of one process, have what this rank "
-        "had, of tensors that lie on several ranks its boxes alone"
+        f"{in_shell('recover', folder.absolute().parent, '--search', '--write')} makes these again. Else the slots "
+        "that are whole, copied into a folder of their own and recovered there as a store of one process, have what "
+        "this rank had, of tensors that lie on several ranks its boxes alone"
     )
 
 
@@ -553,7 +560,7 @@ def _is_to_be_written(name: str, recovery: Recovery, search: bool) -> bool:
         return False
     if recovery.refusal:
         raise StoreError(recovery.refusal)
-    if recovery.found and not recovery.named:
+    if not recovery.named and (recovery.found or recovery.dropped):
         raise NoCheckpointError(f"{name}: {recovery.none_named}; nothing was written")
     return True
 

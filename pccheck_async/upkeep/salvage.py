@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from pccheck_async.errors import CorruptStoreError, ReadError, is_exhausted, is_forbidden
+from pccheck_async.errors import CorruptStoreError, ReadError, is_exhausted, is_forbidden, is_read_only
 from pccheck_async.format import CheckpointInfo, Entry, crc32
 from pccheck_async.format.manifest import LATEST_VERSION, SHARDED_VERSION, VERSION, Manifest, decode, encode
 from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, MOST_METADATA_NBYTES, NAME_KEY, slot_name
@@ -93,7 +93,7 @@ async def find_in_slot(
     try:
         file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS needs that
     except (CorruptStoreError, OSError) as error:
-        if is_exhausted(error) or is_forbidden(error):
+        if is_exhausted(error) or is_forbidden(error) or is_read_only(error):
             raise  # its checkpoint may be whole, and would not be named
         return FoundCheckpoint(number, note=str(error))
     try:

@@ -185,7 +185,8 @@ def test_what_one_rank_lacks_is_not_complete(folder: Path) -> None:
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
     assert_part(load_sync(folder, rank=0), 0, 3)
     with pytest.raises(
-        IncompleteCheckpointError, match=r"no complete checkpoint of step 4: step 4 lacks .* rank 1; wh"
+        IncompleteCheckpointError,
+        match=r"no complete checkpoint of step 4: step 4 lacks .* rank 1; if the records .* --search",
     ):
         load_sync(folder, step=4)
 
@@ -616,7 +617,7 @@ def test_the_records_of_a_rank_are_made_again(folder: Path, rank: int) -> None:
     assert f"see what is left with `pccheck recover {folder}`" in pccheck("ls", folder, status=4) or rank
     said = pccheck("recover", commit.parent, status=4)
     assert f"--write refuses: {commit.parent} holds" in said
-    assert f"`pccheck recover {folder} --write` makes these again" in said
+    assert f"`pccheck recover {folder} --search --write` makes these again" in said
     assert "--write` the store names" not in said
     assert "--write` the store names steps 3, 2, 1" in pccheck("recover", folder, status=4)
     assert f"Written: {rank_name(rank)}/commit" in pccheck("recover", folder, "--write")
@@ -644,7 +645,7 @@ def test_a_rank_that_lost_its_identity_too_is_made_again(folder: Path, records: 
     else:
         (store / "store.json").write_bytes(b"?" * 20)
     if records == "gone":
-        with pytest.raises(StoreError, match=f"`pccheck recover {folder} --write` makes these again"):
+        with pytest.raises(StoreError, match=f"`pccheck recover {folder} --search --write` makes these again"):
             stores.recover(store, write=True)  # it would become a store of one process
     said = pccheck("recover", folder, status=4)
     assert "store.json of rank-00001 is missing, damaged" in said
@@ -686,6 +687,35 @@ def test_a_ranks_newest_record_may_be_lost(folder: Path) -> None:
     assert "the commit records are valid, but for one that is lost." in said
     assert parsed("recover", folder, status=4)["record_lost"]
     assert "LOST?: rank-00001: both copies" in pccheck("ls", folder, status=4)
+    assert f"`pccheck recover {folder} --search`" in " ".join(pccheck("ls", folder, status=4).split())
+    assert "--search --write` the store names steps 3, 2, 1" in pccheck("recover", folder, "--search", status=4)
+    assert "Written: rank-00001/commit" in pccheck("recover", folder, "--search", "--write")
+    assert [(info.step, info.pinned) for info in list_checkpoints(folder)] == [(3, False), (2, False), (1, True)]
+    assert stores.verify(folder, every=True).whole
+    assert "Nothing is missing" in pccheck("recover", folder)
+    assert "Nothing is missing" in pccheck("recover", folder, "--search")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_records_are_older_than_its_slots_is_made_again(folder: Path, rank: int) -> None:
+    """Its commit file was put back from an older copy: no checkpoint is complete, and the newest ones are whole."""
+    commit = folder / rank_name(rank) / "commit"
+    older = commit.read_bytes()
+    save_in_group(folder, 2, 4, 5, 6, keep_last=2)
+    commit.write_bytes(older)
+    said = " ".join(pccheck("ls", folder, status=4).split())
+    assert f"`pccheck recover {folder} --search` finds the newest parts there" in said
+    before = commit.read_bytes()
+    assert "--search --write` the store names steps 6, 5" in pccheck("recover", folder, "--search", status=4)
+    assert commit.read_bytes() == before
+    pccheck("recover", folder, "--search", "--write")
+    assert [info.step for info in list_checkpoints(folder)][:2] == [6, 5]
+    assert stores.verify(folder, every=True).whole
+    for each in (0, 1):
+        assert_part(load_sync(folder, rank=each), each, 6)
+    save_in_group(folder, 2, 7, keep_last=2)
+    assert [info.step for info in list_checkpoints(folder)][:2] == [7, 6]
 
 
 @pytest.mark.slow

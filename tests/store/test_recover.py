@@ -609,6 +609,18 @@ def test_what_a_recovery_wrote_survives_the_loss_of_power(identity: str) -> None
         assert [info.step for info in list_checkpoints("x", io=ImageWriter(image))] == [2, 1]
 
 
+def test_a_search_that_finds_nothing_leaves_the_record_that_names_what_is_lost(tmp_path: Path) -> None:
+    """With an empty one a trainer would begin anew, without a word."""
+    save(tmp_path, 1, 2)
+    for slot in tmp_path.glob("slot-*"):
+        slot.unlink()
+    before = (tmp_path / "commit").read_bytes()
+    assert stores.recover(tmp_path, search=True).missing
+    with pytest.raises(NoCheckpointError, match="no slot holds a whole checkpoint; nothing was written"):
+        stores.recover(tmp_path, search=True, write=True)
+    assert (tmp_path / "commit").read_bytes() == before
+
+
 def test_nothing_but_an_identity_is_left(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for path in tmp_path.iterdir():

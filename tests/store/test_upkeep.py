@@ -573,7 +573,7 @@ def test_removing_frees_space(tmp_path: Path) -> None:
 def test_all_or_nothing_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     before = image(tmp_path)
-    with pytest.raises(NoCheckpointError, match="no checkpoint of step 7; nothing was removed"):
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 7; there are steps 2, 1; nothing was removed"):
         stores.remove(tmp_path, step=[1, 7])
     with pytest.raises(StoreError, match="no checkpoint would be left"):
         stores.remove(tmp_path, step=[1, 2])

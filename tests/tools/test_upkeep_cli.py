@@ -9,6 +9,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -588,6 +590,18 @@ def test_recover_a_store_that_names_no_checkpoint(tmp_path: Path) -> None:
     assert "--write` the store is there again; it names no checkpoint." in result.stdout
     assert pccheck("recover", tmp_path / "store", "--write").exit_code == 0
     assert pccheck("recover", tmp_path / "store").exit_code == 0
+
+
+def test_recover_of_a_read_only_mount_calls_no_slot_damaged(store: Path, tmp_path: Path) -> None:
+    (store / "commit").unlink()
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    mount = f"mount --bind {store} {mounted} && mount -o remount,bind,ro {mounted}"
+    if subprocess.run(["unshare", "-m", "bash", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this process may mount nothing")
+    command = f"{mount} && exec {sys.executable} -m pccheck_async recover {mounted} --write"
+    done = subprocess.run(["unshare", "-m", "bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Read-only file system" in done.stderr) == (1, True), done.stderr
 
 
 def test_a_search_that_finds_what_was_dropped_leaves_a_store_in_order(tmp_path: Path) -> None:
