@@ -114,7 +114,7 @@ class EngineBase:
                 of several ranks only once on each filesystem, and restored into any other layout and number of ranks.
                 :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
             storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
-            memory: Keep the newest checkpoints in memory, too (:class:`pccheck_async.MemoryTier`); not in a group.
+            memory: Keep the newest ones in memory, too (:class:`pccheck_async.MemoryTier`); on all ranks or none.
 
         Raises:
             ValueError: a setting is out of range.
@@ -136,8 +136,6 @@ class EngineBase:
             storage=storage,
             memory=memory,
         )
-        if memory is not None and group is not None:
-            raise ValueError("memory= is for one process: a group has no tier in memory")
         policy = make_policy(interval, max_in_flight)
         in_memory = None if memory is None else make_policy(memory.interval, max_in_flight=1)  # one at a time
         check_flag("save_last", save_last)

@@ -83,9 +83,9 @@ def open_checkpoint(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
         StoreError: the folder in memory may be another user's.
-        ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
+        ValueError: ``rank`` for a folder that is no group's; both ``step`` and ``name``.
     """
-    read_tier = check_read_tier(tier, rank)
+    read_tier = check_read_tier(tier)
     connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank, read_tier)
     connection.allow_pickle = allow_pickle
     try:

@@ -81,7 +81,7 @@ async def load(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
         StoreError: the folder in memory may be another user's.
-        ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
+        ValueError: ``rank`` for a folder that is no group's; both ``step`` and ``name``.
     """
     work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress, tier)
     async with EngineLoop("pccheck-read") as loop:
@@ -147,7 +147,7 @@ def load_sync(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
         StoreError: the folder in memory may be another user's.
-        ValueError: ``rank`` for a folder that is no group's, or for one in memory; both ``step`` and ``name``.
+        ValueError: ``rank`` for a folder that is no group's; both ``step`` and ``name``.
     """
     work = _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress, tier)
     restoration = call_once(work)
@@ -190,7 +190,7 @@ async def _load(
     tier: Tier | MemoryTier,
 ) -> Restoration:
     """Read a checkpoint into new memory. The caller makes the state of it, on its own thread."""
-    async with await open_tier(path, check_read_tier(tier, rank), io, host_memory, rank=rank) as place:
+    async with await open_tier(path, check_read_tier(tier), io, host_memory, rank=rank) as place:
 
         async def read(checkpoint: CheckpointReader) -> Restoration:
             advance = reading_progress(progress, checkpoint.manifest.payload_nbytes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from pccheck_async.engine.capture import InlineCaptures
@@ -29,6 +30,8 @@ from pccheck_async.transfer.plan import Planner
 
 __all__ = ["EngineParts"]
 
+_OTHERS_SECONDS = 60.0
+"""Seconds that leaving waits for other ranks, which may be dead, to save what is in memory alone."""
 _END_SECONDS = 0.5
 """Seconds that the end of threads and files may take in any case, if nothing hangs."""
 
@@ -84,10 +87,17 @@ class EngineParts:
             )
             block_bytes = store.block_bytes
             if config.memory is None and store.committed.record.line is not None:
-                warn_of_memory(path, store.file.identity.store_id)
+                warn_of_memory(path, store, partial(peers.memory_folder, path))
             if config.memory is not None:
                 self.memory = await Memory.open(
-                    config.memory, path, store, opened.operations, config.max_in_flight, options.lock_timeout
+                    config.memory,
+                    path,
+                    store,
+                    opened.operations,
+                    config.max_in_flight + peers.undecided,
+                    options.lock_timeout,
+                    partial(peers.memory_folder, path),
+                    peers.record_version,
                 )
                 block_bytes = max(block_bytes, self.memory.store.block_bytes)
             self.backend = backend = make_backend(opened.operations, options.gpu_capture)
@@ -142,6 +152,7 @@ class EngineParts:
         """
         began, ending, closer = time.monotonic(), None, asyncio.current_task()
         try:
+            self.peers.leaving()
             left = await self.scheduler.drain(deadline, last=True)
             if left:
                 self._stop_publishing(0.1)
@@ -170,6 +181,8 @@ class EngineParts:
     async def _save_unsaved(self, seconds: float | None) -> None:
         """Make the newest checkpoint in memory durable; if that fails, it stays in memory, and closing goes on."""
         error: Exception | None = None
+        if seconds is None and self.peers.collective:
+            seconds = _OTHERS_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 await self.scheduler.save_unsaved()
@@ -182,7 +195,7 @@ class EngineParts:
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
         await self.loop.end_others(closer)  # restores of other threads
         if self.memory is not None:
-            await self.memory.close(self.opened.operations)
+            await self.memory.close(self.opened.operations, removes=self.peers.disposable_memory)
         await self.opened.close()
         self.backend.close()
         self.pool.close()

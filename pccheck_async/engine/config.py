@@ -98,7 +98,8 @@ class MemoryTier:
     A checkpoint is captured right into memory, and the disk is written from there. So ``engine.step`` can save far more
     often than the disk takes; a restart on this machine goes on from the newest one, if the store on disk descends from
     its run. What a checkpoint in memory costs is the copy, by cores that training may need. Memory is taken for
-    ``keep_last + max_in_flight + 1`` states. Leaving the engine's context makes the newest one durable on disk.
+    ``keep_last + max_in_flight + 1`` states, on each rank of a group for one more. Leaving the engine's context makes
+    the newest one durable on disk.
 
     Args:
         interval: When ``engine.step`` saves in memory: as that of the engine. None: as often as 3 % of the training

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, final
@@ -397,10 +398,12 @@ class EngineCore:
             check_outermost(state)
             return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last, tier=tier)
         except BaseException as error:
-            self.fail_checkpoint(step, error, after=counter)
+            self.fail_checkpoint(step, error, after=counter, tier=tier)
             raise
 
-    def fail_checkpoint(self, step: int | None, error: BaseException, *, after: int | None = None) -> None:
+    def fail_checkpoint(
+        self, step: int | None, error: BaseException, *, after: int | None = None, tier: Tier = "disk"
+    ) -> None:
         """Take part in a checkpoint that cannot be made here: it fails on all ranks, and they go on counting alike.
 
         Nothing to do if this process saves alone, or if another checkpoint came ``after`` that counter.
@@ -413,7 +416,13 @@ class EngineCore:
                 number = counted = self.in_flight.counter
                 with suppress(TypeError, ValueError):  # it may be the step that is wrong
                     counted = number if step is None else new_step(step)
-                self.loop.post(self.peers.request_failed, number, counted, why)
+                self.request_failed(number, counted, why, tier)
+
+    def request_failed(self, counter: int, step: int | None, why: str, tier: Tier) -> None:
+        """Have a checkpoint fail on all ranks that cannot be made here."""
+        on_disk = tier == "disk" or self.config.memory is None
+        step = counter if step is None else step
+        self.loop.post(partial(self.peers.request_failed, on_disk=on_disk), counter, step, why)
 
     def wait_prepared(self, flight: Flight) -> None:
         """Block until this rank's part of a checkpoint is durable; the group then decides about it.
@@ -469,7 +478,7 @@ class EngineCore:
         flight: Flight | None = None
         taken = False
         try:
-            with _Admission(self, step):
+            with _Admission(self, step, tier):
                 self.check_alive()
                 skipped = None if last else self.in_flight.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
@@ -598,8 +607,9 @@ class EngineCore:
 
     @property
     def saves_in_memory(self) -> bool:
-        """Whether there is a tier in memory, and it is ready."""
-        return self.assembly.memory is not None and self.assembly.memory.ready
+        """Whether there is a tier in memory, and it is ready; in a group the others decide, too."""
+        memory = self.assembly.memory
+        return memory is not None and (memory.ready or self.peers.collective)
 
     def _stop_capture(self, flight: Flight) -> None:
         with suppress(ClosedError):  # closing ended it
@@ -785,10 +795,10 @@ class EngineCore:
 class _Admission:
     """Holds the lock of the counters. If one is used up in vain it fails on all ranks of a group: they count alike."""
 
-    __slots__ = ("_before", "_core", "_step")
+    __slots__ = ("_before", "_core", "_step", "_tier")
 
-    def __init__(self, core: EngineCore, step: int | None) -> None:
-        self._core, self._step, self._before = core, step, -1
+    def __init__(self, core: EngineCore, step: int | None, tier: Tier) -> None:
+        self._core, self._step, self._tier, self._before = core, step, tier, -1
 
     def __enter__(self) -> None:
         in_flight = self._core.in_flight
@@ -799,8 +809,7 @@ class _Admission:
         core = self._core
         try:
             if kind is not None and (counter := core.in_flight.counter) != self._before:
-                why, step = f"{kind.__qualname__} as it was admitted", counter if self._step is None else self._step
-                core.loop.post(core.peers.request_failed, counter, step, why)
+                core.request_failed(counter, self._step, f"{kind.__qualname__} as it was admitted", self._tier)
         finally:
             core.in_flight.lock.release()
 

@@ -15,13 +15,14 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pccheck_async.engine.config import MemoryTier
-from pccheck_async.errors import CorruptStoreError, StoreError, StoreFullError
+from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreError, StoreFullError
 from pccheck_async.format import Entry, Line
 from pccheck_async.format.record import IDENTITY_NAME
 from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type, free_bytes
@@ -44,6 +45,7 @@ __all__ = [
     "warn_of_memory",
 ]
 
+T = TypeVar("T")
 MEMORY_ROOT = "/dev/shm"
 _GIB = 1 << 30
 ORIGIN_NAME = "origin"
@@ -97,14 +99,15 @@ def on_the_line(entries: Iterable[Entry], own: Line | None, disk: Line | None) -
     ]
 
 
-def memory_folder(root: Path, path: Path, store_id: str) -> Path:
-    """Return the folder in memory that belongs to the store at ``path``.
+def memory_folder(root: Path, path: Path, store_id: str, name: str = IDENTITY_NAME) -> Path:
+    """Return the folder in memory that belongs to the store at ``path``, or to the group's folder there.
 
-    Its name depends on the file ``store.json``, too: a copy of a store, or a backup that was put back, has the same id,
-    and other checkpoints. It is never changed, but a filesystem may soon give its inode's number to another file.
+    Its name depends on the file ``store.json``, or ``group.json``, too: a copy of a store, or a backup that was put
+    back, has the same id, and other checkpoints. It is never changed, but a filesystem may soon give its inode's number
+    to another file.
     """
     try:
-        found = os.stat(path / IDENTITY_NAME)
+        found = os.stat(path / name)
     except OSError as error:
         raise StoreError(
             f"a tier in memory needs a store in a folder, which {path} is not: {error.strerror}"
@@ -113,10 +116,13 @@ def memory_folder(root: Path, path: Path, store_id: str) -> Path:
     return root / f"{memory_prefix()}{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
-def warn_of_memory(path: str, store_id: str) -> None:
-    """Log that a store was used with a tier in memory, which is still there, by an engine that has none."""
-    with suppress(StoreError):
-        folder = memory_folder(Path(MEMORY_ROOT), Path(path), store_id)
+def warn_of_memory(path: str, store: Store, find: Callable[[Path, Store], Path]) -> None:
+    """Log that a store was used with a tier in memory, which is still there, by an engine that has none.
+
+    ``find`` returns its folder, as for :meth:`Memory.open`.
+    """
+    with suppress(CheckpointError, OSError):
+        folder = find(Path(MEMORY_ROOT), store)
         if folder.is_dir():
             text = (
                 "%s was used with memory=MemoryTier(), and newer checkpoints may be in %s (`pccheck memory ls`): this "
@@ -143,6 +149,7 @@ class Memory:
         folder: Its folder.
         turn: Held by one checkpoint at a time, from its lease to its commit in memory.
         off: Why checkpoints are saved here no more; empty while they are.
+        on_off: Called with that.
     """
 
     def __init__(self, tier: MemoryTier, disk: Store, store: Store, folder: Path) -> None:
@@ -157,30 +164,59 @@ class Memory:
         self._begun = False
         self._growing: asyncio.Task[None] | None = None
         self._held_until = 0.0  # by readers
+        self.on_off: Callable[[str], object] = lambda _: None
+
+    def adopt_line(self) -> None:
+        """Go by the line of the store on disk. Called after the opening, for one process."""
+        disk, store = self._disk, self.store
         self._base = self.largest_counter
         disk.committed.line = disk.committed.record.line
         store.committed.line = store.committed.record.line
         if ignored := [entry.step for entry in store.committed.entries if entry not in self.entries]:
             text = "checkpoints of steps %s in %s do not count: the store on disk does not descend from their run"
-            write("memory_ignored", text, ignored, folder)
+            write("memory_ignored", text, ignored, self.folder)
 
     @classmethod
     async def open(
-        cls, tier: MemoryTier, path: str, disk: Store, operations: Operations, max_in_flight: int, lock_timeout: float
+        cls,
+        tier: MemoryTier,
+        path: str,
+        disk: Store,
+        operations: Operations,
+        in_flight: int,
+        lock_timeout: float,
+        find: Callable[[Path, Store], Path],
+        version: int,
     ) -> Memory:
         """Open the store in memory that belongs to ``disk``, or make it; one that is damaged is replaced.
+
+        Args:
+            tier: The settings.
+            path: Of the store on disk.
+            disk: That store.
+            operations: The engine's.
+            in_flight: Slots beside those that are kept.
+            lock_timeout: Seconds to wait for another writer.
+            find: Returns its folder, for the root of the tier; called on a thread of the engine's.
+            version: Of its records.
 
         Raises StoreError: its place is not in memory, or cannot be trusted.
         """
         root = memory_root(tier)
-        folder = memory_folder(root, Path(path), disk.file.identity.store_id)
 
-        def prepare() -> None:
+        def prepare() -> Path:
             if not root.is_dir() or filesystem_type(root) not in IN_MEMORY:
                 raise StoreError(f"MemoryTier needs a tmpfs, and {root} is none: give MemoryTier(path=...) one")
-            with suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            check_own_folder(folder)
+            folder = find(root, disk)
+            while True:
+                with suppress(FileNotFoundError):  # other ranks remove the folder of a group when they leave
+                    for each in [each for each in (folder.parent, folder) if each != root]:
+                        with suppress(FileExistsError):
+                            each.mkdir(mode=0o700)
+                        check_own_folder(each)
+                    return folder
+
+        folder = await operations.call(prepare)
 
         async def open_there() -> Store:
             await operations.call(prepare)
@@ -190,9 +226,10 @@ class Memory:
                     medium,
                     path=folder,
                     retention=Retention(keep_last=tier.keep_last),
-                    max_in_flight=max_in_flight + 1,  # one that is due in memory alone
+                    max_in_flight=in_flight,
                     lock_timeout=lock_timeout,
                     ahead=False,
+                    version=version,
                 )
                 if store.file.is_new:
                     await medium.replace(ORIGIN_NAME, os.fsencode(path))
@@ -258,7 +295,8 @@ class Memory:
         """
         if self.off or self._growing is not None:
             return None
-        creates = nbytes <= _AT_ONCE
+        # A group would vote on it in vain.
+        creates = nbytes <= _AT_ONCE or self.store.committed.record.parts is not None
         try:
             if self.store.slots.table.decide(nbytes).create:
                 self._check_room(nbytes)
@@ -317,26 +355,31 @@ class Memory:
         if not self.off:
             self.off = str(error)
             write("memory_off", "the memory tier is off until the next opening: %s", error, error=str(error))
+            self.on_off(self.off)
 
-    async def commit(self, written: Written, manifest: bytes) -> Staged:
-        """Commit a checkpoint in memory, and keep its slot from being reused. Called under :attr:`turn`.
+    async def commit(
+        self, written: Written, manifest: bytes, commit: Callable[[Written], Awaitable[T]]
+    ) -> tuple[Staged, T | None]:
+        """``commit`` a checkpoint in memory, and keep its slot from being reused; return that, and the result.
+
+        Called under :attr:`turn`.
 
         After an error of its storage the tier is off, and the checkpoint is not committed: its bytes are there all the
-        same. Raises other errors of :meth:`Store.commit`.
+        same. Raises other errors of ``commit``.
         """
         lease, entry = written.lease, written.entry
         self.store.slots.table.hold(lease.slot)
         assert lease.file.mapping is not None
         staged = Staged(self.store, entry, lease.file.mapping.view[: entry.nbytes], manifest)
         try:
-            await self.store.commit(written)
+            return staged, await commit(written)
         except OSError as error:
             self.turn_off(error)
             staged.committed = False
+            return staged, None
         except BaseException:
             staged.release()
             raise
-        return staged
 
     async def follow_disk(self) -> None:
         """Drop the checkpoints that the disk no longer has, or has rejected. Called when some were removed there."""
@@ -356,13 +399,23 @@ class Memory:
         """The newest checkpoint in memory, if it is newer than all on disk and this run made or restored it."""
         return self._newer if self._begun or self._restored is not None else None
 
-    async def close(self, operations: Operations) -> None:
-        """Close the store in memory, and remove it if the disk has all that counts."""
+    @property
+    def is_disposable(self) -> bool:
+        """Whether the disk of one process has all that counts."""
         counts = self._begun or len(self.entries) == len(self.store.committed.entries)
-        removes = counts and self._newer is None and not self._tier.keep_after_close
+        return counts and self._newer is None
+
+    async def close(self, operations: Operations, *, removes: bool) -> None:
+        """Close the store in memory, and remove it if it is not needed any more, unless it is to be kept."""
         if self._growing is not None:
             await asyncio.wait((self._growing,))
         await self.store.medium.close()
-        if removes:
+        if removes and not self._tier.keep_after_close:
             self._removed = True
-            await operations.call(shutil.rmtree, self.folder, True)
+            await operations.call(self._remove)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.parent != memory_root(self._tier):  # that of a group: the last rank removes it
+            with suppress(OSError):
+                self.folder.parent.rmdir()

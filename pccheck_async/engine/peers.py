@@ -6,14 +6,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.config import EngineConfig
-from pccheck_async.engine.memory import Memory
+from pccheck_async.engine.memory import Memory, memory_folder
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
 from pccheck_async.format import Entry, Metadata, Tier, Which
@@ -125,11 +127,13 @@ class Peers(ABC):
 
     Attributes:
         collective: Whether all ranks save after the same steps: then no clock and no metric of one rank decides.
-        record_version: Of the records of this engine's store.
+        record_version: Of the records of this engine's stores.
+        undecided: Checkpoints in memory that may be written there, or wait for their commit.
     """
 
     collective: ClassVar[bool]
     record_version: ClassVar[int]
+    undecided: ClassVar[int]
 
     # -- opening and closing
 
@@ -140,6 +144,10 @@ class Peers(ABC):
     @abstractmethod
     def folder(self, path: str) -> str:
         """Return the folder of this engine's own store."""
+
+    @abstractmethod
+    def memory_folder(self, path: str, root: Path, store: Store) -> Path:
+        """Return the folder in memory, in a tmpfs, of this engine's own ``store``, whose folder is ``path``."""
 
     def meet(self, config: EngineConfig) -> None:
         """Find the others. Called before the opening; collective if the group is a process group."""
@@ -157,8 +165,11 @@ class Peers(ABC):
         """Connect to the others, once this engine's own store is open. Raises GroupError.
 
         ``end_with`` ends a checkpoint that is being written with an error, by its counter; ``memory`` is the tier in
-        memory, of one process only.
+        memory.
         """
+
+    def leaving(self) -> None:
+        """Called when closing begins: no checkpoint comes after those that are in flight, and that in memory."""
 
     async def unopened(self, error: BaseException) -> None:
         """Called when the opening failed: the others need not wait for this one."""
@@ -177,9 +188,16 @@ class Peers(ABC):
     # -- one checkpoint
 
     def request(
-        self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int], differing: Collection[int]
+        self,
+        counter: int,
+        step: int,
+        metadata: Metadata,
+        sums: Mapping[str, int],
+        differing: Collection[int],
+        *,
+        on_disk: bool = True,
     ) -> None:
-        """Called for each checkpoint on the engine's loop, in the order of counters.
+        """Called for each checkpoint on the engine's loop, in the order of counters; not ``on_disk``: in memory alone.
 
         ``sums`` and ``differing`` are ``tally_sums`` and ``differing`` of a
         :class:`~pccheck_async.engine.capture.Capture`.
@@ -192,7 +210,7 @@ class Peers(ABC):
         """
         return None
 
-    def request_failed(self, counter: int, step: int, why: str) -> None:
+    def request_failed(self, counter: int, step: int, why: str, *, on_disk: bool = True) -> None:
         """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here.
 
         Called after :meth:`request` for the same counter, as an interrupt came once that had it, it does nothing.
@@ -223,6 +241,22 @@ class Peers(ABC):
     def ended(self, counter: int, error: Exception | None) -> None:
         """Called on the engine's loop when nothing of a checkpoint is being written any more."""
 
+    # -- the same in memory, which is asked about before the disk
+
+    async def admitted_in_memory(self, counter: int) -> bool:
+        """Wait until a checkpoint may be written in memory; False if it cannot be committed there any more."""
+        return True
+
+    @abstractmethod
+    async def commit_in_memory(self, written: Written, sample: ReplicaSample | None) -> asyncio.Future[bool] | None:
+        """Commit a checkpoint in memory; return None, or a future of whether the group commits it there, too.
+
+        Its slot has all of it by then. Raises the errors of :meth:`Store.commit`.
+        """
+
+    def ended_in_memory(self, counter: int, error: Exception | None) -> None:
+        """Called on the engine's loop when a checkpoint is not saved in memory: there was no room for it, say."""
+
     # -- committed checkpoints
 
     @abstractmethod
@@ -241,6 +275,19 @@ class Peers(ABC):
     def in_memory(self) -> Sequence[Entry]:
         """Checkpoints in memory that count, newest first."""
         return ()
+
+    @property
+    @abstractmethod
+    def unsaved(self) -> Entry | None:
+        """The newest checkpoint in memory, if it is newer than all on disk, and this run's: closing saves it there."""
+
+    def request_unsaved(self, entry: Entry) -> None:
+        """Called before that is written to disk, as :meth:`request` is."""
+
+    @property
+    @abstractmethod
+    def disposable_memory(self) -> bool:
+        """Whether the disk has all that is in memory, which closing removes then."""
 
     @property
     @abstractmethod
@@ -271,6 +318,10 @@ class Peers(ABC):
         """Return what to do after a step. ``preempted``: a signal requested the end of this process."""
 
     @abstractmethod
+    def due_in_memory(self, policy: Policy, report: StepReport) -> bool:
+        """Return whether to save a step in memory. Called after :meth:`due`, if there is that tier."""
+
+    @abstractmethod
     def stopping(self, *, preempted: bool) -> bool:
         """Return whether no step comes after this one. Called on the trainer's thread, also if the engine is not open.
 
@@ -286,6 +337,7 @@ class Alone(Peers):
 
     collective: ClassVar[bool] = False
     record_version: ClassVar[int] = FORMAT_VERSION
+    undecided: ClassVar[int] = 1
     stopped = None
     _store: Store
     _path: str
@@ -297,6 +349,9 @@ class Alone(Peers):
     def folder(self, path: str) -> str:
         return path
 
+    def memory_folder(self, path: str, root: Path, store: Store) -> Path:
+        return memory_folder(root, Path(path), store.file.identity.store_id)
+
     async def join(
         self,
         path: str,
@@ -307,6 +362,8 @@ class Alone(Peers):
         memory: Memory | None = None,
     ) -> Connected:
         self._store, self._path, self._memory = store, path, memory
+        if memory is not None:
+            memory.adopt_line()
         return Connected(store.committed.largest_counter if memory is None else memory.largest_counter, None)
 
     def commit(self, written: Written, sample: ReplicaSample | None) -> Coroutine[Any, Any, bool]:
@@ -314,6 +371,15 @@ class Alone(Peers):
 
     async def prepared(self, counter: int) -> bool:
         return False
+
+    async def admitted_in_memory(self, counter: int) -> bool:
+        assert self._memory is not None
+        await self._memory.begin()
+        return True
+
+    async def commit_in_memory(self, written: Written, sample: ReplicaSample | None) -> None:
+        assert self._memory is not None
+        await self._memory.store.commit(written)
 
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
         return _OwnCandidates(self._store, self._memory, self._path, which, dry_run)
@@ -329,6 +395,14 @@ class Alone(Peers):
     @property
     def in_memory(self) -> Sequence[Entry]:
         return () if self._memory is None else self._memory.entries
+
+    @property
+    def unsaved(self) -> Entry | None:
+        return None if self._memory is None else self._memory.unsaved
+
+    @property
+    def disposable_memory(self) -> bool:
+        return self._memory is not None and self._memory.is_disposable
 
     async def pin(self, which: int | str, pinned: bool) -> Entry:
         return await self._store.pin(which, pinned)
@@ -349,6 +423,9 @@ class Alone(Peers):
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         return StepEnd(policy.due(report))
+
+    def due_in_memory(self, policy: Policy, report: StepReport) -> bool:
+        return policy.due(report)
 
     def stopping(self, *, preempted: bool) -> bool:
         return preempted

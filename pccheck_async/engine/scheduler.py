@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -102,7 +103,14 @@ class Scheduler:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         flight, capture, refused = job.flight, job.capture, None
         try:
-            self.peers.request(flight.counter, flight.step, job.metadata, capture.tally_sums, capture.differing)
+            self.peers.request(
+                flight.counter,
+                flight.step,
+                job.metadata,
+                capture.tally_sums,
+                capture.differing,
+                on_disk=flight.on_disk,
+            )
         except BaseException as error:  # noqa: BLE001 - for callers that await the checkpoint
             refused = error
         task = asyncio.get_running_loop().create_task(self._run(job, refused), name=f"checkpoint {flight.counter}")
@@ -203,6 +211,7 @@ class Scheduler:
                 if refused is not None:
                     raise refused
                 if not flight.on_disk and not await self._save_in_memory_alone(job):
+                    self._refuse_in_memory(flight)
                     flight.on_disk = True  # there is no memory for it
                 if flight.on_disk:
                     await self._turns.acquire()
@@ -257,7 +266,7 @@ class Scheduler:
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""
         plan = await self._begin(job)
-        staged = await self._save_in_memory(job, plan)
+        staged, decided = await self._save_in_memory(job, plan) or (None, None)
         try:
             async with SlotWriter(self.store, self.pool, plan, _only_chunk(job, plan, staged)) as writer:
                 if staged is None:
@@ -275,6 +284,8 @@ class Scheduler:
         finally:
             if staged is not None:
                 staged.release()
+            if decided is not None:
+                await asyncio.wait((decided,))  # else it would count as not saved there
         return (entry.info, False) if committed else (self._superseding(job.flight), True)
 
     def _superseding(self, flight: Flight) -> CheckpointInfo:
@@ -321,20 +332,23 @@ class Scheduler:
 
     # -- the tier in memory
 
-    async def _save_in_memory(self, job: Job, plan: Plan) -> Staged | None:
+    async def _save_in_memory(self, job: Job, plan: Plan) -> tuple[Staged, asyncio.Future[bool] | None] | None:
         """Capture a checkpoint into a slot in memory, and commit it there; None if it is not due there, or no room is.
 
         A torn capture is found here, once for both tiers; raises its error. After an error of the storage the tier is
         off, and the disk goes on: from the state, which is then captured anew, or, once that is whole, from the slot.
-        Raises CheckpointError: neither has all of it.
+        Raises CheckpointError: neither has all of it. The future is that of :meth:`Peers.commit_in_memory`.
         """
-        memory, capture = self.memory, job.capture
+        memory, capture, counter = self.memory, job.capture, job.flight.counter
         if memory is None or not job.in_memory:
             return None
         async with memory.turn:
-            await memory.begin()
+            if not await self.peers.admitted_in_memory(counter):
+                self.peers.ended_in_memory(counter, None)  # at once: the next one may wait for its place
+                return None
             longest = plan.payload_nbytes + len(self._encode(job)) + memory.store.block_bytes
             if (lease := await memory.lease(longest)) is None:
+                self.peers.ended_in_memory(counter, CheckpointError(memory.off or "there is no slot in memory for it"))
                 return None
             first = None if capture.inline is None else capture.inline.buffer
             try:
@@ -352,25 +366,48 @@ class Scheduler:
                 job.flight.captured_nbytes = 0
                 return None
             check = None if job.overlapped is None else job.overlapped.check
-            staged = await memory.commit(Written(slot, self._entry(job, slot, manifest), rest, check), manifest)
-        if not staged.committed:
-            return staged
-        job.flight.set_in_memory()
-        now = time.monotonic()
-        step, counter, nbytes = job.flight.step, job.flight.counter, plan.payload_nbytes
-        self.stream.emit(InMemory(step=step, counter=counter, nbytes=nbytes, seconds=now - job.flight.admitted_at))
-        return staged
+            written = Written(slot, self._entry(job, slot, manifest), rest, check)
+            commit = partial(self.peers.commit_in_memory, sample=capture.sample)
+            staged, decided = await memory.commit(written, manifest, commit)
+        if decided is not None:
+            decided.add_done_callback(partial(self._note_in_memory, job, plan))
+        elif staged.committed:
+            self._note_in_memory(job, plan)
+        return staged, decided
+
+    def _note_in_memory(self, job: Job, plan: Plan, decided: asyncio.Future[bool] | None = None) -> None:
+        if decided is not None and (decided.cancelled() or decided.exception() is not None or not decided.result()):
+            return
+        flight = job.flight
+        flight.set_in_memory()
+        seconds = time.monotonic() - flight.admitted_at
+        self.stream.emit(
+            InMemory(step=flight.step, counter=flight.counter, nbytes=plan.payload_nbytes, seconds=seconds)
+        )
 
     async def _save_in_memory_alone(self, job: Job) -> bool:
         """Save a checkpoint in memory alone; return whether there was room. Raises CheckpointError: it failed there."""
-        staged = await self._save_in_memory(job, await self._begin(job))
-        if staged is None:
+        saved = await self._save_in_memory(job, await self._begin(job))
+        if saved is None:
             return False
+        staged, decided = saved
         staged.release()
         if not staged.committed:
             assert self.memory is not None
+            self._refuse_in_memory(job.flight)
             raise CheckpointError(f"the checkpoint of step {job.flight.step} is not in memory: {self.memory.off}")
-        return True
+        return decided is None or await asyncio.shield(decided)
+
+    def _refuse_in_memory(self, flight: Flight) -> None:
+        """In a group, end a checkpoint that is not in memory: some rank's tier is off, or was full, and others' is not.
+
+        No error of training: the next one on disk has what it had.
+        """
+        if self.peers.collective:
+            flight.failure_told = True
+            text = "the checkpoint of step %d is not in memory: some rank has no room for it, or could not save it"
+            write("memory_skipped", text, flight.step, step=flight.step, counter=flight.counter)
+            raise CheckpointError(text % flight.step)
 
     async def _write_staged(self, plan: Plan | Manifest, staged: Staged, writer: SlotWriter) -> None:
         """Write a checkpoint from its slot in memory, unless it is one chunk, which the writer has."""
@@ -390,7 +427,9 @@ class Scheduler:
         if memory is None:
             return
         async with self._saving_unsaved:  # two calls would write one checkpoint twice
-            while (entry := memory.unsaved) is not None:
+            if self.peers.collective:
+                await self.drain()  # then all ranks know the same one
+            while (entry := self.peers.unsaved) is not None:
                 under_way = [task for flight, task in self.tasks.items() if flight.counter == entry.counter]
                 if not under_way:
                     await self._save_from_memory(memory, entry)
@@ -400,7 +439,11 @@ class Scheduler:
     async def _save_from_memory(self, memory: Memory, entry: Entry) -> None:
         source = OwnSlot(memory.store, entry)
         reader = PartReader(source, self.backend, Staging(self.pool))
+        self.peers.request_unsaved(entry)
+        failure: Exception | None = None
         try:
+            if not await self.peers.admitted(entry.counter):
+                return
             await reader.hold()
             await reader.verify()
             manifest, file = reader.manifest, reader.file
@@ -413,7 +456,11 @@ class Scheduler:
                 await self._write_staged(manifest, staged, writer)
                 slot, rest = await writer.finish(encoded)
                 committed = await self._commit(Written(slot, replace(entry, slot=slot.slot), rest), None)
+        except Exception as error:
+            failure = error
+            raise
         finally:
+            self.peers.ended(entry.counter, failure)
             await reader.close()
         if committed:
             self.in_flight.note_saved(entry.info)

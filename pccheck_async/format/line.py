@@ -56,10 +56,19 @@ class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     def descend(self, run: bytes, base: int, restored: int | None) -> Line:
         """Return the line of a run that goes on from the checkpoint with the counter ``restored``; None: from none."""
         came_from = None if restored is None else self.run_of(restored)
-        if restored is None or came_from is None:
-            return Line(run, base)
-        older = [link for link in self.chain if link.counter < restored]
-        return Line(run, base, (Link(came_from, restored), *older)[:_MOST_LINKS])
+        return Line.begin(self, run, base, None if restored is None or came_from is None else Link(came_from, restored))
+
+    @classmethod
+    def begin(cls, before: Line | None, run: bytes, base: int, came_from: Link | None) -> Line:
+        """Return the line of a run that goes on from the checkpoint ``came_from``, in a store with the line ``before``.
+
+        One that is not on that line, as its run had no tier in memory, takes nothing older along.
+        """
+        if came_from is None:
+            return cls(run, base)
+        known = before is not None and before.accepts(*came_from)
+        older = [link for link in before.chain if link.counter < came_from.counter] if before and known else []
+        return cls(run, base, (came_from, *older)[:_MOST_LINKS])
 
     @property
     def sane(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pccheck_async.format import Line
 from pccheck_async.group.messages import AnyMessage, Reason, Refusal
 from pccheck_async.group.parts import Applied, Key, Part, SeenStore
 
@@ -61,10 +62,13 @@ class Unopened(Action, frozen=True):
 class TakeOver(Action, frozen=True):
     """Create this rank's store, or make its newest record durable (I12), and that of each orphan; call ``took_over``.
 
+    With a ``line``, a record that has it is durable in this rank's store before that.
+
     Durability: before ``took_over`` a power failure may bring back the records before these.
     """
 
     orphans: tuple[SeenStore, ...]
+    line: Line | None = None
 
 
 class Admit(Action, frozen=True):

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pccheck_async.engine import Caller, RestoreCandidate, RestoreCandidates
 from pccheck_async.errors import (
@@ -21,27 +20,26 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import Key
+from pccheck_async.format import Key, Tier
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client
+from pccheck_async.group.driver import Driver, RestoreAction
 from pccheck_async.group.elsewhere import ReceivedPart, send_part
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import MatchOutcome
+from pccheck_async.group.messages import Broken, MatchOutcome
 from pccheck_async.group.view import Complete
-from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, Store, UnreadableError, rank_name
+from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, UnreadableError, rank_name
 from pccheck_async.telemetry import write, write_and_warn
 
-__all__ = ["AgreedCandidates", "PartSources", "RestoreAction"]
-
-RestoreAction: TypeAlias = MatchManifest | FillArrays | ChangeState | EndRestore
+__all__ = ["AgreedCandidates", "PartSources"]
 
 
 class AgreedCandidates(RestoreCandidates):
     """The candidates that rank 0 proposes: all ranks restore the same one, or none and raise the same error.
 
     Args:
-        member: This rank's.
+        member: This rank's, whose restores these are.
+        stopped: Returns why nothing is decided any more; None while it is.
         parts: The sources of its parts.
         do: Carries out actions of the member, on the engine's loop.
         agreed: The actions that the ranks agree on, one for each request and answer.
@@ -51,12 +49,14 @@ class AgreedCandidates(RestoreCandidates):
     def __init__(
         self,
         member: Member,
+        stopped: Callable[[], Broken | None],
         parts: PartSources,
         do: Callable[[list[Action]], None],
         agreed: asyncio.Queue[RestoreAction],
         ask: Callable[[], list[Action]],
     ) -> None:
         self._member = member
+        self._stopped = stopped
         self._restore = member.restore
         self._parts = parts
         self._do = do
@@ -66,10 +66,15 @@ class AgreedCandidates(RestoreCandidates):
         self._next: RestoreAction | None = None
         self._mismatch: Exception | None = None
         self._step: int | None = None  # of the last candidate
+        self._left: list[RestoreCandidate] = []  # other sources of it
+        self._again = False  # with another source, of which the other ranks need not know
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
+        if self._again:
+            self._again = False
+            return self._left.pop(0)
         if not self._asked:
-            if (stopped := self._member.stopped) is not None:
+            if (stopped := self._stopped()) is not None:
                 raise GroupError(stopped.why)
             self._asked = True
             await caller.run(self._agree(self._ask))
@@ -80,8 +85,9 @@ class AgreedCandidates(RestoreCandidates):
                     if damage:
                         self.fell_back = True
                         self._warn_of(passed_over, damage)
-                    if (found := self._parts.candidate(key)) is not None:
-                        return found
+                    if found := self._parts.candidates(key):
+                        self._left = found[1:]
+                        return found[0]
                     why = "its part is not in its store"
                     await caller.run(self._agree(partial(self._restore.matched, "damaged", why)))
                 case EndRestore(reason, why):
@@ -99,7 +105,25 @@ class AgreedCandidates(RestoreCandidates):
             text = f"the checkpoint of step {step} cannot be read ({damage}); all ranks fall back to step {self._step}"
             write_and_warn("fell_back", text, step=step, error=damage)
 
+    def _pass_over(self, error: Exception | None) -> bool:
+        """Go on with another source of this rank's part, if there is one: the checkpoint stays the same.
+
+        Damage belongs to one copy of a part: a bit flipped in memory drops no checkpoint.
+        """
+        if not isinstance(error, UnreadableError) or not self._left or is_exhausted(error.error):
+            return False
+        self._again, step = True, self._step
+        text = "a copy of step %s in memory cannot be read, another one is: %s"
+        write("memory_unreadable", text, step, error.error, step=step)
+        return True
+
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
+        if self._pass_over(error):
+            return False
+        if isinstance(self._next, FillArrays):  # all ranks matched, and this one reads another copy
+            if error is not None:
+                await caller.run(self._agree(partial(self._restore.verified, str(error))))
+            return error is None
         outcome: MatchOutcome = "ok" if error is None else "mismatch"
         self._mismatch = error
         if isinstance(error, DroppedMeanwhileError):
@@ -115,6 +139,8 @@ class AgreedCandidates(RestoreCandidates):
         return isinstance(self._next, FillArrays)
 
     async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
+        if self._pass_over(error):
+            return False
         damage, unread = (None, False) if error is None else (str(error), isinstance(error.error, ReadError))
         await caller.run(self._agree(partial(self._restore.verified, damage, differing, unread=unread)))
         self._agreed = isinstance(self._next, ChangeState)
@@ -140,71 +166,110 @@ class AgreedCandidates(RestoreCandidates):
 class PartSources:
     """The sources of the parts of complete checkpoints, as one rank sees them.
 
+    Domains are those of the tier in memory, if there is one, and those of disks after them.
+
     Args:
-        member: This rank's.
-        store: This rank's.
-        opened: The medium of the group's folder, which is prepared.
-        folder: That folder.
+        disk: Of this rank.
+        memory: Likewise; None without that tier.
         client: This rank's.
     """
 
-    def __init__(self, member: Member, store: Store, opened: OpenMedium, folder: Path, client: Client) -> None:
-        self._member = member
-        self._store = store
-        self._opened = opened
-        self._folder = folder
+    def __init__(self, disk: Driver, memory: Driver | None, client: Client) -> None:
+        self._disk = disk
+        self._memory = memory
         self._client = client
+        self._restore = disk.member.restore
+        self._shift = 0 if memory is None else len({*memory.member.homes})
 
-    def candidate(self, key: Key) -> RestoreCandidate | None:
-        """Return a checkpoint, of which this rank restores one part; None if that is gone."""
-        member, found, sources, elsewhere = self._member, self._complete(key), dict[int, Source](), []
-        # Parts of this run are in their ranks' domains.
-        rank, places = member.rank, member.homes if found is None else found.places
-        old = len(places)
-        own, other_world = rank % old, None if old == member.world else (rank, member.world)
-        if other_world and rank == 0:
+    def candidates(self, key: Key) -> list[RestoreCandidate]:
+        """Return a checkpoint, of which this rank restores one part, with its sources, the nearest first."""
+        member, ways = self._disk.member, self._ways(key, self._disk.member.rank)
+        old = len(ways[0]) if ways else 0
+        if ways and old != member.world and member.rank == 0:
             text = (
                 "this checkpoint is of %d ranks, here are %d: rank r restores, of the ranks' private values, "
                 "those of rank r modulo %d; RNGState stays as it is"
             )
-            write("other_world", text, old, member.world, old, store=os.fspath(self._folder))
-        for each, domain in enumerate(places):
-            if domain == member.homes[rank]:
-                sources[each] = FolderPart(self._opened, rank_name(each), key)
+            write("other_world", text, old, member.world, old, store=os.fspath(self._disk.folder))
+        return [found for way in ways if (found := self._candidate(key, way)) is not None]
+
+    def _candidate(self, key: Key, way: Sequence[int]) -> RestoreCandidate | None:
+        member, sources, elsewhere, disk = self._disk.member, dict[int, Source](), [], self._disk
+        rank, old = member.rank, len(way)
+        own, other_world = rank % old, None if old == member.world else (rank, member.world)
+        for each, domain in enumerate(way):
+            if (driver := self._seen(rank, domain)) is not None:
+                sources[each] = FolderPart(driver.opened, rank_name(each), key)
             else:
                 elsewhere.append(each)
-        if (part := member.parts.get(key)) is not None:
-            sources[own] = OwnSlot(self._store, part.entry)
-        elif found is None:
+        tier: Tier = "memory" if way[own] < self._shift else "disk"
+        nearest = self._memory if tier == "memory" and self._memory is not None else disk
+        if (part := nearest.member.parts.get(key)) is not None:
+            sources[own] = OwnSlot(nearest.store, part.entry)
+        elif self._complete(key) is None:
             return None
         elif own not in sources:
-            prefix, name = self._prefix(rank), rank_name(rank)
-            sources[own] = ReceivedPart(self._client, prefix, self._opened, self._folder, name)
-        return RestoreCandidate(sources, own, elsewhere, other_world=other_world)
+            name = rank_name(rank)
+            sources[own] = ReceivedPart(self._client, self._prefix(rank), disk.opened, disk.folder, name)
+        return RestoreCandidate(sources, own, elsewhere, other_world=other_world, source=tier)
+
+    def _ways(self, key: Key, rank: int) -> list[Sequence[int]]:
+        """Return from which domain a rank may read each part, its own part's nearest source first.
+
+        All ranks find the same for each of them. Only the first one may need a part to be sent.
+        """
+        memory, found = self._memory, self._complete(key)
+        disk = [home + self._shift for home in self._disk.member.homes]
+        ways: list[Sequence[int]] = []
+        if found is not None:
+            kept = memory is None or memory.member.run is None or key in memory.member.keep
+            ways = [found.places, found.spare] if kept else [found.spare]
+        else:  # parts of this run are in their ranks' domains
+            ways += [memory.member.homes] if memory is not None and key in memory.member.keep else []
+            ways += [disk] if memory is None or key in self._disk.member.keep else []
+        distinct = [way for at, way in enumerate(ways) if way not in ways[:at]]
+        if self._memory is None:
+            return distinct[:1]
+        seen = [way for way in distinct if self._sees(rank, way[rank % len(way)])]
+        return seen or distinct[:1]
+
+    def _sees(self, rank: int, domain: int) -> bool:
+        disk, memory = self._disk.member.homes[rank] + self._shift, self._memory
+        return domain == disk or (memory is not None and domain == memory.member.homes[rank])
+
+    def _seen(self, rank: int, domain: int) -> Driver | None:
+        """Return the tier of this rank that has the folders of a domain; None if another host has them."""
+        if not self._sees(rank, domain):
+            return None
+        return self._disk if domain >= self._shift else self._memory
 
     def step(self, key: Key) -> int | None:
         """Return the step of a complete checkpoint; None if it is gone."""
-        part, found = self._member.parts.get(key), self._complete(key)
-        return part.entry.step if part is not None else None if found is None else found.entry.step
+        found = self._complete(key)
+        for driver in (self._disk, self._memory):
+            if driver is not None and (part := driver.member.parts.get(key)) is not None:
+                return part.entry.step
+        return None if found is None else found.entry.step
 
     def sendings(self, key: Key) -> Iterator[Coroutine[Any, Any, None]]:
         """Yield coroutines that send the parts that other hosts restore and only this one has."""
         if (found := self._complete(key)) is None:
             return
-        homes = self._member.homes
-        for rank, home in enumerate(homes):
-            source = rank % found.world
-            if (domain := found.places[source]) != home and homes.index(domain) == self._member.rank:
-                part = FolderPart(self._opened, rank_name(source), key)
+        for rank in range(self._disk.member.world):
+            way, source = self._ways(key, rank)[0], rank % found.world
+            driver = self._seen(self._disk.member.rank, domain := way[source])
+            lowest = next((one for one in range(self._disk.member.world) if self._sees(one, domain)), -1)
+            if driver is not None and not self._sees(rank, domain) and lowest == self._disk.member.rank:
+                part = FolderPart(driver.opened, rank_name(source), key)
                 yield send_part(self._client, self._prefix(rank), part)
 
     def _complete(self, key: Key) -> Complete | None:
-        complete = self._member.view.complete if self._member.view is not None else ()
-        return next((one for one in complete if one.key == key), None)
+        view = (self._disk if self._memory is None else self._memory).member.view
+        return next((one for one in view.complete if one.key == key), None) if view is not None else None
 
     def _prefix(self, rank: int) -> str:
         """Return the prefix of the keys under which a rank receives the part that it restores."""
-        return f"part/{self._member.restore.index}/{self._member.restore.attempt}/{rank}"
+        return f"part/{self._restore.index}/{self._restore.attempt}/{rank}"
 
 
 def _error(reason: str, why: str) -> Exception:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few, readable
-from pccheck_async.format import Entry, name_in
+from pccheck_async.format import Entry, Line, name_in
 from pccheck_async.group.messages import (
     Abort,
+    AboutMemory,
     Acknowledge,
     Admitted,
     AnyDecision,
@@ -28,6 +29,7 @@ from pccheck_async.group.messages import (
     Found,
     Goodbye,
     Hello,
+    InMemory,
     Joined,
     KeptPart,
     Matched,
@@ -43,10 +45,10 @@ from pccheck_async.group.messages import (
     Verified,
     WantedStep,
 )
-from pccheck_async.group.parts import Key, Run, Settled, members_digest
+from pccheck_async.group.parts import Key, Run, SeenStore, Settled, link_to, members_digest, run_id
 from pccheck_async.group.restore import LeadRestore, There
 from pccheck_async.group.schedule import LeadSchedule
-from pccheck_async.group.view import View, kept_at_start, view_of
+from pccheck_async.group.view import View, kept_at_start, view_of, view_of_both
 from pccheck_async.store import Retention
 
 __all__ = ["Coordinator"]
@@ -95,14 +97,21 @@ class Coordinator:
         world: Ranks in the group.
         retention: The rules.
         nonce: A random number of 64 bits: distinguishes this run from others with its number.
+        memory: That of the tier in memory, which decides about checkpoints there by the same rules, and by its own
+            votes, keep-list and settled counters; its decisions are in the same log. It has the restores of both.
     """
 
-    def __init__(self, world: int, retention: Retention, nonce: int) -> None:
+    def __init__(self, world: int, retention: Retention, nonce: int, memory: Coordinator | None = None) -> None:
         self.world = world
         self.retention = retention
         self.nonce = nonce
         self.schedule = LeadSchedule(world)
-        self.restore = LeadRestore(world)
+        self.memory = memory
+        self.disk: Coordinator | None = None
+        """That of the other tier, of one in memory."""
+        self.restore: LeadRestore = LeadRestore(world) if memory is None else memory.restore
+        if memory is not None:
+            memory.disk = self
         self.run: Run | None = None
         self.broken: Broken | None = None
         self.committed: dict[int, tuple[Run, Entry]] = {}
@@ -114,6 +123,7 @@ class Coordinator:
         self._found: dict[int, Found] = {}
         self._view: View | None = None
         self._stores: dict[int, bytes] = {}
+        self._came_from: Key | None = None
         self._ballots: dict[int, _Ballot] = {}
         self._changes: dict[int, dict[int, ChangeRequest]] = {}
         self._left: dict[int, Goodbye] = {}
@@ -130,13 +140,15 @@ class Coordinator:
 
     def awaited(self) -> dict[str, list[int]]:
         """Return the ranks that each open checkpoint or restore waits for; no timeout ends the waiting."""
+        where = "" if self.disk is None else " in memory"
         answered: dict[str, Collection[int]] = {
-            f"the checkpoint of step {one.step}": one.digests if self._is_complete(one) else one.prepared
+            f"the checkpoint of step {one.step}{where}": one.digests if self._is_complete(one) else one.prepared
             for one in self._ballots.values()
         }
         if self.restore.requests:
             answered["a restore"] = set(self.restore.answered)
-        return {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}
+        awaited = {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}
+        return awaited if self.memory is None else self.memory.awaited() | awaited
 
     def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
         """Take the next message of the inbox in; return the decisions, to be published in this order.
@@ -159,15 +171,17 @@ class Coordinator:
                 return self.schedule.receive(message)
             case RestoreRequest() | Matched() | Verified():
                 there, rejected = list[There](), list[There]()
-                for run, one in self._newest_first():
+                for run, one in self._restorable():
                     (rejected if one.rejected else there).append((Key(one.counter, run), one.step, one.name))
                 return self.restore.receive(message, there, self._lacking(), rejected)
+            case AboutMemory():
+                return self._receive_about_memory(message.message)
             case Hello():
                 return self._receive_hello(message)
             case Found():
                 return self._receive_found(message)
             case Joined():
-                self._stores[message.rank] = message.store_id
+                self._stores[message.rank], self._came_from = message.store_id, message.came_from
                 return self._start() if self._may_start() else []
             case ChangeRequest():
                 return self._receive_change(message)
@@ -176,6 +190,25 @@ class Coordinator:
             case Goodbye():
                 self._left[message.rank] = message
                 return self._abort_what_lacks_ranks() if self.broken is None else []
+
+    def _receive_about_memory(self, message: AnyMessage) -> list[AnyDecision]:
+        if self.memory is None:
+            raise ValueError("a message about a tier in memory, which is not there")
+        decisions = _in_memory(self.memory.receive(message))
+        if isinstance(message, Goodbye) and self.broken is None:
+            decisions += self._abort_what_lacks_ranks()
+        return decisions
+
+    def schedule_in_memory(self, step: int, *, save: bool) -> Sequence[AnyDecision]:
+        """Return the decision that ``step`` is the next one at which all save in memory; none once that tier broke."""
+        if self.memory is None or self.memory.broken is not None:
+            return []
+        return _in_memory(self.memory.schedule.publish(step, save=save))
+
+    def _restorable(self) -> list[tuple[Run, Entry]]:
+        """Return the checkpoints that may be restored from any tier, newest first; the disk's pins and rejections."""
+        there = self.committed if self.disk is None else self.committed | self.disk.committed
+        return [there[counter] for counter in sorted(there, reverse=True)]
 
     # -- opening
 
@@ -201,7 +234,8 @@ class Coordinator:
         if len(self._found) < len({*homes}):
             return []
         stores = [store for rank in sorted(self._found) for store in self._found[rank].stores]
-        view = self._view = view_of(stores, homes, hosts)
+        view = view_of(stores, homes, hosts) if self.disk is None else self._view_of_both(self.disk, stores)
+        self._view = view
         if view.error is not None:
             return [Refused(view.error)]
         try:
@@ -211,9 +245,22 @@ class Coordinator:
         self.settled = Settled(view.base + 1)
         self.committed = {one.entry.counter: (one.run, one.entry) for one in view.complete}
         self.unproven = view.unproven
-        return [Opened(view)]
+        return [Opened(view, self.nonce)]
+
+    def _view_of_both(self, disk: Coordinator, found: Sequence[SeenStore]) -> View:
+        """Return the view over both tiers: a part in memory counts by the disk's line alone (:func:`view_of_both`)."""
+        assert disk._view is not None
+        on_disk = [store for rank in sorted(disk._found) for store in disk._found[rank].stores]
+        view = view_of_both(on_disk, disk._roster.homes, found, self._roster.homes, self._roster.hosts)
+        if view.error is not None:  # then the disk alone counts
+            view = replace(
+                view_of_both(on_disk, disk._roster.homes, (), self._roster.homes, self._roster.hosts), base=view.base
+            )
+        return view
 
     def _lacking(self) -> str:
+        if self.disk is not None:  # what only memory had is lost with its host
+            return self.disk._lacking()
         lacking = [one for one in self._view.incomplete if not one.proven] if self._view is not None else []
         return "; ".join(
             f"the checkpoint of step {one.step} lacks the parts of {one.lacking}"
@@ -228,18 +275,50 @@ class Coordinator:
 
         Before, a power failure may bring back parts that a keep-list drops, and take away those that it counts on.
         """
-        return self.run is None and len(self._stores) == self.world
+        started = self.disk is None or self.disk.run is not None  # its line is durable on all disks
+        return self.run is None and len(self._stores) == self.world and started
 
     def _start(self) -> list[AnyDecision]:
         view = self._view
         assert view is not None
+        if self.disk is not None:
+            return [self._start_in_memory(self.disk, view)]
         self.run = Run(view.number, self.nonce, members_digest(self._stores.items()))
         # Pins since the opening count; checkpoints that were unpinned go with the next commit.
         now = self.committed
         there = [replace(one, entry=now[one.entry.counter][1]) for one in view.complete if one.entry.counter in now]
         kept = {one.entry.counter for one in kept_at_start(view.complete, there, self.retention, self.restore.damaged)}
         self.committed = {counter: one for counter, one in self.committed.items() if counter in kept}
-        return [Start(self.run, self._keep_list(), self.unproven)]
+        self.unproven += self._came_from_in_part(view)
+        start = Start(self.run, self._keep_list(), self.unproven)
+        also = _in_memory(self.memory._start()) if self.memory is not None and self.memory._may_start() else []
+        return [start, *also]
+
+    def _came_from_in_part(self, view: View) -> tuple[Key, ...]:
+        """Return the checkpoint that the run goes on from, if the disk has a part of it, and memory the others.
+
+        Its part on disk stays until a newer checkpoint is complete there.
+        """
+        return tuple(one.key for one in view.incomplete if one.key == self._came_from and one.key not in self.unproven)
+
+    def _start_in_memory(self, disk: Coordinator, view: View) -> Start:
+        """Begin the same run in memory: of what is there stays what its line accepts, as that is durable on disk now.
+
+        What is incomplete over both tiers is newer than that, and goes: no later line accepts it.
+        """
+        assert disk.run is not None
+        assert disk._view is not None
+        self.run = disk.run
+        link = None if disk._came_from is None else link_to(disk._came_from)
+        line = Line.begin(disk._view.line, run_id(self.run.number, self.run.nonce), view.base, link)
+
+        def accepted(key: Key) -> bool:
+            return line.accepts(*link_to(key))
+
+        there = [replace(one, pinned=False) for run, one in self._newest_first() if accepted(Key(one.counter, run))]
+        kept = self.retention.retain(there[1:], there[0], self.restore.damaged).entries if there else []
+        self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in kept}
+        return Start(self.run, self._keep_list(), ())
 
     def _receive_admitted(self, message: Admitted) -> list[AnyDecision]:
         if message.counter in self.settled:
@@ -328,7 +407,9 @@ class Coordinator:
         """Break the group after any message that could not be taken in: a rank may wait for its decision."""
         if self.broken is None:
             self.broken = Broken(why, -1)
-        return [self.broken, self.restore.end(why)]
+        memory = self.memory
+        also = [] if memory is None or memory.broken is not None else _in_memory(memory._break(why, -1))
+        return [self.broken, self.restore.end(why), *also]
 
     def _receive_failed(self, message: Failed) -> list[AnyDecision]:
         if message.latched:
@@ -349,7 +430,9 @@ class Coordinator:
     def _abort_what_lacks_ranks(self) -> list[AnyDecision]:
         """Abort the checkpoints that a rank that left takes no part in."""
         decisions: list[AnyDecision] = []
-        for rank, goodbye in self._left.items():
+        # One that says so of memory only saves on disk, too, what it has in memory.
+        leaving = {} if self.memory is None else self.memory._left
+        for rank, goodbye in (leaving | self._left).items():
             why = f"rank {rank} left before" + (f": {goodbye.why}" if goodbye.why else "")
             behind = [counter for counter in self._ballots if counter > goodbye.counter]
             decisions += [self._abort(counter, why, rank) for counter in behind]
@@ -408,6 +491,7 @@ class Coordinator:
             return [Change(message.index, (), (), f"ranks asked for different changes: {said}")]
         chosen: set[int] = set()
         try:
+            self._check_memory(message.wanted)
             if message.wanted.change == "reject":
                 chosen = self._rejected(message.wanted)
             changed = self._changed(message.wanted, chosen)
@@ -419,7 +503,31 @@ class Coordinator:
         keys += [key for key in self.unproven if key.counter in chosen]
         superseded = tuple(sorted(chosen & self._ballots.keys()))
         self._settle(*superseded)
-        return [Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded)]
+        follow = [] if self.memory is None else _in_memory(self.memory._follow(self, message, chosen))
+        return [
+            *follow,
+            Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded),
+        ]
+
+    def _check_memory(self, wanted: WantedStep) -> None:
+        """Raise StoreError if memory cannot follow a change: a restart would find there what is gone on disk."""
+        if self.memory is not None and self.memory.broken is not None and "pin" not in wanted.change:
+            why = self.memory.broken.why
+            raise StoreError(f"the tier in memory is off ({why}), and may hold them: open the engine anew first")
+
+    def _follow(self, disk: Coordinator, request: ChangeRequest, rejected: Collection[int]) -> list[AnyDecision]:
+        """Return the decision by which memory follows a change on disk: what is gone there, or rejected, goes here."""
+        wanted, first = request.wanted, min(rejected, default=None)
+
+        def stays(counter: int, entry: Entry) -> bool:
+            if wanted.change.startswith("remove"):
+                return not entry.matches(wanted.which)
+            # One that is in memory alone is newer.
+            alone = counter not in disk.committed
+            return counter not in rejected and not (alone and first is not None and counter > first)
+
+        self.committed = {counter: one for counter, one in self.committed.items() if stays(counter, one[1])}
+        return [] if self.broken is not None else [Change(request.index, self._keep_list(), (), None)]
 
     def _rejected(self, wanted: WantedStep) -> set[int]:
         """Return the counters of rejected checkpoints: complete, in flight, or maybe complete in stores out of sight.
@@ -452,6 +560,10 @@ class Coordinator:
         if wanted.change in ("pin", "unpin"):
             return self.retention.pin(entries, wanted.which, wanted.change == "pin")
         return self.retention.remove(entries, wanted.which, force=wanted.change == "remove even the last")
+
+
+def _in_memory(decisions: Sequence[AnyDecision]) -> list[AnyDecision]:
+    return [InMemory(decision) for decision in decisions if not isinstance(decision, InMemory)]
 
 
 def _difference(name: str, hellos: Sequence[Hello]) -> str | None:

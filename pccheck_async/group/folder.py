@@ -29,7 +29,7 @@ from pccheck_async.errors import (
     in_shell,
     read_error,
 )
-from pccheck_async.format import Entry, Identity, Membership, Parts, Record
+from pccheck_async.format import Entry, Identity, Line, Membership, Parts, Record
 from pccheck_async.format.record import (
     GROUP_NAME,
     IDENTITY_NAME,
@@ -133,23 +133,26 @@ def stored_domain(folder: Path, wait: bool = False) -> str | None:
         raise read_error(error, folder / GROUP_NAME) from error
 
 
-def seen_stores(folder: Path) -> Iterator[SeenStore]:
+def seen_stores(folder: Path, *, passes_over: bool = False) -> Iterator[SeenStore]:
     """Yield the newest record of every rank's store in a folder; a store that was never whole is none.
 
-    Raises CorruptStoreError if a store has no valid record, ReadError.
+    Raises CorruptStoreError if a store has no valid record, unless that ``passes_over`` it; ReadError.
     """
-    for rank, found in at_once(folder, lambda opened: read_stores(opened, folder)).items():
+    reading = partial(read_stores, folder=folder, passes_over=passes_over)
+    for rank, found in at_once(folder, reading).items():
         yield seen_store(rank, *found)
 
 
-async def read_stores(opened: OpenMedium, folder: Path) -> dict[int, tuple[Identity, Record]]:
+async def read_stores(
+    opened: OpenMedium, folder: Path, *, passes_over: bool = False
+) -> dict[int, tuple[Identity, Record]]:
     """Return identity and newest record of every rank's store in a folder, by rank. Raises as :func:`seen_stores`."""
     stores = dict[int, tuple[Identity, Record]]()
     for rank, path in rank_folders(folder).items():
         try:
             found = await StoreReader.newest(opened, path.name)
         except CorruptStoreError as error:
-            if not path.exists():  # it was removed meanwhile
+            if passes_over or not path.exists():  # it was removed meanwhile
                 continue
             raise CorruptStoreError(f"{path}: {error}") from None
         if found is not None:
@@ -165,7 +168,7 @@ def seen_store(rank: int, identity: Identity, record: Record) -> SeenStore:
             "recover --write` of the folder of the group makes the rank's store again from its slots"
         )
     applied = record.parts.applied if record.parts is not None else None
-    return SeenStore(0, rank, identity.id_bytes, applied, parts_of(record))
+    return SeenStore(0, rank, identity.id_bytes, applied, parts_of(record), record.line)
 
 
 def parts_of(record: Record) -> tuple[Part, ...]:
@@ -177,16 +180,16 @@ def parts_of(record: Record) -> tuple[Part, ...]:
     )
 
 
-def record_of(parts: tuple[Part, ...], applied: Applied, before: Record) -> Record:
-    """Return the record that comes after ``before`` and names these parts, newest first."""
+def record_of(parts: tuple[Part, ...], applied: Applied, before: Record, line: Line | None = None) -> Record:
+    """Return the record that comes after ``before`` and names these parts, newest first; with this ``line``."""
     memberships = tuple(Membership(part.run, part.rank, part.world, part.committed) for part in parts)
     entries = tuple(part.entry for part in parts)
-    return Record(before.generation + 1, entries, before.entries, Parts(applied, memberships))
+    return Record(before.generation + 1, entries, before.entries, Parts(applied, memberships), line)
 
 
 async def write_parts(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
     """Write the record of a rank that names these parts, newest first. Raises StoreFailedError: no further records."""
-    await store.rewrite(partial(record_of, parts, applied))
+    await store.rewrite(partial(record_of, parts, applied, line=store.committed.line))
 
 
 async def mark_rejected(store: Store, chosen: Collection[int]) -> None:

@@ -31,7 +31,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from pccheck_async.format import Entry, name_in
+from pccheck_async.format import Entry, Line, name_in
 from pccheck_async.group.actions import (
     Action,
     Admit,
@@ -65,6 +65,7 @@ from pccheck_async.group.messages import (
     Found,
     Goodbye,
     Hello,
+    InMemory,
     Joined,
     Metadata,
     Next,
@@ -144,10 +145,21 @@ class Member:
         max_in_flight: Checkpoints that hold a slot and are not ended, at most.
         reserved: The most checkpoints that retention keeps at a time (:attr:`Retention.reserved`).
         own: This rank's own store as found at opening; its domain is not read. None: there is none yet.
+        in_memory: Whether the tier is that in memory: if it breaks, restores go on.
     """
 
-    def __init__(self, rank: int, world: int, *, max_in_flight: int, reserved: int, own: SeenStore | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        *,
+        max_in_flight: int,
+        reserved: int,
+        own: SeenStore | None,
+        in_memory: bool = False,
+    ) -> None:
         self.rank = rank
+        self.in_memory = in_memory
         self.world = world
         self.max_in_flight = max_in_flight
         self.reserved = reserved
@@ -155,6 +167,12 @@ class Member:
         self.restore = Restore(rank)
         self.homes: tuple[int, ...] = ()
         self.view: View | None = None
+        self.nonce = 0
+        """Of the run that begins, from the opening on."""
+        self.line: Line | None = None
+        """Written when this rank joins the run; None without a tier in memory."""
+        self.came_from: Key | None = None
+        """The checkpoint that the line says the run goes on from."""
         self.counter = -1
         """Of the last checkpoint that was requested; before the first, the one before that."""
         self.stopped: Broken | None = None
@@ -204,8 +222,8 @@ class Member:
         self.homes = roster.homes
         return [Scan()] if self.homes.index(self.homes[self.rank]) == self.rank else []
 
-    def _open(self, view: View) -> list[Action]:
-        self.view = view
+    def _open(self, view: View, nonce: int) -> list[Action]:
+        self.view, self.nonce = view, nonce
         self.counter = view.base
         self.rejected.update(one.key for one in view.complete if one.entry.rejected)
         self.settled = Settled(view.base + 1)
@@ -224,19 +242,19 @@ class Member:
         metadata: Metadata | None = None,
         sums: Mapping[str, int] | None = None,
         differing: Collection[int] = (),
+        counter: int | None = None,
     ) -> list[Action]:
         """Request a checkpoint: :attr:`counter` is then its number, even if it fails.
 
-        ``sums`` and ``differing`` are those of :class:`Ok`.
+        ``sums`` and ``differing`` are those of :class:`Ok`. ``counter`` is given if others had numbers of another tier.
         """
-        self.counter += 1
-        counter = self.counter
+        counter = self.counter = self.counter + 1 if counter is None else counter
         if self.stopped is not None:
             return [Resolve(counter, "failed", self.stopped.why, self.stopped.rank)]
         if (early := self._early.pop(counter, None)) is not None:
             return [early]
         self._jobs[counter] = _Job(step, dict(sums or {}), name_in(metadata or {}), tuple(sorted(differing)))
-        actions = self._join()
+        actions = self.join()
         if self.rank == 0:
             actions.append(Post(Admitted(self.rank, counter, step, metadata or {})))
         if self._latched is not None:
@@ -277,7 +295,7 @@ class Member:
 
     def took_over(self, store_id: bytes) -> list[Action]:
         """Called when this rank's store is its own, and its free slots are safe to write over (I12)."""
-        return [Post(Joined(self.rank, store_id))]
+        return [Post(Joined(self.rank, store_id, self.came_from))]
 
     def record_durable(self) -> list[Action]:
         """Called when the record was flushed: reports prepared parts, and frees parts that it does not name."""
@@ -358,14 +376,19 @@ class Member:
         if self.stopped is not None:
             return [ResolveChange(index, self.stopped.why)]
         self._unanswered.add(index)
-        return [*self._join(), Post(ChangeRequest(self.rank, index, wanted))]
+        return [*self.join(), Post(ChangeRequest(self.rank, index, wanted))]
 
-    def _join(self) -> list[Action]:
-        """At a run's first admission: until then opening it has written nothing."""
+    @property
+    def joined(self) -> bool:
+        """Whether this rank joined the run, or is about to."""
+        return self._joining
+
+    def join(self) -> list[Action]:
+        """At a run's first admission, in any tier: until then opening it has written nothing."""
         if self._joining:
             return []
         self._joining = True
-        return [TakeOver(self._orphans)]
+        return [TakeOver(self._orphans, self.line)]
 
     def _vote(self, counter: int, job: _Job) -> list[Action]:
         """Report to rank 0 that this rank's part is prepared, unless the checkpoint is decided already.
@@ -459,13 +482,13 @@ class Member:
             case Roster():
                 return self._meet(decision)
             case Opened():
-                return self._open(decision.view)
+                return self._open(decision.view, decision.nonce)
             case Refused():
                 return [Unopened(decision.why)]
             case _ if self.stopped is not None:
                 return []
             case Broken():
-                return [*self._stop(decision), *self.restore.broke(decision.why)]
+                return [*self._stop(decision), *([] if self.in_memory else self.restore.broke(decision.why))]
             case Start():
                 self.run, self.keep = decision.run, dict(decision.keep)
                 self.unproven = frozenset(decision.unproven)
@@ -480,6 +503,8 @@ class Member:
                 return [*self._settle(decision.counter, decision.cause, decision.why, decision.rank), *self._advance()]
             case Change():
                 return self._learn_change(decision)
+            case InMemory():
+                raise ValueError("a decision about the tier in memory, which is not there")
 
     def _learn_commit(self, decision: Commit) -> list[Action]:
         self.keep, self.unproven = dict(decision.keep), frozenset()

@@ -9,38 +9,60 @@ from typing import Literal
 
 from msgspec import structs
 
-from pccheck_async.engine import Auto, MemoryTier, check_own_folder, memory_folder, memory_root, on_the_line
+from pccheck_async.engine import Auto, MemoryTier, check_own_folder, memory_folder, memory_root
+from pccheck_async.engine import on_the_line as entries_on_the_line
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.format import Entry, Identity, Record, Tier, Which, check_tier, describe_which, there_are
+from pccheck_async.format.record import GROUP_NAME
+from pccheck_async.group.folder import read_stores, seen_store, stored_domain
+from pccheck_async.group.parts import SeenStore, on_the_line
 from pccheck_async.group.place import Place, open_folder, open_place, read_place
+from pccheck_async.group.view import line_in
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.store import at_once
+from pccheck_async.store import at_once, is_group_folder
 
 __all__ = ["check_read_tier", "open_memory_place", "open_tier", "read_memory_place"]
 
 
 class MemoryPlace(Place):
-    """The store in memory that belongs to one on disk, which says which of its checkpoints count.
+    """The store in memory that belongs to one on disk, which says which of its checkpoints count; or those of a group.
+
+    Of a group only checkpoints count that have all their parts in the memory of this machine.
 
     Args:
         path: The folder of the store on disk.
         opened: The medium of the folder in memory.
+        of_group: Whether it is that of a group.
+        rank: As for :class:`Place`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], opened: OpenMedium) -> None:
-        super().__init__(path, opened, of_group=False)
+    def __init__(
+        self, path: str | os.PathLike[str], opened: OpenMedium, *, of_group: bool, rank: int | None = None
+    ) -> None:
+        super().__init__(path, opened, of_group=of_group, rank=rank)
         self._on_disk: set[int] = set()
 
     async def _newest(self) -> tuple[Identity, Record] | None:
         found = await super()._newest()
         # Read last: a run's line is on disk before its first checkpoint is in memory.
-        _, on_disk = await self.opened.operations.call(_store_on_disk, self.path)
-        self._on_disk = {entry.counter for entry in on_disk.entries}
+        on_disk = await self._read_disk()
         if found is None:
             return None
         identity, record = found
-        entries = on_the_line(record.entries, record.line, on_disk.line)
+        entries = entries_on_the_line(record.entries, record.line, on_disk.stores[0][1].line)
         return identity, structs.replace(record, entries=tuple(entries))
+
+    async def _read_ranks(self) -> tuple[dict[int, tuple[Identity, Record]], dict[int, SeenStore]]:
+        stores = await read_stores(self.opened, Path(self.opened.path), passes_over=True)
+        on_disk = await self._read_disk()
+        line = line_in([seen_store(rank, *found) for rank, found in on_disk.stores.items()])
+        seen = on_the_line([seen_store(rank, *found) for rank, found in stores.items()], line)
+        return stores, {store.rank: store for store in seen}
+
+    async def _read_disk(self) -> Place:
+        place: Place = await self.opened.operations.call(_place_on_disk, self.path)
+        self._on_disk = {one.entry.counter for one in place.complete}
+        return place
 
     @property
     def superseded(self) -> tuple[Entry, ...]:
@@ -56,13 +78,11 @@ class MemoryPlace(Place):
         return NoCheckpointError(f"{self.path} has no checkpoint{describe_which(which)} in memory{there}")
 
 
-def _store_on_disk(path: str | os.PathLike[str]) -> tuple[Identity, Record]:
+def _place_on_disk(path: str | os.PathLike[str]) -> Place:
     place = read_place(path)
-    if place.of_group:
-        raise NoCheckpointError(f"{path} holds a group's checkpoints, of which none are in memory")
     if not place.stores:
         raise place.nothing(None)
-    return place.stores[0]
+    return place
 
 
 def _nothing(path: str | os.PathLike[str]) -> NoCheckpointError:
@@ -77,8 +97,11 @@ def _folder(path: str | os.PathLike[str], tier: MemoryTier) -> Path:
 
     Raises NoCheckpointError if there is none; StoreError if it may be another user's.
     """
-    identity, _ = _store_on_disk(path)
-    folder = memory_folder(memory_root(tier), Path(path), identity.store_id)
+    place, root = _place_on_disk(path), memory_root(tier)
+    if place.of_group:
+        folder = memory_folder(root, Path(path), stored_domain(Path(path)) or "", GROUP_NAME)
+    else:
+        folder = memory_folder(root, Path(path), place.identity.store_id)
     if not os.path.lexists(folder):
         raise _nothing(path)
     check_own_folder(folder)
@@ -86,7 +109,7 @@ def _folder(path: str | os.PathLike[str], tier: MemoryTier) -> Path:
 
 
 async def open_memory_place(
-    path: str | os.PathLike[str], tier: MemoryTier, host_memory: int | Auto = "auto"
+    path: str | os.PathLike[str], tier: MemoryTier, host_memory: int | Auto = "auto", *, rank: int | None = None
 ) -> MemoryPlace:
     """Open the tier in memory of the store at ``path``, and read its records; close it.
 
@@ -94,24 +117,26 @@ async def open_memory_place(
     """
     folder = _folder(path, tier)
     opened = await open_folder(folder, "auto", host_memory)
-    place = MemoryPlace(path, opened)
     try:
-        await place.look()
+        return await _look(path, opened, folder, rank)
     except BaseException:
         await opened.close()
         raise
+
+
+async def _look(path: str | os.PathLike[str], opened: OpenMedium, folder: Path, rank: int | None = None) -> MemoryPlace:
+    place = MemoryPlace(path, opened, of_group=is_group_folder(folder), rank=rank)
+    if place.of_group:
+        await opened.medium.prepare(create=False)
+    await place.look()
     return place
 
 
-def check_read_tier(tier: Tier | MemoryTier, rank: int | None) -> Literal["disk"] | MemoryTier:
-    """Return the tier to read from, as users give it. Raises ValueError for other names, or a ``rank`` in memory."""
-    if not isinstance(tier, MemoryTier):
-        if check_tier(tier) == "disk":
-            return "disk"
-        tier = MemoryTier()
-    if rank is not None:
-        raise ValueError(f"rank={rank} means nothing in memory, where only one process saves")
-    return tier
+def check_read_tier(tier: Tier | MemoryTier) -> Literal["disk"] | MemoryTier:
+    """Return the tier to read from, as users give it. Raises ValueError for other names."""
+    if isinstance(tier, MemoryTier):
+        return tier
+    return "disk" if check_tier(tier) == "disk" else MemoryTier()
 
 
 async def open_tier(
@@ -125,15 +150,10 @@ async def open_tier(
     """Open the folder at ``path``, or the tier in memory of it (see :func:`open_place`, :func:`open_memory_place`)."""
     if tier == "disk":
         return await open_place(path, io, host_memory, rank=rank)
-    return await open_memory_place(path, tier, host_memory)
+    return await open_memory_place(path, tier, host_memory, rank=rank)
 
 
 def read_memory_place(path: str | os.PathLike[str], tier: MemoryTier) -> MemoryPlace:
     """Read the records on this thread. Raises the errors of :func:`open_memory_place`; the place is closed."""
-
-    async def read(opened: OpenMedium) -> MemoryPlace:
-        place = MemoryPlace(path, opened)
-        await place.look()
-        return place
-
-    return at_once(_folder(path, tier), read)
+    folder = _folder(path, tier)
+    return at_once(folder, lambda opened: _look(path, opened, folder))

@@ -18,6 +18,7 @@ from pccheck_async.group.view import View
 __all__ = [
     "VERSION",
     "Abort",
+    "AboutMemory",
     "Acknowledge",
     "Admitted",
     "AnyDecision",
@@ -36,6 +37,7 @@ __all__ = [
     "Goodbye",
     "GroupDecision",
     "Hello",
+    "InMemory",
     "Joined",
     "KeptPart",
     "Matched",
@@ -58,12 +60,13 @@ __all__ = [
     "Verify",
     "WantedStep",
     "Withdraw",
+    "about_memory",
     "decode_decision",
     "decode_message",
     "encode",
 ]  # fmt: skip
 
-VERSION = 7
+VERSION = 8
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -119,6 +122,8 @@ class Opened(GroupDecision, frozen=True):
     """The findings of all ranks together."""
 
     view: View
+    nonce: int = 0
+    """Of the run that begins: with the number in ``view`` its line names it, before its first decision."""
 
 
 class Refused(GroupDecision, frozen=True):
@@ -131,9 +136,11 @@ class Refused(GroupDecision, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """A rank's store is its own: created, or its newest record made durable (I12)."""
+    """A rank's store is its own: created, or its newest record made durable (I12), with the run's line."""
 
     store_id: bytes
+    came_from: Key | None = None
+    """The checkpoint that the line says the run goes on from."""
 
 
 class Start(GroupDecision, frozen=True):
@@ -392,14 +399,39 @@ class NotRestored(GroupDecision, frozen=True):
     """By rank; empty if the reason is the same for all."""
 
 
-AnyMessage = (
+_Message = (
     Hello | Found | Joined | Admitted | Ok | Digests | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
     | RestoreRequest | Matched | Verified
 )  # fmt: skip
-AnyDecision = (
+_Decision = (
     Roster | Opened | Refused | Start | Commit | Compare | Abort | Change | Broken | Next | Propose | Confirm | Withdraw
     | Candidate | Verify | Restored | NotRestored
 )  # fmt: skip
+
+
+# -- the tier in memory: the same protocol once more
+
+
+class AboutMemory(Message, frozen=True):
+    """A message about the tier in memory."""
+
+    message: _Message
+
+
+class InMemory(GroupDecision, frozen=True):
+    """A decision about the tier in memory."""
+
+    decision: _Decision
+
+
+def about_memory(message: AnyMessage) -> AboutMemory:
+    """Return a member's message as one about the tier in memory."""
+    assert not isinstance(message, AboutMemory)
+    return AboutMemory(message.rank, message)
+
+
+AnyMessage = _Message | AboutMemory
+AnyDecision = _Decision | InMemory
 
 _message_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _decision_decoder: msgspec.msgpack.Decoder[AnyDecision] = msgspec.msgpack.Decoder(AnyDecision)

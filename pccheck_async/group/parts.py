@@ -3,14 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
+from msgspec.structs import replace
 
-from pccheck_async.format import Applied, Entry, Key, Run
+from pccheck_async.format import Applied, Entry, Key, Line, Link, Run
 
-__all__ = ["MOST_HASH", "Applied", "Key", "Part", "Run", "SeenStore", "Settled", "member_hash", "members_digest"]
+__all__ = [
+    "MOST_HASH",
+    "Applied",
+    "Key",
+    "Part",
+    "Run",
+    "SeenStore",
+    "Settled",
+    "link_to",
+    "member_hash",
+    "members_digest",
+    "on_the_line",
+    "run_id",
+]  # fmt: skip
 
 MOST_HASH = 1 << 64
 
@@ -42,6 +56,33 @@ class SeenStore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     store_id: bytes
     applied: Applied | None
     parts: tuple[Part, ...]
+    line: Line | None = None
+    """Of its record, if it is a store on disk."""
+
+    @property
+    def runs(self) -> set[Run]:
+        """The runs that its record names."""
+        return {part.run for part in self.parts} | ({self.applied.run} if self.applied is not None else set())
+
+
+def run_id(number: int, nonce: int) -> bytes:
+    """Return the 16 bytes by which a line names a run of a group."""
+    return number.to_bytes(8, "big") + nonce.to_bytes(8, "big")
+
+
+def link_to(key: Key) -> Link:
+    """Return a group's checkpoint as a line names it."""
+    return Link(run_id(key.run.number, key.run.nonce), key.counter)
+
+
+def on_the_line(stores: Iterable[SeenStore], line: Line | None) -> Sequence[SeenStore]:
+    """Return stores in memory with only those of their parts that a line on disk accepts; None accepts nothing."""
+
+    def accepted(store: SeenStore) -> SeenStore:
+        parts = tuple(part for part in store.parts if line is not None and line.accepts(*link_to(part.key)))
+        return replace(store, parts=parts, applied=None)  # pins are the disk's
+
+    return [accepted(store) for store in stores]
 
 
 def members_digest(stores: Iterable[tuple[int, bytes]]) -> int:

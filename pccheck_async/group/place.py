@@ -145,8 +145,7 @@ class Place:
     async def _seen(self) -> dict[int, SeenStore]:
         """Read the records; all checkpoints that one process committed are of one run of one rank."""
         if self.of_group:
-            self.stores = await read_stores(self.opened, self.path)
-            seen = {rank: seen_store(rank, *found) for rank, found in self.stores.items()}
+            self.stores, seen = await self._read_ranks()
         else:
             found = await self._newest()
             self.stores = {} if found is None else {0: found}
@@ -156,6 +155,11 @@ class Place:
             for part in store.parts:
                 self._parts[part.key][rank] = part
         return seen
+
+    async def _read_ranks(self) -> tuple[dict[int, tuple[Identity, Record]], dict[int, SeenStore]]:
+        """Return the stores of a group's ranks, and the parts in them that count, by rank."""
+        stores = await read_stores(self.opened, self.path)
+        return stores, {rank: seen_store(rank, *found) for rank, found in stores.items()}
 
     async def _newest(self) -> tuple[Identity, Record] | None:
         """Return the identity and the newest record of the store of one process; None if there is none."""

@@ -45,6 +45,8 @@ class Restore:
     """A restore is under way."""
     key: Key | None = None
     """The last candidate."""
+    restored: Key | None = None
+    """The checkpoint that was restored last: training goes on from there."""
     abandoned: str | None = None
     """Why this rank's call ended while the restore is under way: the member goes on answering, with no caller."""
     _next: tuple[tuple[Which, bool], ...] = ()
@@ -106,7 +108,7 @@ class Restore:
                 assert self.key is not None
                 return [FillArrays(self.key)]
             case Restored():
-                self.active = False
+                self.active, self.restored = False, decision.key
                 return [ChangeState(decision.key)]
             case NotRestored():
                 self.active = False

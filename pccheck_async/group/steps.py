@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from pccheck_async.engine import Policy, StepEnd, StepReport
 from pccheck_async.errors import GroupError
 from pccheck_async.group.control import Server
-from pccheck_async.group.member import Member
-from pccheck_async.group.schedule import Verdict
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.messages import AnyDecision, Broken
+from pccheck_async.group.schedule import Schedule, Verdict
 
 __all__ = ["Steps"]
 
@@ -26,34 +28,48 @@ class Steps:
     """The steps of this rank's trainer, on whose thread the methods run.
 
     Args:
-        member: This rank's.
+        schedule: This rank's.
+        broken: Returns why no more steps are scheduled; None while they are.
         server: On rank 0: the control plane.
         report_preempted: Reports to the group that this rank was preempted; called once.
+        disk: The steps of the disk, of those that are saved in memory: these end without an error if their tier breaks,
+            and are published two ahead, as they may come one after the other.
 
     Attributes:
-        changed: Held around every use of the member's schedule, and notified after each decision.
+        changed: Held around every use of the schedules of both tiers, and notified after each decision.
         stopped: Whether the last step of all ranks has come.
     """
 
-    def __init__(self, member: Member, server: Server | None, report_preempted: Callable[[], object]) -> None:
-        self._member = member
+    def __init__(
+        self,
+        schedule: Schedule,
+        broken: Callable[[], Broken | None],
+        server: Server | None,
+        report_preempted: Callable[[], object] = lambda: None,
+        disk: Steps | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._broken = broken
         self._server = server
         self._report_preempted = report_preempted
-        self.changed = threading.Condition()
+        self._in_memory = disk is not None
+        self._ahead = 1 if disk is None else 2
+        self.changed: threading.Condition = threading.Condition() if disk is None else disk.changed
+        self._upcoming: list[int] = []
         self._published: int | None = None
         self._preempted = self._due = self.stopped = False
 
     def begin(self, step: int) -> None:
         """Called when the trainer begins a step."""
         with self.changed:
-            self._member.schedule.begin(step)
+            self._schedule.begin(step)
             if self._server is not None:
                 self._server.step = step
 
     def end(self) -> None:
         """Called when the loop ended: the group then agrees on no last step, which this rank would miss."""
         with self.changed:
-            self._member.schedule.end()
+            self._schedule.end()
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         """Return what all ranks do after this step. Waits if the schedule does not cover it yet.
@@ -68,7 +84,7 @@ class Steps:
             self._preempted = True
             self._report_preempted()
         while True:
-            if self._server is not None and (self._published is None or self._published <= report.step):
+            if self._server is not None:
                 self._publish(self._server, policy, report)
             verdict = self._verdict(report.step)
             if verdict is not Verdict.SAVE:
@@ -78,19 +94,31 @@ class Steps:
             save = True
 
     def _publish(self, server: Server, policy: Policy, report: StepReport) -> None:
-        """Schedule the next step."""
-        if (next_after := getattr(policy, "next_after", None)) is not None:
-            step, save = next_after(report.step - (self._published is None)), True
-        else:
-            ahead = math.ceil(_AHEAD_SECONDS / report.seconds) if report.seconds > 0 else _MOST_AHEAD
-            step, save, self._due = report.step + max(1, min(_MOST_AHEAD, ahead)), self._due, False
-        self._published = step
-        server.decide(lambda coordinator: coordinator.schedule.publish(step, save=save))
+        """Schedule the next steps, if those that are to come are too few."""
+        self._upcoming = [step for step in self._upcoming if step > report.step]
+        next_after = getattr(policy, "next_after", None)
+        while len(self._upcoming) < (1 if next_after is None else self._ahead):
+            if next_after is not None:
+                last = self._upcoming[-1] if self._upcoming else report.step - (self._published is None)
+                step, save = next_after(last), True
+            else:
+                ahead = math.ceil(_AHEAD_SECONDS / report.seconds) if report.seconds > 0 else _MOST_AHEAD
+                step, save, self._due = report.step + max(1, min(_MOST_AHEAD, ahead)), self._due, False
+            self._published = step
+            self._upcoming += [step] if step > report.step else []
+            server.decide(partial(self._schedule_in, step=step, save=save))
+
+    def _schedule_in(self, coordinator: Coordinator, *, step: int, save: bool) -> Sequence[AnyDecision]:
+        if self._in_memory:
+            return coordinator.schedule_in_memory(step, save=save)
+        return coordinator.schedule.publish(step, save=save)
 
     def _verdict(self, step: int) -> Verdict:
         with self.changed:
-            while (verdict := self._member.schedule.at_end(step)) is Verdict.WAIT:
-                if (stopped := self._member.stopped) is not None:
-                    raise GroupError(stopped.why)
+            while (verdict := self._schedule.at_end(step)) is Verdict.WAIT:
+                if (broken := self._broken()) is not None:
+                    if self._in_memory:
+                        return Verdict.GO
+                    raise GroupError(broken.why)
                 self.changed.wait()
             return verdict

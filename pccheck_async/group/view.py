@@ -20,11 +20,11 @@ from math import prod
 import msgspec
 from msgspec.structs import replace
 
-from pccheck_async.format import Entry
-from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash
+from pccheck_async.format import Entry, Line
+from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash, on_the_line, run_id
 from pccheck_async.store import Retention, rank_name, ranks_in_words
 
-__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "view_of"]
+__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "line_in", "view_of", "view_of_both"]
 
 _MOST_COMBINATIONS = 4096
 """Of stores that may have been the members of a run, before it is left unproven: if ranks swapped nodes often, each
@@ -42,6 +42,8 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's: step, metadata, pin and rejection are equal for all, places and sizes are not."""
     places: tuple[int, ...]
     """The domain that has the part of each rank. Its folder there is that rank's."""
+    spare: tuple[int, ...] = ()
+    """The same, with another domain for each part that two of them have."""
 
     @property
     def key(self) -> Key:
@@ -84,6 +86,8 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     """The number of this run."""
     error: str | None = None
     """Why nothing may be built on this."""
+    line: Line | None = None
+    """It says which checkpoints in memory count; None: none does."""
 
 
 def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:
@@ -106,10 +110,12 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
         first = min(found, key=lambda one: one[1].rank)[1]
         if len(there) == world:
             places = {part.rank: store.domain for store, part in found}
+            spare = {part.rank: store.domain for store, part in reversed(found)}
             entry = replace(first.entry, pinned=key in pinned)
             if any(part.entry.rejected for _, part in found):  # the call that rejected it may have ended on that rank
                 entry = entry.as_rejected()
-            complete.append(Complete(first.run, first.world, entry, tuple(places[rank] for rank in range(first.world))))
+            where = (tuple(each[rank] for rank in range(first.world)) for each in (places, spare))
+            complete.append(Complete(first.run, first.world, entry, *where))
         else:
             committed = any(part.committed for _, part in found)
             lacking = tuple(sorted({hosts[rank] for rank in range(min(world, len(hosts))) if rank not in there}))
@@ -122,8 +128,29 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
     unproven = tuple(one.key for one in incomplete if not one.proven and one.key.counter > newest)
     return View(
         tuple(complete), tuple(incomplete), unproven, base_counter(seen, complete), run_number(seen),
-        error_in(seen, complete),
+        error_in(seen, complete), line_in(seen),
     )  # fmt: skip
+
+
+def view_of_both(
+    on_disk: Sequence[SeenStore],
+    homes: Sequence[int],
+    in_memory: Sequence[SeenStore],
+    homes_in_memory: Sequence[int],
+    hosts: Sequence[str],
+) -> View:
+    """Return the agreement over both tiers: a checkpoint is complete if each part is in one of them.
+
+    A part in memory counts if the disks' line accepts it. Domains in memory come first, those of disks after them;
+    ``places`` prefers memory, and ``spare`` the disk. Nothing is unproven: what is incomplete is newer than what this
+    run goes on from, so that its line will not accept it.
+    """
+    shift = len({*homes_in_memory})
+    disks = reachable(on_disk, homes)
+    shifted = [replace(store, domain=store.domain + shift) for store in disks]
+    stores = [*shifted, *on_the_line(in_memory, line_in(disks))]
+    view = view_of(stores, [*homes_in_memory, *(home + shift for home in homes)], hosts)
+    return replace(view, unproven=(), base=max(view.base, base_counter(in_memory, ())))
 
 
 def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:
@@ -200,11 +227,33 @@ def base_counter(stores: Iterable[SeenStore], complete: Sequence[Complete]) -> i
     return max((part.entry.counter for store in stores for part in store.parts), default=-1)
 
 
-def run_number(stores: Iterable[SeenStore]) -> int:
+def run_number(stores: Sequence[SeenStore]) -> int:
     """Return the number of a run that has seen all these."""
     numbers = [part.run.number for store in stores for part in store.parts]
     numbers += [store.applied.run.number for store in stores if store.applied is not None]
+    numbers += [number_of(store.line) for store in stores if store.line is not None]
     return 1 + max(numbers, default=0)
+
+
+def number_of(line: Line) -> int:
+    """Return the number of the run of a group that wrote this line."""
+    return int.from_bytes(line.run[:8], "big")
+
+
+def line_in(stores: Sequence[SeenStore]) -> Line | None:
+    """Return the line that says which checkpoints in memory count: that of the newest run that wrote to a disk here.
+
+    None if that run left a record without a line, as one without a tier in memory does, and a tool that rejects a
+    checkpoint; or if two runs have its number.
+    """
+    newest = run_number(stores) - 1
+    lines = {store.line for store in stores if store.line is not None and number_of(store.line) == newest}
+    for store in stores:
+        if any(run.number == newest for run in store.runs) and store.line not in lines:
+            return None
+    line = lines.pop() if len(lines) == 1 else None
+    runs = {run_id(run.number, run.nonce) for store in stores for run in store.runs if run.number == newest}
+    return line if line is not None and runs <= {line.run} else None
 
 
 def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str | None:

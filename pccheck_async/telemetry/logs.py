@@ -51,6 +51,7 @@ event_hook          WARNING  a hook of ``on_event`` raised (once for each hook),
 status              WARNING  the status file for ``pccheck watch`` cannot be written; once
 progress            WARNING  a progress callback raised, and is not called any more
 memory_off          WARNING  nothing more is saved in memory: error; the disk goes on
+memory_skipped      WARNING  a checkpoint that was due in memory alone is not there: a rank could not save it
 memory_ignored      WARNING  checkpoints in memory are not of the line of the store on disk, or the engine has no
                              ``memory``; when it is opened
 memory_unreadable   WARNING  a checkpoint's copy in memory cannot be read, and that on disk, or an older one, is taken

@@ -363,7 +363,7 @@ class TrainingRun(TrainingHooks):
         if policy is None or not core.saves_in_memory:
             return False
         report = self._report(this, policy, "memory")
-        self._due_in_memory = policy.due(report) or self._due_in_memory
+        self._due_in_memory = core.peers.due_in_memory(policy, report) or self._due_in_memory
         self.decision_in_memory = self._say("memory", policy)
         if due is None and self._due_in_memory and not self.stopping:
             if this.whole and this.rejections == self._rejections:

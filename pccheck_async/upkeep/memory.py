@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pccheck_async.format import CheckpointInfo
 from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.group import read_memory_place, read_place
 from pccheck_async.medium.filesystem import slot_bytes
+from pccheck_async.store import rank_folders
 
 __all__ = ["MemoryFolder", "clear_memory", "list_memory", "memory_of"]
 
@@ -50,14 +51,16 @@ def list_memory(root: str | os.PathLike[str] = MEMORY_ROOT) -> list[MemoryFolder
 def _look(folder: Path) -> MemoryFolder:
     infos: tuple[CheckpointInfo, ...] = ()
     problem = origin = ""
+    ranks = [*rank_folders(folder).values()]
     with suppress(OSError):
-        origin = os.fsdecode((folder / ORIGIN_NAME).read_bytes())
+        origin = os.fsdecode(((ranks or [folder])[0] / ORIGIN_NAME).read_bytes())
+        origin = os.path.dirname(origin) if ranks else origin
     try:
         infos = tuple(read_place(folder).infos)
     except (CheckpointError, OSError) as error:
         problem = str(error)
     with _locked(folder) as free:
-        return MemoryFolder(folder, origin, infos, slot_bytes(folder), not free, problem)
+        return MemoryFolder(folder, origin, infos, sum(map(slot_bytes, ranks or [folder])), not free, problem)
 
 
 def clear_memory(folder: str | os.PathLike[str]) -> int:
@@ -71,7 +74,7 @@ def clear_memory(folder: str | os.PathLike[str]) -> int:
     with _locked(path) as free:
         if not free:
             raise StoreLockedError(f"an engine has {path} open: close it first")
-        nbytes = slot_bytes(path)
+        nbytes = sum(map(slot_bytes, [*rank_folders(path).values()] or [path]))
         shutil.rmtree(path)
     return nbytes
 
@@ -86,18 +89,17 @@ def memory_of(path: str | os.PathLike[str], root: str | os.PathLike[str] = MEMOR
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Yield whether no engine has a store open; none can open it meanwhile."""
-    try:
-        fd = os.open(folder / COMMIT_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Yield whether no engine has a store open, or one of those of a group's ranks; none can open them meanwhile."""
+    with ExitStack() as opened:
         free = True
-    except BlockingIOError:
-        free = False
-    try:
+        for each in [*rank_folders(folder).values()] or [folder]:
+            try:
+                fd = os.open(each / COMMIT_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue
+            opened.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
         yield free
-    finally:
-        os.close(fd)

@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 
 from examples.paper.lab.timeline import recorded
 from pccheck_async import Group, StorageOptions, SyncCheckpointEngine
+from pccheck_async.group import driver as group_driver
 from pccheck_async.group import messages
-from pccheck_async.group import ranks as group_ranks
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.folder import write_parts
 from pccheck_async.group.parts import Applied, Part
@@ -62,7 +62,7 @@ def observe() -> Seen:
             seen.learnt.append(time.perf_counter())
         learn(self, decision)
 
-    vars(group_ranks)["write_parts"] = timed_write
+    vars(group_driver)["write_parts"] = timed_write
     Coordinator.receive = receive_vote  # type: ignore[method-assign]
     Ranks._learn = learn_decision  # type: ignore[method-assign]
     return seen

@@ -91,7 +91,7 @@ def test_load_copies_what_is_in_memory(tmp_path: Path, tier: MemoryTier) -> None
         load_sync(tmp_path, step=1000, tier=tier)
     with pytest.raises(ValueError, match="a tier is 'memory' or 'disk'"):
         load_sync(tmp_path, tier="ram")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rank=0 means nothing in memory"):
+    with pytest.raises(ValueError, match="rank=0 means nothing there"):
         load_sync(tmp_path, rank=0, tier=tier)
 
 
@@ -249,7 +249,7 @@ def test_what_is_not_there(tmp_path: Path, tier: MemoryTier) -> None:
         open_checkpoint(tmp_path, step=3, tier=tier)
     with pytest.raises(ValueError, match="'memory' or 'disk', not 'ram'"):
         open_checkpoint(tmp_path, tier="ram")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rank=1 means nothing in memory"):
+    with pytest.raises(ValueError, match="rank=1 means nothing there"):
         open_checkpoint(tmp_path, rank=1, tier=tier)
 
 

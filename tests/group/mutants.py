@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant("a step makes parts one checkpoint", "G3", ((view, "parts_by_key", by_step),),
            Scenario("a step saved twice", ("ss", "s"), steps=(7, 7), power=False)),
     # taking over, and what dead runs left
-    Mutant("orphan stores are not taken over", "G1", ((Member, "_join", join_without_orphans),),
+    Mutant("orphan stores are not taken over", "G1", ((Member, "join", join_without_orphans),),
            Scenario("swap", ("s", "s", "s"), nodes=2), seed=28),
     Mutant("orphans go with decision 0", "G1",
            ((Member, "learn", sweep_at_once), (Coordinator, "_keep_list", lambda self: ())),

@@ -35,6 +35,21 @@ def test_killed_at_every_step_of_a_commit(tmp_path: Path, nodes: tuple[int, ...]
     assert lives.kills.total() == len(sides) * len(POINTS)
 
 
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1, 1)], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_every_step_of_a_commit_in_memory(
+    tmp_path: Path, shared_memory: Path, nodes: tuple[int, ...], after: bool
+) -> None:
+    lives = Lives(tmp_path, seed=4, memory=shared_memory)
+    for point in POINTS:
+        for count in (1, 2) if "join" in point else (2, 5):
+            victim = 0 if point == "decide" else lives.random.randrange(len(nodes))
+            lives.live(nodes, Kill(victim, point, after=after, count=count))
+    lives.live(nodes, steps=4)
+    assert lives.restored[-1] >= 0
+    assert lives.kills.total() == 2 * len(POINTS)
+
+
 def test_all_ranks_killed(tmp_path: Path) -> None:
     lives = Lives(tmp_path, seed=2)
     for _ in range(4):
@@ -61,17 +76,30 @@ def _any_kill(lives: Lives, world: int) -> Kill:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("where", "worlds"), [("shared", (2,)), ("shared", (4,)), ("shared", (8,)), ("nodes", (3,)), ("nodes", (2, 3))]
+    ("where", "worlds"),
+    [
+        ("shared", (2,)),
+        ("shared", (4,)),
+        ("shared", (8,)),
+        ("nodes", (3,)),
+        ("nodes", (2, 3)),
+        ("shared, memory", (2,)),
+        ("shared, memory", (3, 4)),
+        ("nodes, memory", (2, 3)),
+    ],
 )
-def test_many_kills(tmp_path: Path, where: str, worlds: tuple[int, ...]) -> None:
-    """Ranks on one filesystem, or on two nodes of their own, which they swap; worlds of one size, or of two."""
-    lives = Lives(tmp_path, seed=100)
+def test_many_kills(tmp_path: Path, shared_memory: Path, where: str, worlds: tuple[int, ...]) -> None:
+    """Ranks on one filesystem, or on two nodes of their own, which they swap; worlds of one size, or of two.
+
+    With memory, checkpoints there count as acknowledged: no machine is lost.
+    """
+    lives = Lives(tmp_path, seed=100, memory=shared_memory if "memory" in where else None)
     start = time.perf_counter()
     nodes = [0]
     for _ in range(200):
         world = lives.random.choice(worlds)
         nodes = [0] * world
-        while where == "nodes" and set(nodes) != {0, 1}:  # else parts are out of reach
+        while where.startswith("nodes") and set(nodes) != {0, 1}:  # else parts are out of reach
             nodes = [lives.random.randrange(2) for _ in range(world)]
         lives.live(nodes, _any_kill(lives, len(nodes)))
     lives.live(nodes, steps=1)

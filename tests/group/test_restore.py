@@ -232,16 +232,16 @@ def restored_beside(folder: Path, meanwhile: Callable[[SyncCheckpointEngine], ob
     with SyncCheckpointEngine(folder, group=group, keep_last=2) as engine:
         for step in (3, 7):
             engine.checkpoint({"x": torch.arange(5000.0) + step, "step": step}, step=step).result(20)
-        find = PartSources.candidate
+        find = PartSources.candidates
 
-        def find_too_early(self: PartSources, key: Key) -> RestoreCandidate | None:
+        def find_too_early(self: PartSources, key: Key) -> list[RestoreCandidate]:
             patched.undo()
             found = find(self, key)
             meanwhile(engine)
             return found
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(PartSources, "candidate", find_too_early)
+            patched.setattr(PartSources, "candidates", find_too_early)
             restored = engine.restore(state)
     assert restored is not None
     assert torch.equal(state["x"], torch.arange(5000.0) + restored.step)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pccheck_async import Keep
-from pccheck_async.format import Entry
+from pccheck_async.format import Entry, Line
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group import Applied, Complete, Key, Part, Run, SeenStore, View, view, view_of
-from pccheck_async.group.parts import members_digest
+from pccheck_async.group.parts import link_to, members_digest, run_id
+from pccheck_async.group.view import line_in, view_of_both
 from pccheck_async.store import KeepAll, Retention
 
 
@@ -207,3 +208,54 @@ def test_decision_0_never_names_more_than_there_is_room_for(
     assert {entry.counter for entry in needed} <= {*result}
     assert bool(result) == bool(now)
     assert len(result) == most or {*rejected} <= {*result}
+
+
+# -- both tiers
+
+
+def line_of(of: Run, base: int = -1, *chain: Key) -> Line:
+    return Line(run_id(of.number, of.nonce), base, tuple(map(link_to, chain)))
+
+
+def written(rank: int, line: Line | None, *parts: Part) -> SeenStore:
+    return replace(store(0, rank, *parts), line=line)
+
+
+def test_the_line_is_that_of_the_newest_run() -> None:
+    older, newer = line_of(run(1, HERE)), line_of(run(3, HERE), 4, Key(2, run(1, HERE)))
+    assert line_in([]) is None
+    assert line_in([written(0, None), written(1, None)]) is None
+    assert line_in([written(0, older), written(1, older)]) == older
+    assert line_in([written(0, newer), written(1, older)]) == newer  # not all have joined
+    assert line_in([written(0, older, part(RUN, 5, 0)), written(1, older)]) is None  # run 3 has no tier in memory
+    assert line_in([written(0, newer, part(RUN, 5, 0)), written(1, None, part(RUN, 5, 1))]) is None  # a tool wrote
+    assert line_in([written(0, newer), written(1, line_of(run(3, HERE, nonce=1)))]) is None  # which of them?
+    assert line_in([written(0, newer), written(1, None, part(run(3, HERE, nonce=1), 5, 1))]) is None
+
+
+def test_a_part_in_memory_counts_by_the_line_alone() -> None:
+    line = line_of(RUN, 4, Key(2, run(1, HERE)))
+    disk = [written(0, line), written(1, line)]
+
+    def steps(*parts: Part) -> list[int]:
+        memory = [store(0, rank, *(one for one in parts if one.rank == rank), name=f"m{rank}") for rank in (0, 1)]
+        found = view_of_both(disk, [0, 0], memory, [0, 0], ["a", "b"])
+        assert found.base == max((one.entry.counter for one in parts), default=-1)
+        return [one.entry.step for one in found.complete]
+
+    assert steps(part(RUN, 5, 0), part(RUN, 5, 1)) == [50]
+    assert steps(part(run(1, HERE), 2, 0), part(run(1, HERE), 2, 1)) == [20]
+    assert steps(part(run(1, HERE), 3, 0), part(run(1, HERE), 3, 1)) == []  # run 3 went on from before it
+    assert steps(part(run(2, HERE), 2, 0), part(run(2, HERE), 2, 1)) == []
+    assert steps(part(RUN, 5, 0)) == []
+
+
+def test_each_part_may_be_in_either_tier() -> None:
+    line = line_of(RUN)
+    disk = [written(0, line), written(1, line, part(RUN, 5, 1))]
+    memory = [store(0, 0, part(RUN, 5, 0), name="m0"), store(1, 1, name="m1")]
+    (found,) = view_of_both(disk, [0, 0], memory, [0, 1], ["a", "b"]).complete
+    assert found.places == found.spare == (0, 2)  # the disk comes after the memory of two hosts
+    memory[1] = store(1, 1, part(RUN, 5, 1), name="m1")
+    (found,) = view_of_both(disk, [0, 0], memory, [0, 1], ["a", "b"]).complete
+    assert (found.places, found.spare) == ((0, 1), (0, 2))

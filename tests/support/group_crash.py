@@ -33,7 +33,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from pccheck_async import CheckpointEngine, CheckpointError, Group, StorageOptions
 from pccheck_async.errors import StoreFailedError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
-from pccheck_async.group import Coordinator, Key, SeenStore, ranks, view_of
+from pccheck_async.group import Coordinator, Key, SeenStore, driver, ranks, view_of
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import seen_store
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit
@@ -244,7 +244,7 @@ class Recording:
             self.note(self.nodes[one.member.rank], f"learn {type(decision).__name__}", heard=(home, said))
             learn(one, decision)
 
-        def seen_stores(folder: Path) -> Iterator[SeenStore]:
+        def seen_stores(folder: Path, *, passes_over: bool) -> Iterator[SeenStore]:
             found = sorted(self.disks[int(folder.parts[-2])].items())
             seen = (Seen.of(rank, Image.of(disk.contents()), whole=False).store for rank, disk in found)
             return filter(None, seen)
@@ -263,10 +263,10 @@ class Recording:
             patch.setattr(Coordinator, "receive", receives)
             patch.setattr(Server, "_publish", publishes)
             patch.setattr(Ranks, "_learn", learns)
-            patch.setattr(ranks, "seen_stores", seen_stores)
-            patch.setattr(ranks, "open_medium", opens)
+            patch.setattr(driver, "seen_stores", seen_stores)
+            patch.setattr(driver, "open_medium", opens)
             patch.setattr(ranks, "Files", partial(_FolderOfDisks, self.disk))
-            patch.setattr(ranks, "remove_store", removes)
+            patch.setattr(driver, "remove_store", removes)
             yield
 
     def at(self, cut: Cut) -> list[Moment]:

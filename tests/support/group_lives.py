@@ -15,18 +15,19 @@ import struct
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pccheck_async import Group, SyncCheckpointEngine
+from pccheck_async import Group, MemoryTier, PendingCheckpoint, SyncCheckpointEngine
+from pccheck_async.format import Tier
 from pccheck_async.group import actions, messages
 from pccheck_async.group.actions import Action, Post
 from pccheck_async.group.control import Server
-from pccheck_async.group.ranks import Ranks
+from pccheck_async.group.driver import Driver
 from tests.support.ranks import meet, meeting_place
 
 _MESSAGE = struct.Struct("=Bqq")
@@ -47,7 +48,7 @@ POINTS: dict[str, Point] = {
     "admit": lambda action: isinstance(action, actions.Admit),
     "record": lambda action: isinstance(action, actions.WriteRecord),
     "vote": _posts(messages.Ok),
-    "decide": lambda decision: isinstance(decision, messages.Commit),
+    "decide": lambda said: isinstance(getattr(said, "decision", said), messages.Commit),
     "learn": lambda action: isinstance(action, actions.Resolve),
     "free": lambda action: isinstance(action, actions.Free),
 }
@@ -82,6 +83,8 @@ class Lives:
     restored: list[int] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
+    memory: Path | None = None
+    """A tmpfs: two of three checkpoints are saved there alone, and are acknowledged once they are there."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -99,8 +102,11 @@ class Lives:
             pid = os.fork()
             if pid == 0:
                 os.close(reader)
-                folder = self.root / f"node{node}" / "run"
-                _be_rank(rank, len(nodes), folder, place, writer, self.elements, steps, kill)
+                folder, tier = self.root / f"node{node}" / "run", None
+                if self.memory is not None:
+                    (self.memory / f"node{node}").mkdir(exist_ok=True)
+                    tier = MemoryTier(path=str(self.memory / f"node{node}"))
+                _be_rank(rank, len(nodes), folder, place, writer, self.elements, steps, kill, tier)
             pids.append(pid)
         os.close(writer)
         before = self.acknowledged
@@ -172,7 +178,15 @@ class Lives:
 
 
 def _be_rank(
-    rank: int, world: int, folder: Path, place: tuple[int, str], pipe: int, elements: int, steps: int, kill: Kill | None
+    rank: int,
+    world: int,
+    folder: Path,
+    place: tuple[int, str],
+    pipe: int,
+    elements: int,
+    steps: int,
+    kill: Kill | None,
+    memory: MemoryTier | None,
 ) -> None:
     """Run one rank, and never return."""
 
@@ -185,7 +199,8 @@ def _be_rank(
         torch.set_num_threads(1)
         if kill is not None and kill.point is not None and kill.rank == rank:
             _arm(kill)
-        with SyncCheckpointEngine(folder, group=Group(rank, world, meet(place), timeout=PATIENCE / 2)) as engine:
+        group = Group(rank, world, meet(place), timeout=PATIENCE / 2)
+        with SyncCheckpointEngine(folder, group=group, memory=memory) as engine:
             state = state_of(-1, rank, elements)
             restored = engine.restore(state, private="modulo")
             step = -1 if restored is None else restored.step
@@ -197,12 +212,19 @@ def _be_rank(
             say(_RESTORED, step)
             ready = kill is not None
             waiting: list[Any] = []
+
+            def reached(number: int, pending: PendingCheckpoint) -> None:
+                if memory is not None:
+                    pending.wait_reached("memory", PATIENCE)
+                say(_DURABLE, number if memory is not None else pending.result().step)
+
             for number in range(step + 1, step + 1 + steps):
-                waiting.append(engine.checkpoint(state_of(number, rank, elements), step=number))
+                tier: Tier = "disk" if memory is None or number % 3 == 0 else "memory"
+                waiting.append((number, engine.checkpoint(state_of(number, rank, elements), step=number, tier=tier)))
                 if len(waiting) == 2:
-                    say(_DURABLE, waiting.pop(0).result().step)
-            for pending in waiting:
-                say(_DURABLE, pending.result().step)
+                    reached(*waiting.pop(0))
+            for each in waiting:
+                reached(*each)
         say(_ENDED)
     except BaseException:  # noqa: BLE001 - nobody else would hear of it
         (folder.parent.parent / f"failed-{rank}").write_text(traceback.format_exc())
@@ -225,9 +247,9 @@ def _arm(kill: Kill) -> None:
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    do, publish = Ranks._do, Server._publish
+    do, publish = Driver.do, Server._publish
 
-    def do_one_by_one(self: Ranks, actions: list[Action]) -> None:
+    def do_one_by_one(self: Driver, actions: Collection[Action]) -> None:
         for action in actions:
             reached(action, after=False)
             do(self, [action])
@@ -242,7 +264,7 @@ def _arm(kill: Kill) -> None:
             publish(self, [decision])
             reached(decision, after=True)
 
-    Ranks._do = do_one_by_one  # type: ignore[method-assign]
+    Driver.do = do_one_by_one  # type: ignore[method-assign]
     Server._publish = publish_one_by_one  # type: ignore[method-assign]
 
 

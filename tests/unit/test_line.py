@@ -97,3 +97,14 @@ def test_the_line_of_another_record_is_none_of_this_one() -> None:
 def test_no_run_writes_a_line_that_no_reader_accepts(line: Line) -> None:
     with pytest.raises(ValueError, match="no reader would accept"):
         encode_record(Record(5, (entry(9),), line=line), STORE, BLOCK)
+
+
+def test_a_line_takes_along_only_what_is_on_the_one_before() -> None:
+    before = Line(b"b" * 16, 7, (Link(b"a" * 16, 5), Link(b"z" * 16, 2)))
+    new = b"n" * 16
+    assert Line.begin(None, new, 9, None) == Line(new, 9)
+    assert Line.begin(before, new, 9, None) == Line(new, 9)
+    assert Line.begin(None, new, 9, Link(b"b" * 16, 8)).chain == (Link(b"b" * 16, 8),)
+    assert Line.begin(before, new, 9, Link(b"b" * 16, 8)).chain == (Link(b"b" * 16, 8), *before.chain)
+    assert Line.begin(before, new, 9, Link(b"a" * 16, 4)).chain == (Link(b"a" * 16, 4), Link(b"z" * 16, 2))
+    assert Line.begin(before, new, 9, Link(b"x" * 16, 8)).chain == (Link(b"x" * 16, 8),)  # of a run without memory

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier in memory of one rank: a store of its own on tmpfs, about which the ranks vote as about those on disk.
+
+A host's stores lie in one folder, whose name follows from the group's folder on disk as this host sees it. Which host
+that is, other ranks know by the tmpfs: no file says so, as the last rank that leaves removes the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pccheck_async.engine import Memory
+from pccheck_async.errors import CheckpointError, GroupError
+from pccheck_async.format import Entry, Key
+from pccheck_async.group.actions import Action
+from pccheck_async.group.control import Server
+from pccheck_async.group.driver import Driver, Surroundings, set_future
+from pccheck_async.group.folder import seen_store
+from pccheck_async.group.member import Member
+from pccheck_async.group.messages import Broken, Metadata, about_memory
+from pccheck_async.group.parts import link_to
+from pccheck_async.group.steps import Steps
+from pccheck_async.group.tiers import Tiers
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.open_medium import OpenMedium
+from pccheck_async.state import ReplicaSample
+from pccheck_async.store import Written
+from pccheck_async.telemetry import write
+from pccheck_async.transfer.operations import Operations
+
+__all__ = ["UNDECIDED", "GroupMemory"]
+
+UNDECIDED = 2
+"""Checkpoints in memory that may be written, or wait for the decision: beside them the last decided one stays."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+class GroupMemory:
+    """One rank's side of the tier in memory.
+
+    Args:
+        memory: The tier, whose store is open.
+        disk: Of the other tier, which is open.
+        around: As for that.
+        steps: Of that.
+        server: On rank 0: the control plane.
+        operations: The engine's.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        disk: Driver,
+        around: Surroundings,
+        steps: Steps,
+        server: Server | None,
+        operations: Operations,
+    ) -> None:
+        self._memory = memory
+        self._disk = disk
+        other, store, folder = disk.member, memory.store, memory.folder.parent
+        own = seen_store(other.rank, store.file.identity, store.committed.record)
+        reserved = store.committed.retention.reserved
+        member = Member(
+            other.rank, other.world, max_in_flight=UNDECIDED, reserved=reserved, own=own, in_memory=True
+        )  # fmt: skip
+        self.tiers = Tiers(other, member)
+        opened = OpenMedium(operations, Files(folder, operations), "", os.fspath(folder))
+        around = replace(around, post=lambda message: post(about_memory(message)), fail=lambda *_: None)
+        self.driver = Driver(member, store, opened, folder, around)
+        post = disk.around.post
+        self.steps = Steps(member.schedule, lambda: member.stopped, server, disk=steps)
+        memory.on_off = lambda why: self.driver.do(member.record_failed(why))
+
+    async def open(self, host: str) -> None:
+        """Meet the other ranks. Raises GroupError."""
+        driver = self.driver
+        await driver.opened.medium.prepare(create=False)
+        domain = await driver.around.call(_domain_of, driver.folder)
+        driver.do(driver.member.hello(domain=domain, host=host, settings=""))
+        await driver.ready
+        view, parts = self._disk.member.view, driver.member.parts.values()
+        line = None if view is None else view.line
+        if ignored := [part.entry.step for part in parts if line is None or not line.accepts(*link_to(part.key))]:
+            text = "checkpoints of steps %s in %s do not count: the stores on disk do not descend from their run"
+            write("memory_ignored", text, ignored, self._memory.folder)
+
+    @property
+    def homes(self) -> Sequence[int]:
+        """The domain of each rank: those of one domain see each other's parts in both tiers."""
+        pairs = [*zip(self._disk.member.homes, self.driver.member.homes, strict=True)]
+        return [pairs.index(pair) for pair in pairs]
+
+    # -- one checkpoint
+
+    def request(
+        self,
+        counter: int,
+        step: int,
+        metadata: Metadata,
+        sums: Mapping[str, int],
+        differing: Collection[int],
+        *,
+        on_disk: bool,
+    ) -> list[Action]:
+        """Request a checkpoint; return the actions for the disk."""
+        self.driver.begin(counter)
+        on_disk_too, actions = self.tiers.request(step, metadata, sums, differing, on_disk=on_disk)
+        assert self.driver.member.counter == counter, (self.driver.member.counter, counter)
+        self.driver.do(actions)
+        return on_disk_too
+
+    async def admitted(self, counter: int) -> bool:
+        """Wait until a checkpoint may be written; False if the group decided about it already."""
+        try:
+            return await self.driver.admitted(counter)
+        except CheckpointError:
+            return False
+
+    async def commit(self, written: Written, sample: ReplicaSample | None) -> asyncio.Future[bool]:
+        """Vote for a checkpoint; return a future of whether it was committed. Raises the errors of its data."""
+        await self._memory.store.finish_data(written)
+        self.driver.note_written(written.entry.counter)
+        return asyncio.ensure_future(self._decided(written, sample))
+
+    async def _decided(self, written: Written, sample: ReplicaSample | None) -> bool:
+        error: CheckpointError | None = None
+        try:
+            await self.driver.decided(written, sample)
+            return True  # or a newer one is there
+        except CheckpointError as failure:
+            error = failure
+            return False
+        finally:
+            self.driver.ended(written.entry.counter, error)
+
+    def ended(self, counter: int, error: Exception | None) -> None:
+        """Called when nothing of a checkpoint is being written any more; one that was written ends by the decision."""
+        if not self.driver.is_committing(counter):
+            self.driver.ended(counter, error or GroupError("it was not saved in memory"))
+
+    # -- committed checkpoints
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Those of which a part is in memory, on any host, newest first: the same on all ranks."""
+        member = self.driver.member
+        if (view := member.view) is None:
+            return ()
+        hosts = len({*member.homes})
+        found = {one.key: one for one in view.complete}
+
+        def is_there(key: Key) -> bool:
+            return key not in found or any(place < hosts for place in found[key].places)
+
+        keys = found if member.run is None else member.keep
+        entries = {key: member.parts[key].entry if key in member.parts else found[key].entry
+                   for key in keys if is_there(key) and (key in member.parts or key in found)}  # fmt: skip
+        return [entries[key] for key in sorted(entries, reverse=True)]
+
+    @property
+    def unsaved(self) -> Entry | None:
+        """The newest one, if this run made it, and it is newer than all on disk."""
+        member, newest = self.driver.member, next(iter(self.entries), None)
+        on_disk = max((entry.counter for entry in self._disk.entries), default=-1)
+        if newest is None or member.run is None or newest.counter <= on_disk:
+            return None
+        if newest.counter in self._disk.member.settled:  # it failed on disk
+            return None
+        part = member.parts.get(Key(newest.counter, member.run))
+        return None if part is None else part.entry
+
+    def follow(self, index: int) -> asyncio.Future[Sequence[Entry]]:
+        """Take part in the run before a change of the kept checkpoints on disk, which memory follows.
+
+        Returns a future that is done when this rank's record in memory has the change.
+        """
+        self._disk.do(self.tiers.join(unrestored=True))
+        self.driver.do(self.driver.member.join())
+        done: asyncio.Future[Sequence[Entry]] = self.driver.loop.create_future()
+        if self.driver.member.stopped is None:
+            self.driver.changes[index] = done
+        else:
+            done.set_result(())
+        return done
+
+    @property
+    def is_disposable(self) -> bool:
+        """Whether the disk has all that is in memory."""
+        member = self.driver.member
+        if self._disk.member.stopped is not None or (member.run is None and member.parts):
+            return False
+        newest, on_disk = next(iter(self.entries), None), next(iter(self._disk.entries), None)
+        return newest is None or (on_disk is not None and on_disk.counter >= newest.counter)
+
+    def note_stopped(self, disk: Broken | None) -> None:
+        """Called after each decision; ``disk``: why nothing more is decided in the other tier."""
+        own = self.driver.member.stopped
+        if (broken := disk or own) is not None:
+            set_future(self.driver.ready, GroupError(broken.why))
+            for change in self.driver.changes.values():
+                set_future(change, ())
+        if own is not None and disk is None:
+            self._memory.turn_off(GroupError(own.why))
+
+
+def _domain_of(folder: Path) -> str:
+    """Return a name of the tmpfs that a folder is on, and of the folder: ranks that see the same one have the same."""
+    try:
+        boot = Path(_BOOT_ID).read_text().strip()
+    except OSError:
+        boot = os.uname().nodename
+    return f"{boot} {folder.stat().st_dev} {folder}"

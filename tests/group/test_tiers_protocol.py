@@ -1,0 +1,128 @@
+"""Both tiers of a group in random histories of the real protocol, and every rule that joins them broken once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from pccheck_async.format import Line, Link
+from pccheck_async.group import coordinator, view
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.messages import Failed, Start
+from pccheck_async.group.parts import SeenStore
+from pccheck_async.group.view import View, number_of
+from tests.support.tiers_explorer import World, explore
+
+pytestmark = pytest.mark.slow
+
+ONE_HOST = World(hosts=(0, 0), goes_back=False, without_memory=False)
+HOSTS = World(hosts=(0, 1), goes_back=False, without_memory=False)
+WORLDS = {
+    "one host": ONE_HOST,
+    "two hosts": HOSTS,
+    "runs go back": World(hosts=(0, 1), without_memory=False),
+    "runs without memory": World(hosts=(0, 0), goes_back=False, loses_memory=False),
+    "three ranks or two, all of it": World(hosts=(0, 1, 1), worlds=(2, 3)),
+    "two are kept": World(hosts=(0, 1), keep=2),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
+def test_every_history_keeps_what_is_promised(world: World) -> None:
+    broken, reached = explore(world, 600)
+    assert not broken, "\n".join(next(iter(broken.values())).log)
+    wanted = {"Start", "Commit 0", "Commit 1", "restored from [1]", "restored from [0, 1]", "ended", "saved late"}
+    assert wanted <= reached
+    if len({*world.hosts}) > 1:
+        assert "restored from both together" in reached
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
+def test_campaign(world: World) -> None:
+    broken, _ = explore(world, 8_000, seed=1)
+    assert not broken, "\n".join(next(iter(broken.values())).log)
+
+
+def _all_count(stores: Sequence[SeenStore], line: Line | None) -> Sequence[SeenStore]:
+    return [replace_parts(store) for store in stores]
+
+
+def replace_parts(store: SeenStore) -> SeenStore:
+    return SeenStore(store.domain, store.rank, store.store_id, None, store.parts)
+
+
+def _starts_empty(self: Coordinator, disk: Coordinator, seen: View) -> Start:
+    start = _start_in_memory(self, disk, seen)
+    self.committed = {}
+    return Start(start.run, (), ())
+
+
+def _fails_both(self: Coordinator, message: Failed) -> list[Any]:
+    decisions = _receive_failed(self, message)
+    other = self.memory or self.disk
+    if other is not None and message.counter not in other.settled:
+        also = _receive_failed(other, message)
+        decisions += coordinator._in_memory(also) if self.memory is not None else []
+    return decisions
+
+
+def _base_on_disk(stores: Sequence[SeenStore], complete: Sequence[object]) -> int:
+    """In memory, stores have none of their marks of applied decisions."""
+    return max((part.entry.counter for store in stores if store.line for part in store.parts), default=-1)
+
+
+def _forgets_chain(before: Line | None, run: bytes, base: int, came_from: Link | None) -> Line:
+    return Line(run, base)
+
+
+def _any_line(stores: Sequence[SeenStore]) -> Line | None:
+    lines = [store.line for store in stores if store.line is not None]
+    return max(lines, key=number_of, default=None)
+
+
+def _number_without_lines(stores: Sequence[SeenStore]) -> int:
+    return 1 + max((run.number for store in stores for run in store.runs), default=0)
+
+
+_start_in_memory, _receive_failed = Coordinator._start_in_memory, Coordinator._receive_failed
+
+
+class Mutant(NamedTuple):
+    name: str
+    breaks: set[str]
+    world: World
+    owner: Any
+    attribute: str
+    wrong: Callable[..., Any]
+
+
+MUTANTS = [
+    Mutant("all memory counts", {"BRANCH"}, replace(HOSTS, goes_back=True), view, "on_the_line", _all_count),
+    Mutant("a line is enough, though a newer run wrote", {"BRANCH", "MEMORY", "DISK"},
+           World(hosts=(0, 0), goes_back=False, loses_memory=False), view, "line_in", _any_line),
+    Mutant("no chain", {"MEMORY"}, ONE_HOST, Line, "begin", _forgets_chain),
+    Mutant("a part on disk of what was restored is dropped", {"MEMORY"}, HOSTS, Coordinator, "_came_from_in_part",
+           lambda self, view: ()),
+    Mutant("counters of memory are not looked at", {"RECORD"}, replace(HOSTS, goes_back=True), view, "base_counter",
+           _base_on_disk),
+    Mutant("memory begins without what was restored", {"MEMORY"}, ONE_HOST, Coordinator, "_start_in_memory",
+           _starts_empty),
+    Mutant("a failure fails both tiers", {"CROSS"}, ONE_HOST, Coordinator, "_receive_failed", _fails_both),
+    Mutant("runs that wrote no more than a line have no number", {"MEMORY", "BRANCH"},
+           replace(HOSTS, goes_back=True), view, "run_number", _number_without_lines),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutant.owner, mutant.attribute, mutant.wrong)
+    for seed in range(40):
+        broken, _ = explore(mutant.world, 50, seed)
+        if broken.keys() & mutant.breaks:
+            return
+    pytest.fail(f"nothing found: {mutant.name}")
