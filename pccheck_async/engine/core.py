@@ -663,10 +663,16 @@ class EngineCore:
         self.check_alive()
         for flight in self.in_flight.checkpoints():
             if matches(which, flight.step, flight.name):
-                await caller.wait(flight.ended_future())
+                await self._wait_ended(caller, flight)
         if self.assembly.memory is not None:  # the disk has all of them then
             await caller.run(self.assembly.scheduler.save_unsaved())
         return (await caller.run(self.peers.pin(which, pinned))).info
+
+    async def _wait_ended(self, caller: Caller, flight: Flight) -> None:
+        if flight.on_disk:
+            await caller.wait(flight.ended_future())
+        else:  # it ends with the next one on disk
+            await caller.run(self.assembly.scheduler.ended(flight))
 
     async def remove(self, caller: Caller, which: int | str, *, force: bool) -> list[CheckpointInfo]:
         """Remove checkpoints of a step or with a name, once those in flight that it needs have ended."""
@@ -675,7 +681,7 @@ class EngineCore:
         others = any(not (info.rejected or matches(which, info.step, info.name)) for info in self.infos)
         for flight in in_flight:
             if matches(which, flight.step, flight.name) or not others:
-                await caller.wait(flight.ended_future())
+                await self._wait_ended(caller, flight)
         if self.assembly.memory is not None:  # the disk has all of them then
             await caller.run(self.assembly.scheduler.save_unsaved())
         removed = await caller.run(self.peers.remove(which, force=force))

@@ -176,6 +176,11 @@ class Scheduler:
                         self._last_drains.discard(limit)
         return [flight for flight, task in waiting.items() if not task.done() and not flight.over]
 
+    async def ended(self, flight: Flight) -> None:
+        """Wait until nothing of a checkpoint is done any more: one that is due in memory alone is not over then."""
+        if (job := self._jobs.get(flight)) is not None:
+            await asyncio.wait((job.task,))
+
     def give_up(self, flights: Iterable[Flight]) -> None:
         """Begin no commit of these any more, whenever their operations end; one that is under way may end well."""
         for flight in flights:

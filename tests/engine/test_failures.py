@@ -1095,7 +1095,7 @@ def test_who_waits_is_told_whatever_goes_wrong_in_counting(
 
 
 def test_who_waits_is_told_where_the_store_takes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Peers, *_: object) -> None:
+    def fail(self: Peers, *_: object, **__: object) -> None:
         raise MemoryError("no room for a request")
 
     with SyncCheckpointEngine(tmp_path) as engine:

@@ -891,3 +891,23 @@ def test_waiting_for_the_disk_where_only_memory_is_due_says_what_it_waits_for(tm
         with pytest.warns(RuntimeWarning, match=r"wait_reached\('memory'\)") as warned:
             assert pending.result().step == 1
     assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("verb", ["pin", "remove"])
+def test_a_verb_while_one_is_saved_in_memory_alone(
+    tmp_path: Path, tier: MemoryTier, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is over only with the next one on disk: the verb must not wait for that."""
+    commit = Alone.commit_in_memory
+
+    async def slow(self: Alone, *arguments: Any, **keywords: Any) -> None:
+        await asyncio.sleep(0.3)
+        await commit(self, *arguments, **keywords)
+
+    with engine_on(tmp_path, tier, keep_last=2) as engine:
+        engine.checkpoint(state_of(0), step=0).result(60)
+        monkeypatch.setattr(Alone, "commit_in_memory", slow)
+        engine.checkpoint(state_of(1), step=1, tier="memory")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(getattr(engine, verb), step=1).result(20)
+        assert [info.step for info in list_checkpoints(tmp_path)] == ([1, 0] if verb == "pin" else [0])

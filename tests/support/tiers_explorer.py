@@ -287,7 +287,7 @@ class Run:
         if outcome == "durable":
             run = self.coordinator.run
             assert run is not None
-            self.history.note_committed(tier, Key(counter, run))
+            self.history.note_committed(self, tier, Key(counter, run))
         elif outcome != "superseded" and (tier, counter) not in self.failed:
             raise BrokenRuleError(f"CROSS: {counter} is {outcome} in tier {tier}, and no rank failed it there")
 
@@ -375,10 +375,14 @@ class History:
         return key is not None and key.counter >= older.counter
 
     def note_run_without_memory(self, run: Run) -> None:
-        """One that has no tier in memory wrote a record: from here on the disk alone counts."""
-        self.promised[MEMORY], self.branches = self.promised[DISK], [run.number]
+        """One that has no tier in memory wrote a record: it may be lost, and then memory counts once more."""
+        self.promised[MEMORY] = self.promised[DISK]
+        if run.number not in self.branches:
+            self.branches.append(run.number)
 
-    def note_committed(self, tier: int, key: Key) -> None:
+    def note_committed(self, run: Run, tier: int, key: Key) -> None:
+        if run.tiers is None:
+            self.branches = [run.number]
         for each in (tier, MEMORY):
             promised = self.promised[each]
             if promised is None or key.counter > promised.counter:
