@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import time
@@ -95,6 +96,13 @@ def train(
     return found
 
 
+def marks_of(path: Path) -> Path:
+    """Make a folder in which ranks say that they are done: one that dies earlier leaves the others waiting."""
+    marks = path.with_name(f"{path.name}-marks")
+    marks.mkdir()
+    return marks
+
+
 def memory_of(engine: SyncCheckpointEngine) -> Memory:
     memory = probe(engine).core.assembly.memory
     assert memory is not None
@@ -112,6 +120,18 @@ def fail_on(store: Store) -> None:
         await finish(self, written)
 
     Store.finish_data = fails  # type: ignore[method-assign]
+
+
+def delay_on(store: Store) -> None:
+    """Let data take a while to a store."""
+    finish = Store.finish_data
+
+    async def slow(self: Store, written: Written) -> None:
+        if self is store:
+            await asyncio.sleep(0.5)
+        await finish(self, written)
+
+    Store.finish_data = slow  # type: ignore[method-assign]
 
 
 def part_of(memory: MemoryTier, rank: int) -> Path:
@@ -290,7 +310,7 @@ def test_what_does_not_count_is_said(tmp_path: Path, tier: MemoryTier, monkeypat
         wait_for(*(marks / f"{memory is None}{rank}" for rank in range(2)))
         return [event for event in said if event == "memory_ignored"]
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
     train(tmp_path, tier, range(3))
     assert run_ranks(2, partial(look, None)) == [["memory_ignored"]] * 2  # this engine has none
     assert run_ranks(2, partial(look, replace(tier, keep_last=2))) == [["memory_ignored"]] * 2
@@ -353,7 +373,7 @@ def test_steps_are_saved_in_memory_on_all_ranks_alike(tmp_path: Path, tier: Memo
             assert engine.statistics().in_memory == len(saved)
         return saved
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
     first, second = run_ranks(2, work)
     assert first == second
     assert [step for step, _ in first] == [*range(12)]
@@ -377,7 +397,7 @@ def test_a_rank_whose_memory_is_full_turns_the_tier_off_for_all(tmp_path: Path, 
         wait_for(*(marks / str(rank) for rank in range(2)))
         return [info.step, [info.step for info in engine.checkpoints()][:1], memory_of(engine).off != ""]
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
     assert run_ranks(2, work) == [[2, [2], True]] * 2
     assert train(tmp_path, tier) == [(2, "disk")] * 2
     assert train(tmp_path, tier, range(3, 4)) == [(2, "disk")] * 2
@@ -398,7 +418,27 @@ def test_a_checkpoint_that_fails_on_disk_is_in_memory(tmp_path: Path, tier: Memo
         wait_for(*(marks / str(rank) for rank in range(2)))
         return type(caught.value).__name__
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
+    run_ranks(2, work)
+    assert train(tmp_path, tier) == [(1, "memory")] * 2
+
+
+def test_a_failure_on_disk_leaves_alone_what_is_still_on_its_way_to_memory(tmp_path: Path, tier: MemoryTier) -> None:
+    def work(group: Group) -> None:
+        engine = engine_on(tmp_path, group, tier, on_error="warn").open()
+        engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
+        if group.rank == 1:
+            fail_on(probe(engine).store)
+        else:
+            delay_on(memory_of(engine).store)
+        pending = engine.checkpoint(state_of(group.rank, 1), step=1)
+        pending.wait_reached("memory", 20)
+        with pytest.raises(CheckpointError):
+            pending.result(20)
+        (marks / str(group.rank)).touch()
+        wait_for(*(marks / str(rank) for rank in range(2)))
+
+    marks = marks_of(tmp_path)
     run_ranks(2, work)
     assert train(tmp_path, tier) == [(1, "memory")] * 2
 
@@ -426,7 +466,7 @@ def test_a_call_that_raises_on_one_rank_fails_on_all(tmp_path: Path, tier: Memor
         wait_for(*(marks / str(rank) for rank in range(2)))
         return [info.step for info in engine.checkpoints()]
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
     assert run_ranks(2, work) == [[3, 0]] * 2
     assert train(tmp_path, tier) == [(3, "memory")] * 2
 
@@ -471,7 +511,7 @@ def test_pinning_loses_nothing_in_memory(tmp_path: Path, tier: MemoryTier, resto
         (marks / str(group.rank)).touch()
         wait_for(*(marks / str(rank) for rank in range(2)))
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
     run_ranks(2, pin)
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(1, True)]
     assert train(tmp_path, tier) == [(3, "memory")] * 2
@@ -571,7 +611,7 @@ def test_what_all_have_alike_is_in_the_memory_of_each_host(tmp_path: Path, share
         wait_for(*(marks / f"{save}{rank}" for rank in range(3)))
         return found
 
-    marks = tmp_path.parent
+    marks = marks_of(tmp_path)
     assert run_ranks(3, partial(work, [0, 0, 1], True)) == [None] * 3
     assert run_ranks(3, partial(work, [0, 0, 1], False)) == [(7, "memory")] * 3
 
