@@ -13,7 +13,7 @@ from pccheck_async.group import coordinator, view
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import Failed, Start
 from pccheck_async.group.parts import SeenStore
-from pccheck_async.group.view import View, number_of
+from pccheck_async.group.view import View
 from tests.support.tiers_explorer import World, explore
 
 pytestmark = pytest.mark.slow
@@ -80,11 +80,6 @@ def _forgets_chain(before: Line | None, run: bytes, base: int, came_from: Link |
     return Line(run, base)
 
 
-def _any_line(stores: Sequence[SeenStore]) -> Line | None:
-    lines = [store.line for store in stores if store.line is not None]
-    return max(lines, key=number_of, default=None)
-
-
 def _number_without_lines(stores: Sequence[SeenStore]) -> int:
     return 1 + max((run.number for store in stores for run in store.runs), default=0)
 
@@ -103,8 +98,6 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant("all memory counts", {"BRANCH"}, replace(HOSTS, goes_back=True), view, "on_the_line", _all_count),
-    Mutant("a line is enough, though a newer run wrote", {"BRANCH", "MEMORY", "DISK"},
-           World(hosts=(0, 0), goes_back=False, loses_memory=False), view, "line_in", _any_line),
     Mutant("no chain", {"MEMORY"}, ONE_HOST, Line, "begin", _forgets_chain),
     Mutant("a part on disk of what was restored is dropped", {"MEMORY"}, HOSTS, Coordinator, "_came_from_in_part",
            lambda self, view: ()),
