@@ -239,7 +239,7 @@ class Place:
 
     @property
     def look_for_parts(self) -> str:
-        """What to do where slots may hold parts that older records do not name, in words."""
+        """The advice for slots that may hold parts which older records do not name."""
         look = in_shell("recover", self.path, "--search")
         return f"if the records of a rank are older than its slots, {look} finds the newest parts there"
 
