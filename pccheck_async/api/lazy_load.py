@@ -66,9 +66,10 @@ def open_checkpoint(
         host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
-            engine's if it has a ``path``), of one process. Its tensors are not copied: they view the memory that
-            training saved into, once a checksum of it held, and keep it, also when this is closed; training takes other
-            memory meanwhile. What you write into them is seen by this process alone, in all that it takes from here.
+            engine's if it has a ``path``); of a group's the part of ``rank`` that is there. Its tensors are not copied:
+            they view the memory that training saved into, once a checksum of it held, and keep it, also when this is
+            closed; training takes other memory meanwhile. What you write into them is seen by this process alone, in
+            all that it takes from here.
             On other devices they are copies.
 
     Returns:
