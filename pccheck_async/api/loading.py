@@ -62,7 +62,7 @@ async def load(
         progress: Called from another thread with the bytes done and all bytes, after each chunk that is read; must be
             quick.
         tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
-            engine's if it has a ``path``), of one process.
+            engine's if it has a ``path``); of a group's the part of ``rank`` that is there.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -128,7 +128,7 @@ def load_sync(
         io: As for :class:`pccheck_async.SyncCheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
         tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
-            engine's if it has a ``path``), of one process.
+            engine's if it has a ``path``); of a group's the part of ``rank`` that is there.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
