@@ -97,6 +97,7 @@ class EngineCore:
         self._restored_step: int | None = None  # from a restore until the next step
         self._last_step: tuple[int, bool] | None = None  # since a restore, and whether training began it
         self._told_smaller = self.config.overwrite
+        self._told_unrestored = False
         self.metric = MetricWatch(config.retention.best, self.path)
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self._unopened = ""  # why it never was open
@@ -518,8 +519,8 @@ class EngineCore:
     def check_restored(self, step: int | None, *, begun: bool = False) -> None:
         """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.
 
-        A save without a step counts on, and is only warned of. All ranks of a group found, restored and removed
-        the same checkpoints.
+        A save without a step counts on, and is only warned of, as is a larger step: that may be meant, after a
+        ``load`` of the checkpoint, say. All ranks of a group found, restored and removed the same checkpoints.
 
         The first step after a restore is warned of if it is a smaller one: a loop that begins anew, with what the
         restore filled, replaces the checkpoint of a later step. So is, once, a step that is smaller than the one
@@ -547,15 +548,17 @@ class EngineCore:
         if not found:
             return
         newest = found[0].step
-        if step is None:
-            text = "nobody has restored step %d, and another state is saved after it: restore(state) goes on from there"
-            write("unrestored", text, newest, store=self.path)
-        elif step <= newest:
+        if step is not None and step <= newest:
             raise ValueError(
                 f"{self.path} holds step {newest}, and this engine, which has not restored it, is to save step {step}: "
                 "call restore(state) to go on from there; to begin anew, use another folder, or open the engine with "
                 "overwrite=True"
             )
+        if self._told_unrestored:
+            return
+        self._told_unrestored = True
+        text = "nobody has restored step %d, and %s is saved after it: restore(state) goes on from there"
+        write("unrestored", text, newest, "another state" if step is None else f"step {step}", store=self.path)
 
     def _check_place(self, name: str | None, *, replace: bool) -> None:
         """Raise ValueError if a checkpoint of this name is there already, StoreFullError if no record names more.

@@ -64,7 +64,8 @@ last_not_saved      WARNING  leaving the context did not save the last step, bec
 last_unseen         INFO     leaving the context saves the last step, and no optimizer is attached: changes made past
                              torch's counters are not seen
 state_dict          WARNING  the state of a first step has the ``state_dict()`` of a live object in the object's place
-unrestored          WARNING  ``checkpoint(state)`` without a step saves over a store whose checkpoint was not restored
+unrestored          WARNING  a checkpoint without a step, or of a step above the newest, is saved, which was not
+                             restored; once
 lost_engine         WARNING  an engine that nothing leads to any more was closed, as another one was opened on its store
 stopped             WARNING  a Trainer trains nothing more: the restored training had been stopped early
 inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved

@@ -450,6 +450,19 @@ def test_a_save_that_counts_on_after_a_checkpoint_that_nobody_restored_is_warned
     assert "unrestored" not in [record.__dict__.get("event") for record in caplog.records]
 
 
+def test_a_larger_step_than_that_of_a_checkpoint_that_nobody_restored_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_until(tmp_path, 299)
+    with SyncCheckpointEngine(tmp_path, interval=2) as engine:
+        for step in range(301, 305):
+            with engine.step(STATE, step):
+                pass
+    (told,) = [record.getMessage() for record in caplog.records if record.__dict__.get("event") == "unrestored"]
+    assert "step 299" in told
+    assert "step 301" in told
+
+
 def test_a_restore_that_failed_does_not_count(tmp_path: Path) -> None:
     run_until(tmp_path, 299)
     with SyncCheckpointEngine(tmp_path) as engine:
