@@ -213,7 +213,7 @@ class Ranks(Peers):
         """See :meth:`Peers.unopened`. It blocks the engine's loop, which has nothing else to do now."""
         if self._said_hello:  # this rank leaves
             return
-        failed = Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True)
+        failed = Failed(self.group.rank, -1, f"rank {self.group.rank} cannot open its store: {error}", latched=True)
         if self._server is not None:
             self._server.decide(lambda coordinator: coordinator.receive(failed))  # its store stays, to be read
             self._server.close(0.0)

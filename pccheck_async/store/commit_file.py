@@ -21,7 +21,6 @@ from pccheck_async.errors import (
     StoreError,
     StoreLockedError,
     WriteError,
-    in_shell,
     is_exhausted,
     is_forbidden,
 )
@@ -50,7 +49,7 @@ from pccheck_async.format.record import (
 from pccheck_async.medium import LOCK_POLL_SECONDS, File, Medium, Part, call_to_close, holder_here, read_around
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
-from pccheck_async.store.rank_folders import is_group_folder
+from pccheck_async.store.rank_folders import is_group_folder, recovery
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 
@@ -79,14 +78,14 @@ async def read_identity(medium: Medium, path: str | os.PathLike[str], folder: st
     except NewerFormatError:
         raise
     except CorruptStoreError as error:
-        raise CorruptStoreError(f"{error}: {in_shell('recover', path, '--write')} makes it anew") from None
+        raise CorruptStoreError(f"{error}: {recovery(path, '--write')} makes it anew") from None
     except ReadError as error:
         found = None if is_exhausted(error) or is_forbidden(error) else await read_commit(medium, folder)
         rebuilt = None if found is None else rebuild_identity(found[0])
         if rebuilt is None:
             raise
         text = "%s cannot be read (%s): the commit records replace it; %s writes it anew"
-        todo = in_shell("recover", path, "--write")
+        todo = recovery(path, "--write")
         write("identity", text, folder + IDENTITY_NAME, error.strerror, todo, error=str(error))
         return rebuilt[0]
 
@@ -130,7 +129,7 @@ async def _read_records(medium: Medium, commit: File, identity: Identity, path: 
     if error := unread_record(view[:got], lost, identity.id_bytes):
         text = (
             f"{error.strerror}: neither copy of a commit record can be read, and it may be the newest; try again, and "
-            f"where that does not help, see what is left with {in_shell('recover', path)}"
+            f"where that does not help, see what is left with {recovery(path)}"
         )
         raise ReadError(error.errno, text, error.filename) from error
     return view[:got]
@@ -159,7 +158,7 @@ async def read_record(medium: Medium, commit: File, identity: Identity, path: st
     if record is None:
         why = of_another_store(view, identity) or f"no copy of a commit record in {COMMIT_NAME!r} is valid"
         raise CorruptStoreError(
-            f"{why}; the checkpoints themselves may be whole: {in_shell('recover', path)} looks for them; keep the "
+            f"{why}; the checkpoints themselves may be whole: {recovery(path)} looks for them; keep the "
             "folder and do not write to it"
         )
     return replace(record, before=entries_before(view, identity.id_bytes, record))
@@ -185,7 +184,7 @@ _ELSEWHERE = "use another folder (reading with load or list_checkpoints works me
 
 
 def _advice(path: str | os.PathLike[str]) -> str:
-    return f"see what is left with {in_shell('recover', path)}, or use an empty folder"
+    return f"see what is left with {recovery(path)}, or use an empty folder"
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +223,7 @@ class CommitFile:
                 "newer checkpoint than %s; before the next save, copy the folder and see %s"
             )
             there = f"step {record.entries[0].step}" if record.entries else "any that is known"
-            write("record_lost", text, there, in_shell("recover", path, "--search"))
+            write("record_lost", text, there, recovery(path, "--search"))
         pieces = []
         for start in region_offsets(record.generation + 1):
             if record_at(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):

@@ -7,11 +7,11 @@ import os
 import re
 from pathlib import Path
 
-from pccheck_async.errors import CorruptStoreError, ReadError, read_error
+from pccheck_async.errors import CorruptStoreError, ReadError, in_shell, read_error
 from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, IDENTITY_NAME, decode_identity
 from pccheck_async.medium.folder import Folder
 
-__all__ = ["is_group_folder", "rank_folders", "rank_name"]
+__all__ = ["is_group_folder", "rank_folders", "rank_name", "recovery"]
 
 _RANK_NAME = re.compile(r"rank-(\d{5,9})")
 
@@ -32,6 +32,13 @@ def rank_folders(folder: Path) -> dict[int, Path]:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise read_error(error, folder) from error
     return dict(sorted(found.items()))
+
+
+def recovery(path: str | os.PathLike[str], *options: str) -> str:
+    """Return the command that recovers a store, for a message: a rank's records are made again from other ranks'."""
+    group, name = os.path.split(os.path.abspath(path))
+    of_rank = _RANK_NAME.fullmatch(name) and os.path.lexists(os.path.join(group, GROUP_NAME))
+    return in_shell("recover", group if of_rank else path, *options)
 
 
 def is_group_folder(path: str | os.PathLike[str]) -> bool:

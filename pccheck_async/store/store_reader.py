@@ -20,7 +20,6 @@ from pccheck_async.errors import (
     NoCheckpointError,
     ReadError,
     first_few,
-    in_shell,
     is_exhausted,
 )
 from pccheck_async.format import Entry, Identity, Record
@@ -38,7 +37,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.rank_folders import rank_name
+from pccheck_async.store.rank_folders import rank_name, recovery
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
 __all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "others_in", "others_in_words"]
@@ -73,7 +72,7 @@ def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no s
     names = {each.name for each in found}
     slots = any(slot_number(name) is not None for name in names)
     if slots or (COMMIT_NAME in names and not _has_foreign_commit(path)):
-        text += f", but parts of one without {IDENTITY_NAME}: {in_shell('recover', path)} says what is left"
+        text += f", but parts of one without {IDENTITY_NAME}: {recovery(path)} says what is left"
         # Without slots it may be a store that is being made, or a crash ended that: slots come last.
         return CorruptStoreError(text) if slots and IDENTITY_NAME not in names else NoCheckpointError(text)
     if stores := _stores_below(path):
@@ -157,7 +156,7 @@ class StoreReader:
         try:
             commit = await opened.medium.open(folder + COMMIT_NAME, writable=False)
         except FileNotFoundError:
-            text = f"the store has no {COMMIT_NAME!r} file: see what is left with {in_shell('recover', opened.path)}"
+            text = f"the store has no {COMMIT_NAME!r} file: see what is left with {recovery(opened.path)}"
             raise CorruptStoreError(text) from None
         return cls(opened, identity, commit, folder)
 

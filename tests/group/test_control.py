@@ -179,7 +179,7 @@ def test_a_store_that_a_rank_cannot_open_is_an_error_of_all(tmp_path: Path, rank
 
     told = run_ranks(2, rank_main)
     assert "it is a file" in told[rank]
-    assert "cannot open its store" in told[1 - rank]
+    assert f"rank {rank} cannot open its store" in told[1 - rank]
 
 
 @pytest.mark.slow
@@ -233,7 +233,36 @@ def test_a_folder_that_a_rank_cannot_join_in_is_an_error_of_all(tmp_path: Path, 
 
     told = run_ranks(2, rank_main)
     assert GROUP_NAME in told[rank]
-    assert "cannot open its store" in told[1 - rank]
+    assert f"rank {rank} cannot open its store" in told[1 - rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("damage", "options"), [("missing", ""), ("garbage", ""), ("identity", " --write")])
+def test_a_rank_whose_records_are_damaged_names_the_recovery_of_the_group(
+    tmp_path: Path, damage: str, options: str
+) -> None:
+    folder = tmp_path / "run"
+    store = folder / "rank-00001"
+
+    def save(group: Group) -> None:
+        with SyncCheckpointEngine(folder, group=group) as engine:
+            engine.checkpoint({"w": torch.zeros(8)}, step=1).result()
+
+    def rank_main(group: Group) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            SyncCheckpointEngine(folder, group=group).open()
+        return str(raised.value)
+
+    run_ranks(2, save)
+    if damage == "missing":
+        (store / "commit").unlink()
+    else:
+        file = store / ("store.json" if damage == "identity" else "commit")
+        file.write_bytes(b"?" * file.stat().st_size)
+    told = run_ranks(2, rank_main)
+    for one in told:
+        assert f"`pccheck recover {folder}{options}`" in one
+    assert "rank 1 cannot open its store" in told[0]
 
 
 def test_an_opening_that_is_cancelled_as_it_connects_leaves_no_thread(
