@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 _MOST_CHANGES = 20
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""The files by which ``from_pretrained`` finds the weights in a folder."""
 
 
 @reporting
@@ -113,6 +115,12 @@ def _exported(exported: pccheck.stores.Exported) -> Iterator[str]:
         complain(f"changed: {line}")
     if len(exported.changed) > _MOST_CHANGES:
         complain(f"changed: {len(exported.changed) - _MOST_CHANGES} more")
+    folder = exported.path if exported.path.is_dir() else exported.path.parent
+    weights = any(exported.path in (folder, folder / each) and (folder / each).is_file() for each in _WEIGHTS)
+    if weights and not (folder / "config.json").exists():
+        complain(
+            f"from_pretrained needs a config.json beside the weights: model.config.save_pretrained({str(folder)!r})"
+        )
 
 
 @reporting

@@ -562,6 +562,23 @@ def test_a_format_that_is_nearly_right(made: Path, tmp_path: Path) -> None:
         assert "Value error" not in said
 
 
+def test_an_export_for_from_pretrained_says_what_it_lacks(made: Path, tmp_path: Path) -> None:
+    weights = ["--to", "safetensors", "--keys", "model.weights"]
+    for out, options in (
+        ("whole", ["--max-file-size", "1GB"]),
+        ("several", ["--keys", "model.tied", "--max-file-size", "12kB"]),
+        ("model.safetensors", []),
+    ):
+        folder = tmp_path if out == "model.safetensors" else tmp_path / out
+        result = pccheck("export", made, tmp_path / out, *weights, *options)
+        call = f"model.config.save_pretrained({str(folder)!r})"
+        assert (result.exit_code, result.stderr.count(call)) == (0, 1)
+    assert "from_pretrained" not in pccheck("export", made, tmp_path / "others.safetensors", *weights).stderr
+    (tmp_path / "config.json").touch()
+    result = pccheck("export", made, tmp_path / "model.safetensors", *weights, "--overwrite")
+    assert (result.exit_code, "from_pretrained" in result.stderr) == (0, False)
+
+
 def test_a_folder_of_files_of_another_format(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "ckpt_100.pt")
     for command in ("ls", "verify"):
