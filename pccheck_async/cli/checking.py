@@ -80,6 +80,9 @@ def verify(
         lines += describe_incomplete(place) if (newer := newer_lost(place)) else ()
         lines.append(f"{fault}." if fault else restart(place, *outcomes(verification)))
         fault = fault or ("newer ones are lost" if newer else "")
+    elif not verification.whole:
+        look = in_shell("verify", os.path.normpath(path / ".."), "--all")
+        lines.append(f"One rank's parts of a group's checkpoints: {look} says what a restart restores, and what to do.")
     return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
 
 

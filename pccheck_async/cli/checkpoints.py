@@ -46,7 +46,7 @@ def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None 
     if not found:
         text = "No checkpoint can be restored: all are rejected, lost or damaged."
         look = f" {in_shell('recover', place.path, '--search')} looks for whole ones that no record names."
-        return text if place.of_group else text + look
+        return f"{text} {BACKUP}" if place.of_group else text + look
     newest = found[0]
     what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
     if newest in superseded and whole is not None:
@@ -68,15 +68,19 @@ def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) 
     """Return a sentence that says after what a store has whole checkpoints alone, if there is such a thing."""
     kept = {info.step for info in place.infos if info.counter not in lost}
     damaged = [info for info in place.infos if info.counter in lost]
-    steps = sorted({info.step for info in damaged} - kept)
     if place.of_group and damaged and all(info.counter > newest.counter for info in damaged):
         return " What is damaged is dropped by training that goes on from there."
-    if not steps or place.is_part:
+    if not damaged or place.is_part:
         return ""
+    steps = sorted({info.step for info in damaged} - kept)
+    beside = [info for info in damaged if info.step in kept]  # a step would mean a whole one, too
     if place.of_group:
         calls = ", ".join(f"engine.remove(step={step})" for step in steps)
-        return f" What is damaged is dropped by {calls} on all ranks."
+        text = f" What is damaged is dropped by {calls} on all ranks." if steps else ""
+        later = f" Of {noun_for(beside)} {steps_of(beside)} the damaged one goes once newer ones take its place."
+        return text + (later if beside else "")
     options = [part for step in steps for part in ("--step", str(step))]
+    options += [part for info in beside for part in ("--counter", str(info.counter))]
     return f" {in_shell('remove', place.path, *options)} drops what is damaged."
 
 

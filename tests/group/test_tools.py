@@ -32,6 +32,7 @@ from pccheck_async import (
     stores,
 )
 from pccheck_async.cli import app
+from pccheck_async.cli.checkpoints import BACKUP
 from pccheck_async.cli.watch import GroupView, WatchView
 from pccheck_async.errors import (
     CorruptStoreError,
@@ -744,6 +745,24 @@ def test_what_is_said_to_drop_a_damaged_one_drops_it(rank: int, folder: Path) ->
     assert end_ranks(start_ranks(2, go_on)) == [0, 0]
     assert "3" not in re.findall(r"^ +(\d) +\d", pccheck("ls", folder), re.MULTILINE)
     assert stores.verify(folder, every=True).whole
+
+
+@pytest.mark.slow
+def test_verify_of_a_damaged_group_ends_with_what_to_do(folder: Path, tmp_path: Path) -> None:
+    flip(slot_of(folder, 1, 2), 100)
+    advice = "What is damaged is dropped by engine.remove(step=2) on all ranks."
+    assert pccheck("verify", folder, "--all", status=4).endswith(f"{advice}\n")
+    said = pccheck("verify", folder / "rank-00001", "--all", status=4)
+    assert f"`pccheck verify {folder} --all` says what a restart restores, and what to do." in said.splitlines()[-1]
+    shutil.copytree(folder, tmp_path / "other")
+    stores.copy(tmp_path / "other", folder, step=3)
+    flip(slot_of(folder, 1, 3), 100)
+    for step in (3, 1):
+        flip(slot_of(tmp_path / "other", 1, step), 100)
+    said = pccheck("verify", folder, "--all", status=4)
+    assert "Of step 3 the damaged one goes once newer ones take its place." in said.splitlines()[-1]
+    said = pccheck("verify", tmp_path / "other", "--all", status=4)
+    assert said.endswith(f"No checkpoint can be restored: all are rejected, lost or damaged. {BACKUP}\n")
 
 
 @pytest.mark.slow

@@ -446,6 +446,27 @@ def test_of_two_checkpoints_of_one_step_the_counter_tells_which(store: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("also", [(), (1,)])
+def test_the_damaged_one_of_two_checkpoints_of_a_step_is_dropped_by_its_counter(
+    store: Path, tmp_path: Path, also: tuple[int]
+) -> None:
+    torch.save({"w": torch.zeros(4000)}, tmp_path / "w.pt")
+    assert pccheck("import", tmp_path / "w.pt", store, "--step", 3).exit_code == 0
+    damaged, whole = (info.counter for info in list_checkpoints(store)[:2])
+    for step in (3, *also):
+        flip(store / stores.describe(store, step=step).slot, 5000)
+    options = "".join(f" --step {step}" for step in also) + f" --counter {damaged}"
+    advised = f"pccheck remove {store}{options}"
+    for command in (["verify", "--all"], ["recover"]):
+        result = pccheck(*command, store)
+        assert (result.exit_code, f"`{advised}` drops what is damaged.\n" in result.stdout) == (4, True)
+    assert f"`pccheck remove {store} --counter {damaged}` drops what is damaged." in pccheck("verify", store).stdout
+    assert pccheck(*shlex.split(advised)[1:], "--yes").exit_code == 0
+    assert [info.counter for info in list_checkpoints(store)][:1] == [whole]
+    assert pccheck("verify", "--all", store).exit_code == 0
+
+
+@pytest.mark.slow
 def test_remove_pin_unpin(store: Path) -> None:
     assert pccheck("pin", store, "--step", 1).exit_code == 0
     result = pccheck("remove", store, "--step", 9, "--yes")
