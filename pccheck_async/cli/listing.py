@@ -34,17 +34,16 @@ from pccheck_async.cli.output import (
     table,
 )
 from pccheck_async.cli.ranks import (
-    describe_incomplete,
     group_fault,
     heat_map,
-    newer_lost,
     on_disk,
     place_as_json,
     placement,
+    problems,
     rank_of_store,
     read_place,
 )
-from pccheck_async.errors import first_few, in_shell, plain
+from pccheck_async.errors import first_few, plain
 
 if TYPE_CHECKING:
     from pccheck_async.upkeep import ShardedLeaf, StoredLeaf
@@ -63,12 +62,10 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
     """
-    from pccheck_async.upkeep import lost_records, lost_slots, memory_of  # and torch
+    from pccheck_async.upkeep import lost_slots, memory_of  # and torch
 
     place = read_place(path)
-    infos, document, notes, gone = place.infos, place_as_json(place), [*describe_incomplete(place)], dict[int, str]()
-    if fault := group_fault(place):
-        notes.append(f"{fault}.")
+    infos, document, gone, (notes, is_bad) = place.infos, place_as_json(place), dict[int, str](), problems(place)
     if not infos:
         why = place.nothing(None)
         if not place.stores and not place.of_group:
@@ -82,7 +79,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     else:
         gone = lost_slots(place) and lost_slots(read_place(path))  # a writer may have removed one meanwhile
         lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in infos if info.counter in gone]
-        notes += lost if fault else [*lost, restart(place, gone)]
+        notes += lost if group_fault(place) else [*lost, restart(place, gone)]
         for each, info in zip(document if isinstance(document, list) else document["checkpoints"], infos, strict=True):
             each.update({"lost": gone[info.counter]} if info.counter in gone else {})
     names = ("name",) if any(info.name is not None for info in infos) else ()
@@ -95,18 +92,11 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         )
         name = [printable(info.name or "")] if names else []
         rows.add_row(*columns_of(info), captured_at(info), ", ".join(marks_of(info)), *name, metadata)
-    for folder in (torn := lost_records(place)):
-        whose = "" if folder == "." else f"{folder}: "
-        notes.append(
-            f"LOST?: {whose}both copies of a commit record are damaged, or were cut short by a power failure. It may "
-            "have named a newer checkpoint: before the next save, copy the folder and see "
-            f"{in_shell('recover', path, '--search')}."
-        )
     if steps := ", ".join(str(info.step) for info in memory_of(path)):
         notes.append(_IN_MEMORY.format(steps))
     taken = on_disk(place)
     notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
-    return Report(document, [rows, *notes], DIFFERENT if gone or fault or torn or newer_lost(place) else 0)
+    return Report(document, [rows, *notes], DIFFERENT if gone or is_bad else 0)
 
 
 @reporting

@@ -110,6 +110,26 @@ def newer_lost(place: Place) -> bool:
     return any(one.committed and (newest is None or one.key > newest) for one in place.incomplete)
 
 
+def problems(place: Place, *, running: bool = False) -> tuple[list[str], bool]:
+    """Return sentences on what a place lacks beside the slots of its checkpoints, and whether something is lost.
+
+    Where ranks run, none on incomplete checkpoints: these come and go with every save.
+    """
+    from pccheck_async.upkeep import lost_records  # and torch
+
+    notes = [] if running else [*describe_incomplete(place)]
+    if fault := group_fault(place):
+        notes.append(f"{fault}.")
+    for folder in (torn := lost_records(place)):
+        whose = "" if folder == "." else f"{folder}: "
+        notes.append(
+            f"LOST?: {whose}both copies of a commit record are damaged, or were cut short by a power failure. It may "
+            "have named a newer checkpoint: before the next save, copy the folder and see "
+            f"{in_shell('recover', place.path, '--search')}."
+        )
+    return notes, bool(fault or torn) or (newer_lost(place) and not running)
+
+
 # -- which rank has which box
 
 

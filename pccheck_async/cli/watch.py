@@ -32,7 +32,7 @@ from pccheck_async.cli.output import (
     table,
     terminal,
 )
-from pccheck_async.cli.ranks import describe_slowest, read_place, slowest, stage_table, stage_times
+from pccheck_async.cli.ranks import describe_slowest, problems, read_place, slowest, stage_table, stage_times
 
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import CommittedStatus, InFlightStatus, Published, Status
@@ -51,8 +51,8 @@ class WatchView:
     """A view of a store at one moment; durable checkpoints newest first.
 
     ``before`` is an earlier status of the same engine, to take rates from; if nothing is published any more, the
-    last one. ``lost``: of durable checkpoints whose slots are lost, by their counters, what ails these; looked for
-    where no engine runs.
+    last one. ``lost``: of durable checkpoints whose slots are lost, by their counters, what ails these; ``problems``:
+    what else `pccheck ls` notes. Both are looked for where no engine runs.
     """
 
     path: Path
@@ -60,6 +60,8 @@ class WatchView:
     committed: Sequence[CommittedStatus]
     before: Status | None
     lost: Mapping[int, str] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    is_bad: bool = False
 
     @property
     def status(self) -> Status | None:
@@ -100,10 +102,9 @@ class WatchView:
 
     @property
     def losses(self) -> list[str]:
-        """A sentence on each lost checkpoint."""
-        return [
-            f"LOST: step {each.step}: {self.lost[each.counter]}" for each in self.committed if each.counter in self.lost
-        ]
+        """A sentence on each lost checkpoint, and on each other problem."""
+        lost = [each for each in self.committed if each.counter in self.lost]
+        return [*(f"LOST: step {each.step}: {self.lost[each.counter]}" for each in lost), *self.problems]
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -122,6 +123,7 @@ class WatchView:
             "write_bytes_per_second": self.rate("write"),
             "stall_share": self.stall_share,
             "committed": _as_json(self.committed, self.lost),
+            "problems": [*self.problems],
             "status": msgspec.to_builtins(self.status),
         }
 
@@ -210,6 +212,8 @@ class GroupView:
     ranks: dict[int, WatchView]
     committed: Sequence[CommittedStatus]
     lost: Mapping[int, str] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    is_bad: bool = False
 
     @property
     def state(self) -> str:
@@ -247,13 +251,14 @@ class GroupView:
     @property
     def facts(self) -> tuple[object, ...]:
         """The facts whose change is worth more lines."""
-        return tuple((rank, view.facts) for rank, view in self.ranks.items())
+        return *((rank, view.facts) for rank, view in self.ranks.items()), *self.problems
 
     def document(self) -> dict[str, object]:
         """The view for ``--json``."""
         return {
             "state": self.state,
             "committed": _as_json(self.committed, self.lost),
+            "problems": [*self.problems],
             "ranks": {str(rank): view.document() for rank, view in self.ranks.items()},
             "stage_seconds": {str(rank): seconds for rank, seconds in self.times.items()},
             "slowest": slowest(self.times),
@@ -263,7 +268,7 @@ class GroupView:
     def line(self) -> str:
         """Return the view as one line per rank."""
         lines = [f"rank {rank}: {view.line()}" for rank, view in self.ranks.items()]
-        return "\n".join(filter(None, [*lines, self._waits(), describe_slowest(self.times)]))
+        return "\n".join(filter(None, [*lines, self._waits(), describe_slowest(self.times), *self.problems]))
 
     def _waits(self) -> str:
         step, late = self.waited_for
@@ -305,17 +310,23 @@ class Watch:
         restorable = [info for info in place.infos if not info.rejected][:_MOST_COMMITTED]
         listed = [copied(CommittedStatus, info) for info in restorable]
         if (folders := place.rank_folders) is None:
-            return self._view(published, listed, lost)
+            return self._view(published, listed, lost, *problems(place))
         self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
         views = {rank: watch._view(read_status(folders[rank]), listed, lost) for rank, watch in self._ranks.items()}
-        return GroupView(self._path, views, listed, lost)
+        running = any(view.state in ("running", "silent") for view in views.values())
+        return GroupView(self._path, views, listed, lost, *problems(place, running=running))
 
     def _view(
-        self, published: Published | None, listed: Sequence[CommittedStatus], lost: Mapping[int, str]
+        self,
+        published: Published | None,
+        listed: Sequence[CommittedStatus],
+        lost: Mapping[int, str],
+        notes: Sequence[str] = (),
+        is_bad: bool = False,
     ) -> WatchView:
         if published is not None and published.alive:
             listed, lost = published.status.committed, {}
-        return WatchView(self._path, published, listed, self._before(published), lost)
+        return WatchView(self._path, published, listed, self._before(published), lost, notes, is_bad)
 
     def _before(self, published: Published | None) -> Status | None:
         """The status of some five seconds ago: rates of less than that jump with every chunk."""
@@ -395,7 +406,7 @@ def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
 def _status(view: WatchView | GroupView) -> int:
     """Return the exit status for the last view; print the reason if there is nothing."""
     if view.state in ("running", "silent", "closed"):
-        return DIFFERENT if view.lost else 0
+        return DIFFERENT if view.lost or view.is_bad else 0
     if view.committed or view.published is not None:
         return DIFFERENT
     why = read_place(view.path).nothing(None)
@@ -421,6 +432,7 @@ def panel(view: WatchView | GroupView, width: int) -> RenderableType:
         parts += [durable, *(Text(f"LOST: {printable(what)}", style="red") for what in view.lost.values())]
     else:
         parts.append(Text("no committed checkpoint"))
+    parts += [Text(printable(problem), style="red") for problem in view.problems]
     return Group(*parts)
 
 

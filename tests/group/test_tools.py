@@ -876,6 +876,25 @@ def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
     assert "A restart tries step 3" in pccheck("ls", folder)
 
 
+@pytest.mark.parametrize("fault", ["group.json", "a rank of another group", "a rank is gone", "store.json"])
+def test_watch_notes_what_ls_notes_on_a_group(folder: Path, tmp_path: Path, fault: str) -> None:
+    if fault == "group.json":
+        (folder / "group.json").write_bytes(b"{")
+    elif fault == "store.json":
+        (folder / "rank-00001" / "store.json").unlink()
+    else:
+        shutil.rmtree(folder / "rank-00001")
+    if fault == "a rank of another group":
+        save_in_group(tmp_path / "other", 2, 1)
+        shutil.copytree(tmp_path / "other" / "rank-00001", folder / "rank-00001")
+    noted = [
+        line for line in pccheck("ls", folder, status=4).splitlines() if re.match("(Incom|No trainer|store)", line)
+    ]
+    assert noted
+    assert parsed("watch", folder, "--once", status=4)["problems"] == noted
+    assert [line for line in pccheck("watch", folder, status=4).splitlines() if line in noted] == noted
+
+
 def test_ls_says_how_much_all_ranks_have_on_disk(made: Path) -> None:
     found = parsed("ls", made)["on_disk"]
     assert found["nbytes"] == sum(slot.stat().st_size for slot in made.glob("rank-*/slot-*"))

@@ -101,6 +101,20 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
     assert unreadable.stderr.startswith("pccheck: CorruptStoreError: ")
 
 
+def test_a_lost_record_is_noted_as_by_ls(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        save(engine, 1)
+        save(engine, 2)
+    data = bytearray((tmp_path / "commit").read_bytes())
+    for offset in (70, 70 + (1 << 16)):
+        data[offset] ^= 1
+    (tmp_path / "commit").write_bytes(data)
+    (note,) = re.findall(r"^LOST\?: .*$", runner.invoke(app, ["ls", str(tmp_path)]).stdout, re.MULTILINE)
+    assert json.loads(look(tmp_path, "--json").stdout)["problems"] == [note]
+    assert "".join(note.split()) in "".join(look(tmp_path).stdout.split())
+    assert note in runner.invoke(app, ["watch", str(tmp_path)]).stdout
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_narrow_terminals(tmp_path: Path, columns: int) -> None:
     """Of what is in flight, nothing is cut off; what has no room is left out."""
