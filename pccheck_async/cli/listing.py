@@ -59,6 +59,12 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Reads no tensor: `pccheck verify` checks all bytes. Safe while a trainer writes to the store. Of a group's folder
     those that are complete, with the bytes of all ranks, and below them those that lack parts.
 
+    --json prints of a store a list of checkpoints, newest first, each an object: step, counter, nbytes, time, created,
+    pinned, rejected, name, metadata, and lost (why) where its slot is. Of a group's folder it prints an object:
+    checkpoints, the same list, each with world_size; incomplete, a list of objects: step, counter, missing_ranks,
+    missing_count, was_complete; on_disk: nbytes, slots, slots_in_use; and problem where no trainer can open the group.
+    Of an error it prints an object: error, with type and message.
+
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
     """

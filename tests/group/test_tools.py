@@ -33,6 +33,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.cli.checkpoints import BACKUP
+from pccheck_async.cli.listing import ls
 from pccheck_async.cli.watch import GroupView, WatchView
 from pccheck_async.errors import (
     CorruptStoreError,
@@ -874,6 +875,23 @@ def test_a_group_that_no_rank_opens_is_not_called_fine(folder: Path) -> None:
     assert not parsed("verify", folder, status=4)["whole"]
     pccheck("recover", folder, "--write")
     assert "A restart tries step 3" in pccheck("ls", folder)
+
+
+@pytest.mark.slow
+def test_help_and_guide_name_all_that_ls_prints_as_json(folder: Path) -> None:
+    before = (folder / "rank-00001" / "commit").read_bytes()
+    save_in_group(folder, 2, 4, keep_last=4)
+    (folder / "rank-00001" / "commit").write_bytes(before)
+    (folder / "group.json").write_bytes(b"{")
+    slot_of(folder, 1, 2).unlink()
+    printed, store = parsed("ls", folder, status=4), parsed("ls", folder / "rank-00000")
+    (lost,) = (one for one in printed["checkpoints"] if "lost" in one)
+    assert lost.keys() - {"lost", "world_size"} == store[0].keys()
+    names = {*printed, *lost, *printed["incomplete"][0], *printed["on_disk"]}
+    guide = (Path(__file__).parents[2] / "examples" / "guide" / "operating.md").read_text()
+    table = guide.partition("`pccheck ls --json` prints")[2].partition("| exit status")[0]
+    assert {*re.findall(r"`([a-z_]+)`", table)} - {"null"} == names
+    assert names <= {*re.findall(r"[a-z_]+", (ls.__doc__ or "").partition("--json prints")[2])}
 
 
 @pytest.mark.parametrize("fault", ["group.json", "a rank of another group", "a rank is gone", "store.json"])
