@@ -14,6 +14,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Final, Self
 
 __all__ = [
@@ -264,7 +265,7 @@ class ClosedError(CheckpointError, RuntimeError):
 
 def write_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
     """Map the ``OSError`` of a failed write or flush, keeping errno and naming the file."""
-    return WriteError(error.errno or _errno.EIO, _advised(error), os.fspath(path))
+    return WriteError(error.errno or _errno.EIO, _advised(error, path), os.fspath(path))
 
 
 _DESCRIPTORS = "close files, or raise their limit (ulimit -n)"
@@ -276,11 +277,20 @@ _ADVICE = {
 _NO_LOCKS = (_errno.ENOLCK, _errno.EOPNOTSUPP, _errno.ENOSYS, _errno.EINVAL)
 
 
-def _advised(error: OSError) -> str:
+def _advised(error: OSError, path: str | os.PathLike[str]) -> str:
     text = error.strerror or str(error)
     if is_forbidden(error):
-        return f"{text}; that is no damage: use the account that owns the file, or change its mode"
+        folder = _closed_folder(Path(path))
+        which = "the file" if folder is None else f"the folder {folder}"
+        entered = "" if folder is None else f": this process may not read and enter {which}"
+        return f"{text}{entered}; that is no damage: use the account that owns {which}, or change its mode"
     return f"{text}; {_ADVICE[error.errno]}" if error.errno in _ADVICE else text
+
+
+def _closed_folder(path: Path) -> Path | None:
+    """Return the outermost folder on the way to a path that this process may not enter, or list if it is the path."""
+    wanted = [(folder, os.X_OK) for folder in reversed(path.parents)] + [(path, os.R_OK | os.X_OK)]
+    return next((each for each, mode in wanted if os.path.isdir(each) and not os.access(each, mode)), None)
 
 
 def lock_error(error: OSError) -> OSError:
@@ -334,4 +344,4 @@ def is_read_only(error: BaseException) -> bool:
 
 def read_error(error: OSError, path: str | os.PathLike[str]) -> ReadError:
     """Map the ``OSError`` of a failed read, keeping errno and naming the file."""
-    return ReadError(error.errno or _errno.EIO, _advised(error), os.fspath(path))
+    return ReadError(error.errno or _errno.EIO, _advised(error, path), os.fspath(path))

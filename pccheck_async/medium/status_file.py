@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from pccheck_async.errors import CorruptStoreError
+from pccheck_async.errors import CorruptStoreError, read_error
 from pccheck_async.format import crc32
 from pccheck_async.medium.folder import open_regular
 
@@ -154,6 +154,8 @@ def read_status(path: str | os.PathLike[str]) -> Published | None:
             fd = open_regular(name, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError, CorruptStoreError):
             return None
+        except PermissionError as error:
+            raise read_error(error, name) from error
         try:
             if (status := _read(fd)) is None:
                 return None
