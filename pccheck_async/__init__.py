@@ -67,7 +67,7 @@ __all__ = [
     "TornCaptureError", "TrainingStep", "list_checkpoints", "load", "load_sync", "open_checkpoint",
 ]  # fmt: skip
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 _import = importer(
     __name__,
