@@ -72,6 +72,15 @@ def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) 
         return " What is damaged is dropped by training that goes on from there."
     if not damaged or place.is_part:
         return ""
+    from pccheck_async.upkeep import replaced_slots  # and torch
+
+    replaced = replaced_slots(place)
+    if others := [info for info in damaged if info.counter in replaced]:
+        return (
+            f" The slots of {noun_for(others)} {steps_of(others)} hold other bytes than the record names: newer "
+            "checkpoints, if the record is older, as in a backup that was put back in part. Copy the folder, and "
+            f"{in_shell('recover', place.path, '--search')} says what is there."
+        )
     steps = sorted({info.step for info in damaged} - kept)
     beside = [info for info in damaged if info.step in kept]  # a step would mean a whole one, too
     if place.of_group:

@@ -92,16 +92,19 @@ def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
 
 
 def describe_incomplete(place: Place) -> Iterator[str]:
-    """Yield for each checkpoint that is not complete the ranks that lack their parts, and its fate."""
+    """Yield for each checkpoint that is not complete the ranks that lack their parts, and its fate; then advice."""
+    advice = dict[str, None]()  # the same for many of them
     for one in place.incomplete:
         fate = "it is being saved, or was when the ranks ended"
         if one.committed:
-            fate = "; ".join(("it was complete once", *place.put_back(one.ranks)))
+            fate = "it was complete once"
+            advice.update(dict.fromkeys(place.put_back(one.ranks)))
         elif one.proven:
             fate += ": the next run of the group drops it"
         yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {one.lacking}; {fate}."
     if place.complete and newer_lost(place) and place.stores.keys() >= {*place.incomplete[0].ranks}:
-        yield f"{place.look_for_parts[0].upper()}{place.look_for_parts[1:]}."
+        advice[place.look_for_parts] = None
+    yield from (f"To do: {each}." for each in advice)
 
 
 def newer_lost(place: Place) -> bool:

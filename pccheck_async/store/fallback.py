@@ -147,6 +147,7 @@ class Fallback:
     def _warn_damaged(self, entry: Entry, error: Exception, older: Entry) -> None:
         """Warn that a checkpoint is passed over for an older one."""
         self.warned = True
-        what = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
+        which = f" (counters {entry.counter} and {older.counter})" if older.step == entry.step else ""
+        what = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}{which}"
         text = f"{what} of {self._path}"
         write_and_warn("fell_back", text, step=entry.step, counter=entry.counter, error=str(error))

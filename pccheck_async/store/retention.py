@@ -271,7 +271,8 @@ class Retention:
             raise NoCheckpointError(f"there is no checkpoint{describe_which(which)}{newer} that is not rejected{left}")
         if all(entry.rejected or entry.counter in chosen for entry in entries):
             raise StoreError(
-                f"no committed checkpoint older than step {step} would be left to restore; nothing was rejected"
+                f"no checkpoint committed before step {step} would be left to restore: all others have larger steps "
+                "or counters; nothing was rejected"
             )
         return chosen
 

@@ -311,11 +311,14 @@ class Store:
 
         await uninterrupted(give_back())
 
-    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> tuple[Entry, ...]:
+    async def amend(
+        self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]], *, for_good: bool = False
+    ) -> tuple[Entry, ...]:
         """Change the entries of committed checkpoints, or drop some, in one record; return those that it names.
 
         ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises its
-        errors, and StoreFailedError: a flush or the record failed, now or before.
+        errors, and StoreFailedError: a flush or the record failed, now or before. ``for_good``: what it drops is not
+        readable as superseded either.
 
         Durability: when this returns the change survives power loss.
         """
@@ -328,6 +331,10 @@ class Store:
             await self.take_over_once()
             if entries != self.committed.record.entries:
                 await self._replace_record(self.committed.record_naming(entries))
+                if for_good:
+                    # Without this: the record before still names what was removed, and a restart that finds all newer
+                    # ones damaged restores it, in place of an older one that was kept.
+                    await self._replace_record(self.committed.record_naming(entries))
             return entries
 
     async def rewrite(self, make: Callable[[Record], Record]) -> None:
@@ -393,7 +400,7 @@ class Store:
         return [entry for entry in await self.amend(change) if entry.counter in chosen]
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        """Drop all that match ``which``, pinned or not, in one record; return the dropped ones, newest first.
+        """Drop all that match ``which``, pinned or not, for good; return the dropped ones, newest first.
 
         Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.remove`.
         """
@@ -403,7 +410,7 @@ class Store:
             before[:] = entries
             return self.committed.retention.remove(entries, which, force=force)
 
-        left = {entry.counter for entry in await self.amend(change)}
+        left = {entry.counter for entry in await self.amend(change, for_good=True)}
         await self.slots.remove_surplus()
         return [entry for entry in before if entry.counter not in left]
 

@@ -24,6 +24,7 @@ from pccheck_async.upkeep.reading import (
     lost_records,
     lost_slots,
     overwritten,
+    replaced_slots,
 )
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, RecordCopy, Verification, verify_checkpoints
@@ -49,6 +50,7 @@ __all__ += [
     "pin_checkpoint",
     "recover_store",
     "reject_checkpoints",
+    "replaced_slots",
     "to_remove",
     "unpin_checkpoint",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pccheck_async.engine import call_once
-from pccheck_async.errors import NoCheckpointError, StoreLockedError
+from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError, in_shell
 from pccheck_async.format import (
     CheckpointInfo,
     Entry,
@@ -23,13 +23,14 @@ from pccheck_async.format import (
     there_are,
     whole_step,
 )
-from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, slot_number
+from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, MIN_BLOCK, slot_name, slot_number
 from pccheck_async.group import Place, mark_rejected, open_place
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import KeepAll, Retention, Store, StoreReader, open_store, rank_name
-from pccheck_async.upkeep.reading import LOCK_SECONDS
+from pccheck_async.upkeep.reading import LOCK_SECONDS, holds_other
+from pccheck_async.upkeep.salvage import find_in_slot
 
 __all__ = [
     "Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints", "to_remove",
@@ -73,12 +74,12 @@ def remove_checkpoints(
         step: A step, or several: all of them are there, or nothing is dropped.
         name: A name, or several: the same.
         counter: A counter, or several, the same: of two checkpoints of one step it tells which.
-        force: Drop them also where no checkpoint is left then.
+        force: Drop them also where no checkpoint is left then, or a slot holds a newer one that no record names.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names or counters.
-        StoreError: no checkpoint would be left, or it is the folder of a group.
+        StoreError: no checkpoint would be left, a slot holds a newer one, or it is the folder of a group.
         StoreLockedError: a trainer has the store open.
         StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
         TypeError: neither ``step`` nor ``name`` nor ``counter`` is given.
@@ -93,13 +94,30 @@ def remove_checkpoints(
         return kept
 
     async def drop() -> None:
-        async with _writing(path, io) as (_, (store,)):
-            await store.amend(change)
+        async with _writing(path, io) as (place, (store,)):
+            if not force:
+                await _check_contents(place, to_remove(path, store.committed.entries, step, name, counter))
+            await store.amend(change, for_good=True)
             await store.slots.remove_surplus()
 
     before = slot_bytes(Path(path))
     call_once(drop())
     return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
+
+
+async def _check_contents(place: Place, removed: Sequence[Entry]) -> None:
+    """Raise StoreError if the slot of one of these holds a newer checkpoint, which no record names, in its place."""
+    newest = max(one.entry.counter for one in place.complete)
+    for entry in removed:
+        if not holds_other(place.path / slot_name(entry.slot), entry):
+            continue
+        found = await find_in_slot(place.opened, entry.slot, MIN_BLOCK, lambda done, total: None)
+        if found.entry is not None and found.entry.counter > newest:
+            raise StoreError(
+                f"{found.file} holds a newer checkpoint, of step {found.entry.step}, in the place of that of step "
+                f"{entry.step}, and no record names it: {in_shell('recover', place.path, '--search')} shows what is "
+                "there; nothing was removed (--force, force=True: remove it)"
+            )
 
 
 def to_remove(

@@ -29,8 +29,10 @@ __all__ = [
     "counting",
     "describe_checkpoint",
     "forbidden_files",
+    "holds_other",
     "lost_records",
     "lost_slots",
+    "replaced_slots",
 ]
 
 _LOOKS = 10
@@ -51,6 +53,21 @@ def lost_slots(place: Place) -> dict[int, str]:
             if fault := _slot_fault(place.path / name, part.entry):
                 faults.setdefault(one.key.counter, []).append(f"{name} {fault}")
     return {counter: ", ".join(each) for counter, each in faults.items()}
+
+
+def replaced_slots(place: Place) -> set[int]:
+    """Return the counters of checkpoints of one process in whose slots other bytes lie where their manifests were.
+
+    These are damaged; or the record is older than the slots, as in a backup that was put back in part, and newer
+    checkpoints may lie there.
+    """
+    found = ((one.entry, place.path / slot_name(one.entry.slot)) for one in place.complete if not place.of_group)
+    return {entry.counter for entry, path in found if holds_other(path, entry)}
+
+
+def holds_other(path: Path, entry: Entry) -> bool:
+    """Whether a slot, which is no link, holds other bytes than the manifest of ``entry``."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0 and bool(_slot_fault(path, entry))
 
 
 def overwritten(place: Place) -> set[int]:

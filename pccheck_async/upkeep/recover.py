@@ -241,7 +241,9 @@ def recover_store(
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
             problems=(*problems, *_damaged_chunks(verification), *others),
             dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
-            refusal=_only_by_its_group(Path(path)) if version == GROUP_VERSION and (not record or search) else "",
+            refusal=_only_by_its_group(Path(path))
+            if version == GROUP_VERSION and (not record or search)
+            else _out_of_order(name, found, entries, before, chosen=slots is not None, search=search),
             verification=verification,
             record_lost=record_lost,
         )
@@ -538,6 +540,33 @@ def _only_by_its_group(folder: Path) -> str:
         f"{in_shell('recover', folder.absolute().parent, '--search', '--write')} makes these again. Else the slots "
         "that are whole, copied into a folder of their own and recovered there as a store of one process, have what "
         "this rank had, of tensors that lie on several ranks its boxes alone"
+    )
+
+
+def _out_of_order(
+    path: str,
+    found: Sequence[FoundCheckpoint],
+    entries: Sequence[Entry],
+    before: Sequence[Entry],
+    *,
+    chosen: bool,
+    search: bool,
+) -> str:
+    """Return a refusal to guess whether checkpoints that no record named are of this run.
+
+    Empty if the slots were ``chosen``, or none is strange.
+    """
+    known = {(entry.counter, entry.slot) for entry in before}
+    noted = {one.slot for one in found if one.note}
+    strange = [entry for entry in entries if entry.slot in noted and (entry.counter, entry.slot) not in known]
+    if not strange or chosen:
+        return ""
+    kept = sorted(entry.slot for entry in entries if entry not in strange)
+    options = [*["--search"] * search, *[part for slot in kept for part in ("--slot", str(slot))], "--write"]
+    names = first_few([f"{slot_name(entry.slot)} (step {entry.step}, counter {entry.counter})" for entry in strange], 5)
+    return (
+        f"{names} was captured before one with a lower counter: it may be of another run, copied here, or the clock "
+        f"was set back; {in_shell('recover', path, *options)} leaves it out, and with its --slot, too, names it"
     )
 
 

@@ -230,14 +230,18 @@ def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[
         elif len(kept) == MOST_ENTRIES:
             notes[entry.slot] = f"a record names {MOST_ENTRIES}"
         else:
-            if kept and entry.time > kept[-1].time:
-                notes[kept[-1].slot] = f"captured before counter {entry.counter}: copied here, or never committed"
             if entry.name in names:
                 unnamed = {key: value for key, value in entry.metadata.items() if key != NAME_KEY}
                 kept.append(replace(entry, metadata=unnamed))
             else:
                 kept.append(entry)
             names.add(entry.name)
+    latest: Entry | None = None
+    for entry in reversed(kept):
+        if latest is None or entry.time >= latest.time:
+            latest = entry
+        else:
+            notes[entry.slot] = f"captured before counter {latest.counter}: copied here, or never committed"
     return kept, notes
 
 

@@ -657,14 +657,74 @@ def test_a_search_that_finds_what_was_dropped_leaves_a_store_in_order(tmp_path: 
 
 
 def test_a_search_that_would_name_others_has_something_to_write(store: Path) -> None:
-    assert pccheck("remove", store, "--step", "3", "--yes").exit_code == 0
+    older = (store / "commit").read_bytes()
+    with SyncCheckpointEngine(store, keep_last=3) as engine:
+        engine.restore(state_of(0))
+        engine.checkpoint(state_of(4), step=4).result()
+    (store / "commit").write_bytes(older)
     found = pccheck("recover", store, "--search")
-    assert (found.exit_code, "--write` the store names steps 3" in found.stdout) == (4, True)
+    assert (found.exit_code, "--write` the store names steps 4" in found.stdout) == (4, True)
     (store / "commit").write_bytes(os.urandom(1 << 18))
     found = pccheck("recover", store, "--search")
-    assert (found.exit_code, "--write` the store names steps 3" in found.stdout) == (4, True)
+    assert (found.exit_code, "--write` the store names steps 4" in found.stdout) == (4, True)
     assert pccheck("recover", store, "--search", "--write").exit_code == 0
     assert pccheck("recover", store, "--search").exit_code == 0
+
+
+def test_an_older_record_beside_newer_slots_is_no_reason_to_remove_what_they_hold(store: Path) -> None:
+    older = (store / "commit").read_bytes()
+    with SyncCheckpointEngine(store, keep_last=3) as engine:
+        engine.restore(state_of(0))
+        for step in range(4, 8):
+            engine.checkpoint(state_of(step), step=step).result()
+    (store / "commit").write_bytes(older)
+    for command in (["ls"], ["verify", "--all"], ["recover"]):
+        said = pccheck(*command, store)
+        assert said.exit_code == 4
+        assert "pccheck remove" not in said.stdout
+        assert f"`pccheck recover {store} --search` says what is there" in said.stdout
+    lost = max(path.name for path in store.glob("slot-*") if "step 7" in _held(store, path.name))
+    named = next(each.info.step for each in stores.verify(store, every=True).checkpoints if each.slot == lost)
+    refused = pccheck("remove", store, "--step", str(named), "--yes")
+    assert refused.exit_code == 1
+    assert f"{lost} holds a newer checkpoint, of step 7" in refused.stderr
+    assert pccheck("recover", store, "--search", "--write").exit_code == 0
+    assert list_checkpoints(store)[0].step == 7
+
+
+def _held(store: Path, slot: str) -> str:
+    found = stores.recover(store, search=True).found
+    return next(f"step {one.info.step}" for one in found if one.file == slot and one.info is not None)
+
+
+@pytest.mark.parametrize("records", ["valid", "gone"])
+def test_the_slot_of_another_run_is_not_taken_for_the_newest(store: Path, tmp_path: Path, records: str) -> None:
+    other = tmp_path / "other"
+    save(other, *range(10, 18))
+    with SyncCheckpointEngine(store, keep_last=3) as engine:  # captured later, with smaller counters
+        engine.restore(state_of(0))
+        engine.checkpoint(state_of(4), step=4).result()
+    before, strange = list_checkpoints(store), stores.describe(other).slot
+    shutil.copy(other / strange, store / "slot-009")
+    if records == "gone":
+        (store / "commit").unlink()
+    refused = pccheck("recover", store, "--search", "--write")
+    assert refused.exit_code == 1
+    assert "slot-009 (step 17, counter 7) was captured before one with a lower counter" in refused.stderr
+    (advised,) = re.findall(r"`pccheck (recover .*?--write)`", refused.stderr)
+    assert pccheck(*shlex.split(advised)).exit_code == 0
+    named = [info.step for info in list_checkpoints(store)]
+    assert named[: len(before)] == [info.step for info in before]  # and a dropped one that was still whole
+    assert pccheck(*shlex.split(advised), "--slot", "9").exit_code == 0
+    assert list_checkpoints(store)[0].step == 17
+
+
+def test_what_was_removed_does_not_come_back_where_newer_ones_are_damaged(store: Path) -> None:
+    assert pccheck("remove", store, "--step", "2", "--yes").exit_code == 0
+    flip(store / stores.describe(store, step=3).slot, 5000)
+    assert "A restart restores step 1" in pccheck("verify", store, "--all").stdout
+    with pytest.warns(RuntimeWarning, match="falling back to step 1"):
+        load_sync(store)
 
 
 def test_recover(store: Path) -> None:
