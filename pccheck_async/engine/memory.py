@@ -263,12 +263,17 @@ class Memory:
         self._restored = counter
 
     async def begin(self) -> None:
-        """Make this run's line durable on disk, before its first checkpoint in any tier. Called under :attr:`turn`.
+        """Make this run's line durable on disk, before its first checkpoint in any tier.
 
         Only then is freed what no line accepts any more; if that fails, the tier is off. Raises StoreFailedError: the
         disk takes no more commits.
         """
-        if self._begun:
+        if not self._begun:
+            async with self.turn:
+                await self._begin()
+
+    async def _begin(self) -> None:
+        if self._begun:  # by another checkpoint meanwhile
             return
         before, run = self._disk.committed.line, secrets.token_bytes(16)
         base = self._base

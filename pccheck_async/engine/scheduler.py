@@ -347,10 +347,11 @@ class Scheduler:
         memory, capture, counter = self.memory, job.capture, job.flight.counter
         if memory is None or not job.in_memory:
             return None
+        # Before the turn: in a group those that have the places there may wait for it, once the disk admits them.
+        if not await self.peers.admitted_in_memory(counter):
+            self.peers.ended_in_memory(counter, None)  # at once: the next one may wait for its place
+            return None
         async with memory.turn:
-            if not await self.peers.admitted_in_memory(counter):
-                self.peers.ended_in_memory(counter, None)  # at once: the next one may wait for its place
-                return None
             longest = plan.payload_nbytes + len(self._encode(job)) + memory.store.block_bytes
             if (lease := await memory.lease(longest)) is None:
                 self.peers.ended_in_memory(counter, CheckpointError(memory.off or "there is no slot in memory for it"))

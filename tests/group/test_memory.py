@@ -21,6 +21,7 @@ from pccheck_async import Group, MemoryTier, SyncCheckpointEngine, list_checkpoi
 from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
 from pccheck_async.errors import CheckpointError, StoreLockedError, TornCaptureError, WriteError
+from pccheck_async.format import Line
 from pccheck_async.store import Store, Written
 from pccheck_async.stores import reject
 from pccheck_async.testing.probe import probe
@@ -101,6 +102,12 @@ def marks_of(path: Path) -> Path:
     marks = path.with_name(f"{path.name}-marks")
     marks.mkdir()
     return marks
+
+
+def meet_at(marks: Path, rank: int, name: str = "", world: int = 2) -> None:
+    """Wait until all ranks are here."""
+    (marks / f"{name}{rank}").touch()
+    wait_for(*(marks / f"{name}{each}" for each in range(world)))
 
 
 def memory_of(engine: SyncCheckpointEngine) -> Memory:
@@ -469,6 +476,36 @@ def test_a_call_that_raises_on_one_rank_fails_on_all(tmp_path: Path, tier: Memor
     marks = marks_of(tmp_path)
     assert run_ranks(2, work) == [[3, 0]] * 2
     assert train(tmp_path, tier) == [(3, "memory")] * 2
+
+
+def test_one_for_memory_alone_waits_for_its_place_beside_those_that_wait_for_the_disk(
+    tmp_path: Path, tier: MemoryTier
+) -> None:
+    """The two before it have both places there, and are not admitted on disk yet."""
+
+    def work(group: Group) -> None:
+        engine = engine_on(tmp_path, group, tier).open()
+        begin, scheduler = Store.begin_line, probe(engine).core.assembly.scheduler
+
+        async def late(self: Store, line: Line) -> None:
+            while len(scheduler.tasks) < 3:  # noqa: ASYNC110 - nothing reports it
+                await asyncio.sleep(0)
+            for _ in range(10):  # the third one waits for its place by now
+                await asyncio.sleep(0)
+            await begin(self, line)
+
+        Store.begin_line = late  # type: ignore[method-assign]
+        first, second, third = (
+            engine.checkpoint(state_of(group.rank, step), step=step, tier=where)  # type: ignore[arg-type]
+            for step, where in enumerate(("disk", "disk", "memory"))
+        )
+        third.wait_reached("memory", 20)
+        assert [first.result(20).step, second.result(20).step] in ([0, 1], [1, 1])
+        meet_at(marks, group.rank)
+
+    marks = marks_of(tmp_path)
+    run_ranks(2, work)
+    assert train(tmp_path, tier) == [(2, "memory")] * 2
 
 
 # -- leaving
