@@ -126,6 +126,8 @@ class AgreedCandidates(RestoreCandidates):
             return error is None
         outcome: MatchOutcome = "ok" if error is None else "mismatch"
         self._mismatch = error
+        if isinstance(error, StateMismatchError) and self._parts.has_out_of_sight(self._restore.key):
+            outcome = "elsewhere"  # an older checkpoint may be on a disk that all ranks see
         if isinstance(error, DroppedMeanwhileError):
             outcome, self._mismatch = "unread", None  # rank 0 proposes the newest one that is there now
         if isinstance(error, UnreadableError):
@@ -231,7 +233,12 @@ class PartSources:
         if self._memory is None:
             return distinct[:1]
         seen = [way for way in distinct if self._sees(rank, way[rank % len(way)])]
-        return seen or distinct[:1]
+        return [*dict.fromkeys(self._nearest(rank, way, distinct) for way in seen or distinct[:1])]
+
+    def _nearest(self, rank: int, way: Sequence[int], ways: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return a way with another one's domain for each part that a rank sees only there."""
+        places = zip(way, *ways, strict=True)
+        return tuple(next((domain for domain in each if self._sees(rank, domain)), each[0]) for each in places)
 
     def _sees(self, rank: int, domain: int) -> bool:
         disk, memory = self._disk.member.homes[rank] + self._shift, self._memory
@@ -242,6 +249,12 @@ class PartSources:
         if not self._sees(rank, domain):
             return None
         return self._disk if domain >= self._shift else self._memory
+
+    def has_out_of_sight(self, key: Key | None) -> bool:
+        """Whether this rank does not see all parts of a checkpoint, some of which only the memory of hosts has."""
+        rank = self._disk.member.rank
+        ways = [] if key is None or self._memory is None else self._ways(key, rank)
+        return any(domain < self._shift and not self._sees(rank, domain) for way in ways for domain in way)
 
     def step(self, key: Key) -> int | None:
         """Return the step of a complete checkpoint; None if it is gone."""

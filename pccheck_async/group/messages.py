@@ -345,8 +345,9 @@ class Candidate(GroupDecision, frozen=True):
     why: str = ""
 
 
-MatchOutcome: TypeAlias = Literal["ok", "mismatch", "damaged", "unread"]
-"""``unread``: a read failed, and may succeed another time."""
+MatchOutcome: TypeAlias = Literal["ok", "mismatch", "elsewhere", "damaged", "unread"]
+"""``unread``: a read failed, and may succeed another time; ``elsewhere``: a mismatch, maybe for want of parts that only
+the memory of other hosts has."""
 
 
 class Matched(Message, frozen=True):

@@ -199,12 +199,14 @@ class LeadRestore:
     def _wanted(self, there: Sequence[There]) -> list[Key]:
         return [key for key, step, name in there if matches(self.which, step, name)]
 
-    def _try_next(self, there: Sequence[There], damage: dict[int, str]) -> list[RestoreDecision]:
-        """Propose the newest one that no rank found damaged."""
+    def _try_next(
+        self, there: Sequence[There], damage: dict[int, str], reason: Reason = "damaged"
+    ) -> list[RestoreDecision]:
+        """Propose the newest one that no rank found damaged; without one end the restore with a ``reason``."""
         whole = [key for key in self._wanted(there) if key.counter not in self.damaged | self.passed]
         asked_again = self.which is not None and damage
         if not whole or asked_again:
-            return [self._end("damaged", damage or {-1: "every complete checkpoint is damaged on some rank"})]
+            return [self._end(reason, damage or {-1: "every complete checkpoint is damaged on some rank"})]
         self.candidate = whole[0]
         self.attempt += 1
         self.matches, self.verified = {}, {}
@@ -215,6 +217,10 @@ class LeadRestore:
         mismatch = {rank: one.why for rank, one in self.matches.items() if one.outcome == "mismatch"}
         if damage:
             return self._fall_back(damage, there, any(one.outcome == "damaged" for one in self.matches.values()))
+        elsewhere = {rank: one.why for rank, one in self.matches.items() if one.outcome == "elsewhere"}
+        if elsewhere and not self._is_dry_run:
+            return self._fall_back(elsewhere, there, False, "mismatch")
+        mismatch |= elsewhere
         return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]
 
     def _conclude(self, candidate: Key, there: Sequence[There]) -> list[RestoreDecision]:
@@ -230,11 +236,16 @@ class LeadRestore:
         """End the restore that is under way or comes next; the group is broken."""
         return self._end("disagreement", {-1: why})
 
-    def _fall_back(self, damage: dict[int, str], there: Sequence[There], lost: bool) -> list[RestoreDecision]:
+    @property
+    def _is_dry_run(self) -> bool:
+        return any(request.dry_run for request in self.requests.values())
+
+    def _fall_back(
+        self, damage: dict[int, str], there: Sequence[There], lost: bool, reason: Reason = "damaged"
+    ) -> list[RestoreDecision]:
         assert self.candidate is not None
-        dry_run = any(request.dry_run for request in self.requests.values())
-        (self.damaged if lost and not dry_run else self.passed).add(self.candidate.counter)
-        return self._try_next(there, damage)
+        (self.damaged if lost and not self._is_dry_run else self.passed).add(self.candidate.counter)
+        return self._try_next(there, damage, reason)
 
     def _end(self, reason: Reason, why: dict[int, str]) -> NotRestored:
         ended = NotRestored(self.index, reason, why)

@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import Group, MemoryTier, SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
+from pccheck_async import (
+    FlatShard,
+    Group,
+    MemoryTier,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    open_checkpoint,
+)
 from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
 from pccheck_async.errors import CheckpointError, StoreLockedError, TornCaptureError, WriteError
@@ -629,6 +637,41 @@ def test_ranks_that_come_back_on_other_hosts_get_their_parts_from_memory_there(
     assert swapped() == [(3, "memory")] * 2
     assert swapped(range(4, 6)) == [(3, "memory")] * 2
     assert swapped() == [(5, "memory")] * 2
+
+
+def _shard(rank: int, world: int, value: float | None = None) -> dict[str, Any]:
+    """Return a rank's range of a tensor of 1200 elements, all equal to ``value`` or to their index."""
+    first, end = rank * 1200 // world, (rank + 1) * 1200 // world
+    local = torch.arange(first, end).float() if value is None else torch.full((end - first,), value)
+    return {"w": FlatShard(local, (1200,), first)}
+
+
+@pytest.mark.parametrize("saved_on_disk", [2, 1], ids=["also on disk", "in memory alone"])
+def test_other_splits_read_parts_of_other_hosts_on_the_disk_of_all(
+    tmp_path: Path, shared_memory: Path, saved_on_disk: int
+) -> None:
+    """What is in the memory of other hosts alone is passed over for what all see."""
+
+    def save(group: Group) -> None:
+        path, tier = _hosts(shared_memory, [0, 1], tmp_path)(group.rank)
+        engine = engine_on(path, group, tier).open()
+        for step in range(2):
+            on_disk = step < saved_on_disk
+            pending = engine.checkpoint(_shard(group.rank, 2), step=step, tier="disk" if on_disk else "memory")
+            pending.result(20) if on_disk else pending.wait_reached("memory", 20)
+        meet_at(marks, group.rank)
+
+    def go_on(group: Group) -> tuple[int, bool]:
+        path, tier = _hosts(shared_memory, [0, 1, 1], tmp_path)(group.rank)
+        engine, state = engine_on(path, group, tier).open(), _shard(group.rank, 3, -1.0)
+        restored = engine.restore(state)
+        assert restored is not None
+        meet_at(marks, group.rank, "again", 3)
+        return restored.step, torch.equal(state["w"].local, _shard(group.rank, 3)["w"].local)
+
+    marks = marks_of(tmp_path)
+    run_ranks(2, save)
+    assert run_ranks(3, go_on) == [(saved_on_disk - 1, True)] * 3
 
 
 def test_what_all_have_alike_is_in_the_memory_of_each_host(tmp_path: Path, shared_memory: Path) -> None:
