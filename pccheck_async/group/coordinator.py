@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few, readable
-from pccheck_async.format import Entry, Line, name_in
+from pccheck_async.format import Entry, Line, describe_which, name_in
 from pccheck_async.group.messages import (
     Abort,
     AboutMemory,
@@ -501,9 +501,10 @@ class Coordinator:
         self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in changed}
         keys = [Key(entry.counter, self.committed[entry.counter][0]) for entry in changed if entry.counter in chosen]
         keys += [key for key in self.unproven if key.counter in chosen]
+        keys += [Key(counter, run) for counter, (run, _) in self._in_memory_alone().items() if counter in chosen]
         superseded = tuple(sorted(chosen & self._ballots.keys()))
         self._settle(*superseded)
-        follow = [] if self.memory is None else _in_memory(self.memory._follow(self, message, chosen))
+        follow = [] if self.memory is None else _in_memory(self.memory._follow(message, chosen))
         return [
             *follow,
             Change(message.index, self._keep_list(), self.unproven, None, "lost", tuple(keys), superseded),
@@ -515,22 +516,26 @@ class Coordinator:
             why = self.memory.broken.why
             raise StoreError(f"the tier in memory is off ({why}), and may hold them: open the engine anew first")
 
-    def _follow(self, disk: Coordinator, request: ChangeRequest, rejected: Collection[int]) -> list[AnyDecision]:
-        """Return the decision by which memory follows a change on disk: what is gone there, or rejected, goes here."""
-        wanted, first = request.wanted, min(rejected, default=None)
+    def _in_memory_alone(self) -> dict[int, tuple[Run, Entry]]:
+        """Return the checkpoints in memory that the disk does not have: no record can have a mark or a pin of them."""
+        if self.memory is None:
+            return {}
+        return {counter: one for counter, one in self.memory.committed.items() if counter not in self.committed}
+
+    def _follow(self, request: ChangeRequest, rejected: Collection[int]) -> list[AnyDecision]:
+        """Return the decision by which memory follows a change on disk: what is removed there, or rejected, goes."""
+        wanted = request.wanted
 
         def stays(counter: int, entry: Entry) -> bool:
             if wanted.change.startswith("remove"):
                 return not entry.matches(wanted.which)
-            # One that is in memory alone is newer.
-            alone = counter not in disk.committed
-            return counter not in rejected and not (alone and first is not None and counter > first)
+            return counter not in rejected
 
         self.committed = {counter: one for counter, one in self.committed.items() if stays(counter, one[1])}
         return [] if self.broken is not None else [Change(request.index, self._keep_list(), (), None)]
 
     def _rejected(self, wanted: WantedStep) -> set[int]:
-        """Return the counters of rejected checkpoints: complete, in flight, or maybe complete in stores out of sight.
+        """Return the counters of rejected checkpoints: complete in any tier, in flight, or maybe out of sight.
 
         Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises the
         errors of :meth:`Retention.reject`; StoreError if no rank could mark one.
@@ -541,25 +546,44 @@ class Coordinator:
             counter: (ballot.step, name_in(ballot.metadata or {})) for counter, ballot in self._ballots.items()
         }
         in_flight |= {one.key.counter: (one.step, None) for one in view.incomplete if one.key in self.unproven}
+        alone = [entry for _, entry in self._in_memory_alone().values() if not entry.rejected]
+        in_flight |= {entry.counter: (entry.step, entry.name) for entry in alone}
         entries = [entry for _, entry in self._newest_first()]
         chosen = self.retention.reject(entries, wanted.which, in_flight, wanted.until)
-        for one in view.complete:
-            # The mark stands in the records of stores that this run writes to.
+        self._check_own(chosen & self.committed.keys(), "reject")
+        if self.memory is not None:
+            self.memory._check_own(chosen & self._in_memory_alone().keys(), "reject")
+        return chosen
+
+    def _check_own(self, chosen: Collection[int], verb: str) -> None:
+        """Raise StoreError if no rank could mark or drop one: that goes by the records of stores that it writes to."""
+        for one in () if self._view is None else self._view.complete:
             own = any(place == home for place, home in zip(one.places, self._roster.homes, strict=False))
-            if one.entry.counter in chosen & self.committed.keys() and not own:
+            if one.entry.counter in chosen and not own:
                 raise StoreError(
                     f"the checkpoint of step {one.entry.step} is in folders that no rank writes to, as ranks have "
-                    "moved: save once more, then reject; nothing was rejected"
+                    f"moved: save once more, then {verb}; nothing was {verb.rstrip('e')}ed"
                 )
-        return chosen
 
     def _changed(self, wanted: WantedStep, rejected: Collection[int]) -> list[Entry]:
         entries = [entry for _, entry in self._newest_first()]
         if wanted.change in ("reject", "was rejected"):
             return [entry.as_rejected() if entry.counter in rejected else entry for entry in entries]
+        alone = [entry for _, entry in self._in_memory_alone().values()]
+        first = max((entry.counter for entry in (*entries, *alone) if entry.matches(wanted.which)), default=None)
         if wanted.change in ("pin", "unpin"):
+            if wanted.change == "pin" and first in {entry.counter for entry in alone}:
+                raise StoreError(
+                    f"the checkpoint{describe_which(wanted.which)} is in memory alone: pins are the disk's"
+                )
             return self.retention.pin(entries, wanted.which, wanted.change == "pin")
-        return self.retention.remove(entries, wanted.which, force=wanted.change == "remove even the last")
+        force = wanted.change == "remove even the last"
+        if first is None or any(entry.matches(wanted.which) for entry in entries):
+            return self.retention.remove(entries, wanted.which, force=force)
+        self.retention.remove([*entries, *alone], wanted.which, force=force)  # :meth:`_follow` removes them
+        assert self.memory is not None
+        self.memory._check_own([entry.counter for entry in alone if entry.matches(wanted.which)], "remove")
+        return entries
 
 
 def _in_memory(decisions: Sequence[AnyDecision]) -> list[AnyDecision]:

@@ -392,8 +392,14 @@ class Ranks(Peers):
         there = await self._change(partial(self.member.pin, which, pinned))
         return structs.replace(next(entry for entry in there if entry.matches(which)), pinned=pinned)
 
+    @property
+    def _in_any_tier(self) -> list[Entry]:
+        """All that is committed, newest first."""
+        there = {entry.counter: entry for entry in (*self.in_memory, *self.entries)}
+        return [there[counter] for counter in sorted(there, reverse=True)]
+
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        before = self.entries
+        before = self._in_any_tier
         await self._change(partial(self.member.remove, which, force=force))
         await self._store.slots.remove_surplus()
         return [entry for entry in before if entry.matches(which)]
@@ -405,7 +411,7 @@ class Ranks(Peers):
 
         Cancellation: raised when it has ended: the others wait for this rank's second request.
         """
-        before = self.entries
+        before = self._in_any_tier
 
         async def reject() -> None:
             await self._change(partial(self.member.reject, which, until))

@@ -28,14 +28,14 @@ from pccheck_async import (
 )
 from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
-from pccheck_async.errors import CheckpointError, StoreLockedError, TornCaptureError, WriteError
+from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError, WriteError
 from pccheck_async.format import Line
 from pccheck_async.store import Store, Written
 from pccheck_async.stores import reject
 from pccheck_async.testing.probe import probe
 from pccheck_async.upkeep import clear_memory, list_memory
 from pccheck_async.upkeep import memory_of as memory_infos
-from tests.support.ranks import run_ranks, wait_for
+from tests.support.ranks import RankFailedError, run_ranks, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -542,6 +542,65 @@ def test_memory_follows_what_is_removed(tmp_path: Path, tier: MemoryTier, verb: 
 
     train(tmp_path, tier, range(4), on_disk=range(1, 4 if last_on_disk else 3), then=drop, keep_last=2)
     assert train(tmp_path, tier, keep_last=2) == [(2, "disk")] * 2
+
+
+@pytest.mark.parametrize("verb", ["remove", "reject"])
+def test_one_that_another_run_left_in_memory_alone_is_dropped(tmp_path: Path, tier: MemoryTier, verb: str) -> None:
+    train(tmp_path, tier, range(3), on_disk=range(1, 2))
+    assert drop_in(tmp_path, tier, verb, step=2) == [[2], [1]]
+    assert [step for step, _ in train(tmp_path, tier)] == [1, 1]
+
+
+def drop_in(path: Path, tier: MemoryTier, verb: str, step: int) -> list[list[int]]:
+    """Restore, remove or reject from a step on, and die; return the steps that went, and the others."""
+
+    def work(group: Group) -> list[list[int]]:
+        engine = engine_on(path, group, tier).open()
+        restore_in(engine, group.rank, 500)
+        gone = [info.step for info in getattr(engine, verb)(step=step)]
+        there = [info.step for info in engine.checkpoints() if not info.rejected]
+        meet_at(marks, group.rank)
+        return [gone, there]
+
+    marks = marks_of(path)
+    first, second = run_ranks(2, work)
+    assert first == second
+    return first  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("verb", ["remove", "reject"])
+def test_the_only_one_is_not_dropped_from_memory(tmp_path: Path, tier: MemoryTier, verb: str) -> None:
+    train(tmp_path, tier, range(1))
+    with pytest.raises(RankFailedError, match=r"StoreError: no c.* would be left"):
+        drop_in(tmp_path, tier, verb, step=0)
+    assert train(tmp_path, tier) == [(0, "memory")] * 2
+
+
+def test_an_older_one_in_memory_alone_is_rejected_too(tmp_path: Path, shared_memory: Path) -> None:
+    """The newest one there is written to disk before; step 2 is between both."""
+    tier = MemoryTier(interval=1, path=str(shared_memory), keep_last=2)
+
+    def drop(engine: SyncCheckpointEngine, rank: int) -> None:
+        assert [info.step for info in engine.reject(step=2)] == [3, 2]
+        assert [info.step for info in engine.checkpoints() if not info.rejected] == [1]
+
+    train(tmp_path, tier, range(1, 4), on_disk=range(1, 2), keep_last=2, then=drop)
+    assert train(tmp_path, tier, keep_last=2) == [(1, "disk")] * 2
+
+
+def test_pins_are_the_disks(tmp_path: Path, tier: MemoryTier) -> None:
+    train(tmp_path, tier, range(3), on_disk=range(1, 2))
+
+    def pin(group: Group) -> None:
+        engine = engine_on(tmp_path, group, tier).open()
+        restore_in(engine, group.rank, 500)
+        with pytest.raises(StoreError, match="in memory alone"):
+            engine.pin(step=2)
+        meet_at(marks, group.rank)
+
+    marks = marks_of(tmp_path)
+    run_ranks(2, pin)
+    assert train(tmp_path, tier) == [(2, "memory")] * 2
 
 
 @pytest.mark.parametrize("restores", [True, False])
