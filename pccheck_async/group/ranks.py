@@ -243,6 +243,8 @@ class Ranks(Peers):
 
     async def cut_short(self) -> None:
         await self._disconnect(_LAST_WORDS_SECONDS)
+        if self._memory is not None:  # checkpoints that are cancelled wait for the decisions there, which do not come
+            self._memory.driver.do(self._memory.driver.member.lost("closing was cancelled", self.member.rank))
 
     async def _disconnect(self, limit: float) -> None:
         if self._naming is not None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from pccheck_async import (
+    CheckpointEngine,
     FlatShard,
     Group,
     MemoryTier,
@@ -30,6 +31,8 @@ from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
 from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError, WriteError
 from pccheck_async.format import Line
+from pccheck_async.group.member import Member, _Phase
+from pccheck_async.group.memory import GroupMemory
 from pccheck_async.store import Store, Written
 from pccheck_async.stores import reject
 from pccheck_async.testing.probe import probe
@@ -118,10 +121,23 @@ def meet_at(marks: Path, rank: int, name: str = "", world: int = 2) -> None:
     wait_for(*(marks / f"{name}{each}" for each in range(world)))
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until something that nothing reports holds."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 def memory_of(engine: SyncCheckpointEngine) -> Memory:
     memory = probe(engine).core.assembly.memory
     assert memory is not None
     return memory
+
+
+def member_of(engine: CheckpointEngine | SyncCheckpointEngine) -> Member:
+    """Return the member in memory of a rank."""
+    memory = probe(engine).core.peers._memory
+    assert isinstance(memory, GroupMemory)
+    return memory.driver.member
 
 
 def fail_on(store: Store) -> None:
@@ -496,8 +512,7 @@ def test_one_for_memory_alone_waits_for_its_place_beside_those_that_wait_for_the
         begin, scheduler = Store.begin_line, probe(engine).core.assembly.scheduler
 
         async def late(self: Store, line: Line) -> None:
-            while len(scheduler.tasks) < 3:  # noqa: ASYNC110 - nothing reports it
-                await asyncio.sleep(0)
+            await until(lambda: len(scheduler.tasks) == 3)
             for _ in range(10):  # the third one waits for its place by now
                 await asyncio.sleep(0)
             await begin(self, line)
@@ -635,6 +650,31 @@ def test_a_rank_that_leaves_alone_keeps_nobody_waiting(tmp_path: Path, tier: Mem
     run_ranks(2, work)
     assert [info.step for info in list_checkpoints(tmp_path)] == [0]
     assert train(tmp_path, tier) == [(0, "disk")] * 2
+
+
+def test_closing_that_is_cancelled_ends_without_the_others(tmp_path: Path, tier: MemoryTier) -> None:
+    """Rank 1 has no part in the last checkpoint: nothing is decided about it."""
+
+    async def close(group: Group) -> None:
+        engine = await CheckpointEngine(tmp_path, group=group, memory=tier, save_last=False).open()
+        await engine.checkpoint(state_of(group.rank, 0), step=0)
+        await engine.drain()
+        if group.rank == 1:
+            await asyncio.to_thread(wait_for, marks / "0")
+            return
+        await engine.checkpoint(state_of(0, 1), step=1)
+        member = member_of(engine)
+        await until(lambda: any(job.phase is _Phase.PREPARED for job in member._jobs.values()))
+        closing = asyncio.create_task(engine.close())
+        await until(lambda: member._left)
+        closing.cancel()
+        done, _ = await asyncio.wait((closing,), timeout=10)
+        (marks / "0").touch()
+        assert done
+
+    marks = marks_of(tmp_path)
+    run_ranks(2, lambda group: asyncio.run(close(group)))
+    assert [step for step, _ in train(tmp_path, tier)] == [0, 0]
 
 
 def test_a_run_that_only_restored_leaves_memory_as_it_is(tmp_path: Path, tier: MemoryTier) -> None:
