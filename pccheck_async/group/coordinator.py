@@ -401,7 +401,10 @@ class Coordinator:
 
     def _break(self, why: str, rank: int) -> list[AnyDecision]:
         self.broken = Broken(why, rank)
-        return [self.broken]
+        memory = self.memory
+        if memory is None or memory.run is not None or memory.broken is not None:
+            return [self.broken]
+        return [self.broken, *_in_memory(memory._break(why, rank))]  # it begins after the disk's run alone
 
     def give_up(self, why: str) -> list[AnyDecision]:
         """Break the group after any message that could not be taken in: a rank may wait for its decision."""

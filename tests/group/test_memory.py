@@ -531,6 +531,25 @@ def test_one_for_memory_alone_waits_for_its_place_beside_those_that_wait_for_the
     assert train(tmp_path, tier) == [(2, "memory")] * 2
 
 
+def test_a_disk_that_fails_before_the_run_began_ends_the_tier(tmp_path: Path, tier: MemoryTier) -> None:
+    """No checkpoint in memory waits for the line that rank 1 cannot write, and closing does not either."""
+
+    def work(group: Group) -> None:
+        engine = engine_on(tmp_path, group, tier).open()
+        if group.rank == 1:
+
+            async def fails(self: Store, line: Line) -> None:
+                raise WriteError(5, "input/output error", "commit")
+
+            Store.begin_line = fails  # type: ignore[method-assign]
+        pending = engine.checkpoint(state_of(group.rank, 0), step=0, tier="memory")
+        with pytest.raises(CheckpointError, match="not in memory"):
+            pending.wait_reached("memory", 20)
+        engine.close()
+
+    run_ranks(2, work)
+
+
 # -- leaving
 
 
