@@ -149,7 +149,7 @@ class AgreedCandidates(RestoreCandidates):
         return self._agreed
 
     async def abandon(self, caller: Caller, error: BaseException) -> None:
-        if not self._agreed and self._member.stopped is None:  # the others wait for this rank's request, or an answer
+        if not self._agreed and self._stopped() is None:  # the others wait for this rank's request, or an answer
             await caller.run(self._abandon(f"the restore ended: {error!r}"))
 
     async def _agree(self, answer: Callable[[], list[Action]]) -> None:

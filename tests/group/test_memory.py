@@ -531,6 +531,24 @@ def test_one_for_memory_alone_waits_for_its_place_beside_those_that_wait_for_the
     assert train(tmp_path, tier) == [(2, "memory")] * 2
 
 
+def test_a_restore_that_one_rank_cannot_begin_ends_for_all_without_the_tier(tmp_path: Path, tier: MemoryTier) -> None:
+    def work(group: Group) -> list[int]:
+        engine = engine_on(tmp_path, group, tier).open()
+        engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
+        if group.rank == 1:
+            memory_of(engine).turn_off(OSError(28, "no space left"))
+        with pytest.raises(CheckpointError, match="not in memory"):  # from here on it is off for all
+            engine.checkpoint(state_of(group.rank, 1), step=1, tier="memory").wait_reached("memory", 20)
+        with pytest.raises(TypeError if group.rank == 1 else CheckpointError):
+            engine.restore([1] if group.rank == 1 else state_of(0, -1))  # type: ignore[arg-type]
+        found = restore_in(engine, group.rank, 500)[0]
+        meet_at(marks, group.rank)
+        return [found]
+
+    marks = marks_of(tmp_path)
+    assert run_ranks(2, work) == [[0]] * 2
+
+
 def test_a_disk_that_fails_before_the_run_began_ends_the_tier(tmp_path: Path, tier: MemoryTier) -> None:
     """No checkpoint in memory waits for the line that rank 1 cannot write, and closing does not either."""
 
