@@ -299,7 +299,8 @@ class Member:
 
     def record_durable(self) -> list[Action]:
         """Called when the record was flushed: reports prepared parts, and frees parts that it does not name."""
-        assert self._writing is not None
+        if self._writing is None:  # it was given up meanwhile
+            return []
         written, before = self._writing, self.parts
         self._writing, self.parts = None, written.parts
         actions: list[Action] = []

@@ -70,7 +70,12 @@ class GroupMemory:
         )  # fmt: skip
         self.tiers = Tiers(other, member)
         opened = OpenMedium(operations, Files(folder, operations), "", os.fspath(folder))
-        around = replace(around, post=lambda message: post(about_memory(message)), fail=lambda *_: None)
+        around = replace(
+            around,
+            post=lambda message: post(about_memory(message)),
+            fail=lambda *_: None,
+            lost=lambda why: memory.turn_off(GroupError(why)),
+        )
         self.driver = Driver(member, store, opened, folder, around)
         post = disk.around.post
         self.steps = Steps(member.schedule, lambda: member.stopped, server, disk=steps)

@@ -30,7 +30,7 @@ from pccheck_async import (
 from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
 from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError, WriteError
-from pccheck_async.format import Line
+from pccheck_async.format import Line, Record
 from pccheck_async.group.member import Member, _Phase
 from pccheck_async.group.memory import GroupMemory
 from pccheck_async.store import Store, Written
@@ -547,6 +547,48 @@ def test_a_restore_that_one_rank_cannot_begin_ends_for_all_without_the_tier(tmp_
 
     marks = marks_of(tmp_path)
     assert run_ranks(2, work) == [[0]] * 2
+
+
+def test_the_disk_goes_on_as_the_tier_ends_while_a_record_there_is_written(tmp_path: Path, tier: MemoryTier) -> None:
+    def work(group: Group) -> None:
+        engine = engine_on(tmp_path, group, tier).open()
+        engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
+        memory, rewrite = memory_of(engine), Store.rewrite
+
+        async def late(self: Store, make: Callable[[Record], Record]) -> None:
+            if self is memory.store:
+                (marks / "written").touch()
+                await until(lambda: memory.off != "")
+            await rewrite(self, make)
+
+        Store.rewrite = late  # type: ignore[method-assign]
+        if group.rank == 1:
+            wait_for(marks / "written")
+            memory.turn_off(OSError(28, "no space left"))
+        for step in range(1, 4):
+            engine.checkpoint(state_of(group.rank, step), step=step).result(20)
+        meet_at(marks, group.rank)
+
+    marks = marks_of(tmp_path)
+    run_ranks(2, work)
+
+
+def test_an_error_in_memory_that_nobody_foresaw_ends_that_tier_alone(tmp_path: Path, tier: MemoryTier) -> None:
+    def work(group: Group) -> bool:
+        engine = engine_on(tmp_path, group, tier).open()
+        engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
+        member = member_of(engine)
+        if group.rank == 1:
+            member.record_durable = lambda: 1 / 0  # type: ignore[assignment]
+        engine.checkpoint(state_of(group.rank, 1), step=1).result(20)
+        with pytest.raises(CheckpointError, match="not in memory"):
+            engine.checkpoint(state_of(group.rank, 2), step=2, tier="memory").wait_reached("memory", 20)
+        engine.checkpoint(state_of(group.rank, 3), step=3).result(20)
+        meet_at(marks, group.rank)
+        return memory_of(engine).off != ""
+
+    marks = marks_of(tmp_path)
+    assert run_ranks(2, work) == [True] * 2
 
 
 def test_a_disk_that_fails_before_the_run_began_ends_the_tier(tmp_path: Path, tier: MemoryTier) -> None:
