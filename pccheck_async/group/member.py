@@ -370,6 +370,11 @@ class Member:
         """Request a change that ends once the records of all ranks have the marks: called once this rank's has."""
         return self._change(WantedStep("was rejected", which, until))
 
+    def is_over(self, counter: int) -> bool:
+        """Whether a checkpoint was decided, or will be without a commit, as it failed on this rank."""
+        job = self._jobs.get(counter)
+        return counter in self.settled or (job is not None and job.phase is _Phase.FAILED)
+
     def _change(self, wanted: WantedStep) -> list[Action]:
         """Request a change of the kept checkpoints. Calls are numbered from 0 on."""
         index = self.changes_asked

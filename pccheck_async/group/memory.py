@@ -174,7 +174,7 @@ class GroupMemory:
         on_disk = max((entry.counter for entry in self._disk.entries), default=-1)
         if newest is None or member.run is None or newest.counter <= on_disk:
             return None
-        if newest.counter in self._disk.member.settled:  # it failed on disk
+        if self._disk.member.is_over(newest.counter):  # it failed on disk
             return None
         part = member.parts.get(Key(newest.counter, member.run))
         return None if part is None else part.entry

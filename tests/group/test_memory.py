@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, 
 from pccheck_async.format import Line, Record
 from pccheck_async.group.member import Member, _Phase
 from pccheck_async.group.memory import GroupMemory
+from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, ChangeRequest
 from pccheck_async.store import Store, Written
 from pccheck_async.stores import reject
 from pccheck_async.testing.probe import probe
@@ -608,6 +610,40 @@ def test_a_disk_that_fails_before_the_run_began_ends_the_tier(tmp_path: Path, ti
         engine.close()
 
     run_ranks(2, work)
+
+
+def test_a_change_right_after_a_failure_on_disk(tmp_path: Path, tier: MemoryTier) -> None:
+    """The rank on which it failed has not read the group's decision about that yet."""
+
+    def work(group: Group) -> int:
+        engine = engine_on(tmp_path, group, tier, on_error="warn").open()
+        engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
+        if group.rank == 1:
+            fail_on(probe(engine).store)
+            client = probe(engine).core.peers._client
+            learn, post, asked = client._learn, client.post, threading.Event()
+
+            def held(decision: AnyDecision) -> None:
+                if isinstance(decision, Abort):
+                    asked.wait(20)
+                learn(decision)
+
+            def noted(message: AnyMessage) -> None:
+                if isinstance(message, ChangeRequest):
+                    asked.set()
+                post(message)
+
+            client._learn, client.post = held, noted
+        pending = engine.checkpoint(state_of(group.rank, 1), step=1)
+        pending.wait_reached("memory", 20)
+        with pytest.raises(CheckpointError):
+            pending.result(20)
+        pinned = engine.pin(step=0).step
+        meet_at(marks, group.rank)
+        return pinned
+
+    marks = marks_of(tmp_path)
+    assert run_ranks(2, work) == [0, 0]
 
 
 # -- leaving
