@@ -37,7 +37,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async.errors import GroupError, machine_error
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
+from pccheck_async.group.messages import AnyDecision, AnyMessage, decode_decision, decode_message, encode
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import abandoned_in_child
 
@@ -132,9 +132,7 @@ class Server(Meeting):
     def _refuse_late(self, seconds: float) -> None:
         """Refuse the opening if ranks are missing; a rank that never comes must not hang the others."""
         with self._lock, suppress(*_LOST):
-            if missing := self._coordinator.missing:
-                ranks = ", ".join(map(str, missing))
-                self._publish([Refused(f"ranks {ranks} did not open this group within {seconds} s")])
+            self._publish(self._coordinator.refuse_late(seconds))
 
     def _connect(self) -> TCPStore:
         return reach((("localhost",), self._store.port))

@@ -212,6 +212,16 @@ class Coordinator:
 
     # -- opening
 
+    def refuse_late(self, seconds: float) -> list[AnyDecision]:
+        """Refuse the opening if ranks did not say hello within so many seconds; end it, if not in memory."""
+        text = "ranks {} did not open {} within {} s"
+        if missing := self.missing:
+            return [Refused(text.format(", ".join(map(str, missing)), "this group", seconds))]
+        if self.memory is not None and (missing := self.memory.missing) and self.broken is None:
+            ranks = ", ".join(map(str, missing))
+            return self._break(text.format(ranks, "the tier in memory of this group", seconds), missing[0])
+        return []
+
     def _receive_hello(self, message: Hello) -> list[AnyDecision]:
         self._hellos[message.rank] = message
         if self.missing:

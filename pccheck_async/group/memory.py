@@ -21,7 +21,7 @@ from pccheck_async.group.control import Server
 from pccheck_async.group.driver import Driver, Surroundings, set_future
 from pccheck_async.group.folder import seen_store
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import Broken, Metadata, about_memory
+from pccheck_async.group.messages import Broken, Failed, Metadata, about_memory
 from pccheck_async.group.parts import link_to
 from pccheck_async.group.steps import Steps
 from pccheck_async.group.tiers import Tiers
@@ -84,8 +84,13 @@ class GroupMemory:
     async def open(self, host: str) -> None:
         """Meet the other ranks. Raises GroupError."""
         driver = self.driver
-        await driver.opened.medium.prepare(create=False)
-        domain = await driver.around.call(_domain_of, driver.folder)
+        try:
+            await driver.opened.medium.prepare(create=False)
+            domain = await driver.around.call(_domain_of, driver.folder)
+        except BaseException as error:  # the others wait for this rank
+            why = f"rank {driver.member.rank} cannot open its tier in memory: {error!r}"
+            self._disk.around.post(Failed(driver.member.rank, -1, why, latched=True))
+            raise
         driver.do(driver.member.hello(domain=domain, host=host, settings=""))
         await driver.ready
         view, parts = self._disk.member.view, driver.member.parts.values()

@@ -156,6 +156,7 @@ class Ranks(Peers):
         await disk.ready
         if memory is not None:
             self._memory = GroupMemory(memory, disk, around, self._steps, self._server, operations)
+            self._memory.note_stopped(member.stopped)  # the group may have broken before there was anything to stop
             await self._memory.open(host)
         self._parts = PartSources(disk, None if self._memory is None else self._memory.driver, client)
         if self._server is not None:

@@ -30,8 +30,9 @@ from pccheck_async import (
 )
 from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
-from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError, WriteError
+from pccheck_async.errors import CheckpointError, GroupError, StoreError, StoreLockedError, TornCaptureError, WriteError
 from pccheck_async.format import Line, Record
+from pccheck_async.group import memory as group_memory
 from pccheck_async.group.member import Member, _Phase
 from pccheck_async.group.memory import GroupMemory
 from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, ChangeRequest
@@ -326,6 +327,35 @@ def test_another_number_of_ranks(tmp_path: Path, tier: MemoryTier, worlds: tuple
 
 
 # -- what is said
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_rank_that_does_not_open_the_tier_keeps_nobody_waiting(
+    tmp_path: Path, tier: MemoryTier, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks, find = marks_of(tmp_path), group_memory._domain_of
+
+    def domain_of(rank: int, folder: Path) -> str:
+        if rank == 1 and late:
+            wait_for(marks / "0")
+        elif rank == 1:
+            raise OSError(5, "input/output error")
+        return find(folder)
+
+    def work(group: Group) -> str:
+        if late:
+            group.timeout = 1.0
+        monkeypatch.setattr(group_memory, "_domain_of", partial(domain_of, group.rank))
+        with pytest.raises((GroupError, OSError)) as caught:
+            engine_on(tmp_path, group, tier).open()
+        meet_at(marks, group.rank)
+        return str(caught.value)
+
+    said = run_ranks(2, work)
+    why = "ranks 1 did not open the tier in memory" if late else "rank 1 cannot open its tier in memory: OSError(5"
+    assert why in said[0]
+    assert list_checkpoints(tmp_path) == []
+    assert train(tmp_path, tier, range(1)) == [(-1, "none")] * 2
 
 
 def test_what_does_not_count_is_said(tmp_path: Path, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
