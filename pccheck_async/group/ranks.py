@@ -326,7 +326,8 @@ class Ranks(Peers):
             return type(error).__qualname__
 
     def request_failed(self, counter: int, step: int, why: str, *, on_disk: bool = True) -> None:
-        if counter > self.member.counter:
+        # One for memory alone is no request to the disk's member.
+        if counter > (self.member if self._memory is None else self._memory.driver.member).counter:
             self.request(counter, step, {}, {}, (), on_disk=on_disk)  # ranks keep counting alike
             self.ended(counter, CheckpointError(why))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -674,6 +674,21 @@ def test_a_change_right_after_a_failure_on_disk(tmp_path: Path, tier: MemoryTier
 
     marks = marks_of(tmp_path)
     assert run_ranks(2, work) == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_an_interrupt_after_the_request_of_a_checkpoint_changes_nothing(
+    tmp_path: Path, tier: MemoryTier, where: Literal["disk", "memory"]
+) -> None:
+    def fail_again(engine: SyncCheckpointEngine, rank: int) -> None:
+        core = probe(engine).core
+        if rank == 1:
+            core.request_failed(core.in_flight.counter, 1, "KeyboardInterrupt as it was admitted", where)
+        engine.checkpoint(state_of(rank, 2), step=2, tier="memory").wait_reached("memory", 10)
+        engine.checkpoint(state_of(rank, 3), step=3).result(10)
+
+    train(tmp_path, tier, range(2), on_disk=range(1, 2) if where == "disk" else range(1), then=fail_again)
+    assert train(tmp_path, tier) == [(3, "memory")] * 2
 
 
 # -- leaving
