@@ -138,13 +138,15 @@ class GroupMemory:
         return asyncio.ensure_future(self._decided(written, sample))
 
     async def _decided(self, written: Written, sample: ReplicaSample | None) -> bool:
-        error: CheckpointError | None = None
+        error: Exception | None = None
         try:
             await self.driver.decided(written, sample)
             return True  # or a newer one is there
-        except CheckpointError as failure:
-            error = failure
-            return False
+        except Exception as failure:
+            error = failure  # the others wait for this rank's vote, whatever it is
+            if isinstance(failure, CheckpointError):
+                return False
+            raise
         finally:
             self.driver.ended(written.entry.counter, error)
 

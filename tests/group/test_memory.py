@@ -33,7 +33,8 @@ from pccheck_async.engine import memory as engine_memory
 from pccheck_async.errors import CheckpointError, GroupError, StoreError, StoreLockedError, TornCaptureError, WriteError
 from pccheck_async.format import Line, Record
 from pccheck_async.group import memory as group_memory
-from pccheck_async.group.member import Member, _Phase
+from pccheck_async.group.driver import Driver
+from pccheck_async.group.member import _Phase
 from pccheck_async.group.memory import GroupMemory
 from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, ChangeRequest
 from pccheck_async.store import Store, Written
@@ -136,11 +137,11 @@ def memory_of(engine: SyncCheckpointEngine) -> Memory:
     return memory
 
 
-def member_of(engine: CheckpointEngine | SyncCheckpointEngine) -> Member:
-    """Return the member in memory of a rank."""
+def driver_of(engine: CheckpointEngine | SyncCheckpointEngine) -> Driver:
+    """Return the driver in memory of a rank."""
     memory = probe(engine).core.peers._memory
     assert isinstance(memory, GroupMemory)
-    return memory.driver.member
+    return memory.driver
 
 
 def fail_on(store: Store) -> None:
@@ -609,7 +610,7 @@ def test_an_error_in_memory_that_nobody_foresaw_ends_that_tier_alone(tmp_path: P
     def work(group: Group) -> bool:
         engine = engine_on(tmp_path, group, tier).open()
         engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
-        member = member_of(engine)
+        member = driver_of(engine).member
         if group.rank == 1:
             member.record_durable = lambda: 1 / 0  # type: ignore[assignment]
         engine.checkpoint(state_of(group.rank, 1), step=1).result(20)
@@ -689,6 +690,32 @@ def test_an_interrupt_after_the_request_of_a_checkpoint_changes_nothing(
 
     train(tmp_path, tier, range(2), on_disk=range(1, 2) if where == "disk" else range(1), then=fail_again)
     assert train(tmp_path, tier) == [(3, "memory")] * 2
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_an_error_of_the_machine_as_a_rank_votes_in_memory(
+    tmp_path: Path, tier: MemoryTier, where: Literal["disk", "memory"]
+) -> None:
+    def fail(engine: SyncCheckpointEngine, rank: int) -> None:
+        driver = driver_of(engine)
+        decided = driver.decided
+
+        async def fails(*_: object) -> bool:
+            raise MemoryError("no memory for a thread")
+
+        if rank == 1:
+            driver.decided = fails  # type: ignore[method-assign]
+        pending = engine.checkpoint(state_of(rank, 2), step=2, tier=where)
+        with pytest.raises((CheckpointError, MemoryError)):
+            pending.wait_reached("memory", 10)
+        if where == "disk":
+            pending.result(10)
+        driver.decided = decided  # type: ignore[method-assign]
+        engine.checkpoint(state_of(rank, 3), step=3, tier="memory").wait_reached("memory", 10)
+        engine.checkpoint(state_of(rank, 4), step=4).result(10)
+
+    train(tmp_path, tier, range(2), on_disk=range(1), then=fail, on_error="warn")
+    assert train(tmp_path, tier) == [(4, "memory")] * 2
 
 
 # -- leaving
@@ -823,7 +850,7 @@ def test_closing_that_is_cancelled_ends_without_the_others(tmp_path: Path, tier:
             await asyncio.to_thread(wait_for, marks / "0")
             return
         await engine.checkpoint(state_of(0, 1), step=1)
-        member = member_of(engine)
+        member = driver_of(engine).member
         await until(lambda: any(job.phase is _Phase.PREPARED for job in member._jobs.values()))
         closing = asyncio.create_task(engine.close())
         await until(lambda: member._left)
