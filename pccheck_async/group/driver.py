@@ -134,6 +134,8 @@ class Driver:
         self._changed: dict[int, Sequence[Entry]] = {}
         """By change, the checkpoints that it left: later commits may drop some before its caller gets them."""
         self.tasks: set[asyncio.Task[None]] = set()
+        self.not_scanned: Exception | None = None
+        """The error of looking for stores in memory, which count as none then; those on disk have to be seen."""
 
     # -- one checkpoint
 
@@ -291,7 +293,13 @@ class Driver:
             self.do(done(result))
 
     def _scan(self) -> list[SeenStore]:
-        return list(seen_stores(self.folder, passes_over=self.member.in_memory))
+        try:
+            return list(seen_stores(self.folder, passes_over=self.member.in_memory))
+        except (CheckpointError, OSError) as error:
+            if not self.member.in_memory:
+                raise
+            self.not_scanned = error
+            return []
 
     async def _take_over(self, orphans: Sequence[SeenStore], line: Line | None) -> bytes:
         await self.store.take_over_once()

@@ -136,7 +136,8 @@ def stored_domain(folder: Path, wait: bool = False) -> str | None:
 def seen_stores(folder: Path, *, passes_over: bool = False) -> Iterator[SeenStore]:
     """Yield the newest record of every rank's store in a folder; a store that was never whole is none.
 
-    Raises CorruptStoreError if a store has no valid record, unless that ``passes_over`` it; ReadError.
+    Raises CorruptStoreError if a store has no valid record, or is one of one process, unless that ``passes_over`` it;
+    ReadError.
     """
     reading = partial(read_stores, folder=folder, passes_over=passes_over)
     for rank, found in at_once(folder, reading).items():
@@ -155,7 +156,7 @@ async def read_stores(
             if passes_over or not path.exists():  # it was removed meanwhile
                 continue
             raise CorruptStoreError(f"{path}: {error}") from None
-        if found is not None:
+        if found is not None and not (passes_over and found[1].parts is None):
             stores[rank] = found
     return stores
 

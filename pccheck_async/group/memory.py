@@ -93,6 +93,8 @@ class GroupMemory:
             raise
         driver.do(driver.member.hello(domain=domain, host=host, settings=""))
         await driver.ready
+        if driver.not_scanned is not None:
+            self._memory.turn_off(driver.not_scanned)
         view, parts = self._disk.member.view, driver.member.parts.values()
         line = None if view is None else view.line
         if ignored := [part.entry.step for part in parts if line is None or not line.accepts(*link_to(part.key))]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import threading
 import time
@@ -30,13 +31,23 @@ from pccheck_async import (
 )
 from pccheck_async.engine import Memory
 from pccheck_async.engine import memory as engine_memory
-from pccheck_async.errors import CheckpointError, GroupError, StoreError, StoreLockedError, TornCaptureError, WriteError
+from pccheck_async.errors import (
+    CheckpointError,
+    GroupError,
+    ReadError,
+    StoreError,
+    StoreLockedError,
+    TornCaptureError,
+    WriteError,
+)
 from pccheck_async.format import Line, Record
+from pccheck_async.group import driver as group_driver
 from pccheck_async.group import memory as group_memory
 from pccheck_async.group.driver import Driver
 from pccheck_async.group.member import _Phase
 from pccheck_async.group.memory import GroupMemory
 from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, ChangeRequest
+from pccheck_async.group.parts import SeenStore
 from pccheck_async.store import Store, Written
 from pccheck_async.stores import reject
 from pccheck_async.testing.probe import probe
@@ -234,6 +245,41 @@ def test_a_store_in_memory_is_damaged(tmp_path: Path, tier: MemoryTier) -> None:
     (part_of(tier, 0) / "store.json").write_bytes(b"spoilt")
     assert train(tmp_path, tier, range(3, 4)) == [(2, "disk"), (2, "memory")]
     assert train(tmp_path, tier) == [(3, "memory")] * 2
+
+
+def test_a_store_of_one_process_beside_those_of_the_ranks(tmp_path: Path, tier: MemoryTier) -> None:
+    train(tmp_path, tier, range(3))
+    with SyncCheckpointEngine(part_of(tier, 5)) as engine:
+        engine.checkpoint(state_of(0, 9), step=9)
+    assert load_sync(tmp_path, tier=tier)["step"] == 2
+    assert train(tmp_path, tier, range(3, 4)) == [(2, "memory")] * 2
+    assert train(tmp_path, tier) == [(3, "memory")] * 2
+
+
+def test_memory_that_cannot_be_looked_through_is_off(tmp_path: Path, tier: MemoryTier) -> None:
+    train(tmp_path, tier, range(4), on_disk=range(2, 3))
+
+    def fail(self: Driver, seen: Callable[[Driver], list[SeenStore]] = Driver._scan) -> list[SeenStore]:
+        if not self.member.in_memory:
+            return seen(self)
+        with monkeypatch.context() as within:
+            within.setattr(group_driver, "seen_stores", failing)
+            return seen(self)
+
+    def failing(folder: Path, *, passes_over: bool) -> list[SeenStore]:
+        raise ReadError(5, "input/output error", os.fspath(folder))
+
+    def off(engine: SyncCheckpointEngine, rank: int) -> None:
+        with pytest.raises(CheckpointError, match="not in memory"):
+            engine.checkpoint(state_of(rank, 3), step=3, tier="memory").wait_reached("memory", 20)
+        engine.checkpoint(state_of(rank, 4), step=4).result(20)
+        assert memory_of(engine).off
+
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(Driver, "_scan", fail)
+        assert train(tmp_path, tier, then=off) == [(2, "disk")] * 2
+    assert train(tmp_path, tier) == [(4, "disk")] * 2
 
 
 def test_hosts_with_folders_of_their_own(tmp_path: Path, shared_memory: Path) -> None:
