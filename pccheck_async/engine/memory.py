@@ -131,6 +131,20 @@ def warn_of_memory(path: str, store: Store, find: Callable[[Path, Store], Path])
             write("memory_ignored", text, path, folder)
 
 
+def _warn_of_former(root: Path, folder: Path, path: str) -> None:
+    """Log which folders in memory are of the store at ``path`` as it was before: they take memory, and do not count."""
+    below = Path(*folder.relative_to(root).parts[1:], ORIGIN_NAME)
+    for other in root.glob(f"{memory_prefix()}*"):
+        with suppress(OSError, StoreError):
+            check_own_folder(other)
+            if other not in (folder, folder.parent) and (other / below).read_bytes() == os.fsencode(path):
+                text = (
+                    "%s is of %s before its files were replaced, or got another owner, mode or link: it does not "
+                    "count, and takes memory until `pccheck memory clear`"
+                )
+                write("memory_ignored", text, other, path)
+
+
 def check_own_folder(folder: Path) -> None:
     """Raise StoreError unless it is a folder, no link, of this user and closed to all others."""
     found = folder.lstat()
@@ -232,6 +246,7 @@ class Memory:
                     version=version,
                 )
                 if store.file.is_new:
+                    await operations.call(_warn_of_former, root, folder, path)
                     await medium.replace(ORIGIN_NAME, os.fsencode(path))
                 return store
             except BaseException:

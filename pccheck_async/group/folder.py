@@ -51,6 +51,7 @@ __all__ = [
     "seen_store",
     "seen_stores",
     "stored_domain",
+    "wait_for_made",
     "write_parts",
 ]
 
@@ -98,6 +99,20 @@ def _make_domain(folder: Path) -> None:
     finally:
         new.unlink(missing_ok=True)
     sync(folder)  # crash: the id that other ranks have is gone, and another one is there
+
+
+def wait_for_made(folder: Path) -> None:
+    """Wait until the rank that makes ``group.json`` has removed its link to it, which changes the time of its inode.
+
+    Not longer than that may take: a crash leaves the link, and the time does not change any more.
+    """
+    path, deadline = folder / GROUP_NAME, time.monotonic() + _MAKING_SECONDS
+    with suppress(OSError):  # whoever reads it next says so
+        while (found := path.stat()).st_nlink > 1 and time.monotonic() < deadline:
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                if all(link.lstat().st_ino != found.st_ino for link in folder.glob(f".{GROUP_NAME}.*")):
+                    return  # its other link is elsewhere, of a backup
+            time.sleep(_POLL_SECONDS)
 
 
 def _write_new(path: Path, data: bytes) -> None:

@@ -39,7 +39,7 @@ from pccheck_async.group.candidates import AgreedCandidates, PartSources
 from pccheck_async.group.control import Address, Client, Server, name_slow_ranks
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.driver import Driver, RestoreAction, Surroundings, set_future
-from pccheck_async.group.folder import domain_of, seen_store
+from pccheck_async.group.folder import domain_of, seen_store, wait_for_made
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.memory import UNDECIDED, GroupMemory
@@ -108,7 +108,9 @@ class Ranks(Peers):
 
     def memory_folder(self, path: str, root: Path, store: Store) -> Path:
         folder = Path(path).parent
-        return memory_folder(root, folder, domain_of(folder), GROUP_NAME) / Path(path).name
+        domain = domain_of(folder)
+        wait_for_made(folder)  # else ranks of one host may get different folders
+        return memory_folder(root, folder, domain, GROUP_NAME) / Path(path).name
 
     def meet(self, config: EngineConfig) -> None:
         group = self.group

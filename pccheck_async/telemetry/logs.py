@@ -52,8 +52,8 @@ status              WARNING  the status file for ``pccheck watch`` cannot be wri
 progress            WARNING  a progress callback raised, and is not called any more
 memory_off          WARNING  nothing more is saved in memory: error; the disk goes on
 memory_skipped      WARNING  a checkpoint that was due in memory alone is not there: a rank could not save it
-memory_ignored      WARNING  checkpoints in memory are not of the line of the store on disk, or the engine has no
-                             ``memory``; when it is opened
+memory_ignored      WARNING  checkpoints in memory are not of the line of the store on disk, or of its files as they are
+                             now, or the engine has no ``memory``; when it is opened
 memory_unreadable   WARNING  a checkpoint's copy in memory cannot be read, and that on disk, or an older one, is taken
 memory_unsaved      WARNING  closing could not write the newest checkpoint in memory to disk: it stays in memory; error
 memory_damaged      WARNING  the store in memory is damaged, and was begun anew: error

@@ -12,7 +12,8 @@ import pytest
 
 from pccheck_async.errors import CorruptStoreError, WriteError
 from pccheck_async.format.record import GROUP_NAME
-from pccheck_async.group.folder import domain_of
+from pccheck_async.group.folder import domain_of, wait_for_made
+from pccheck_async.group.ranks import Ranks
 from tests.support.children import in_child
 
 
@@ -49,6 +50,41 @@ def test_an_id_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: 
     (tmp_path / GROUP_NAME).touch()
     monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / GROUP_NAME).write_bytes(data))
     assert domain_of(tmp_path) == chosen
+
+
+def test_all_ranks_of_a_host_find_one_folder_in_memory_while_one_makes_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked, asked, unlink = threading.Event(), threading.Event(), Path.unlink
+
+    def late(self: Path, missing_ok: bool = False) -> None:
+        linked.set()
+        assert asked.wait(20)
+        unlink(self, missing_ok=missing_ok)
+
+    def find() -> Path:
+        return Ranks.memory_folder(None, str(tmp_path / "rank-00001"), Path("/dev/shm"), None)  # type: ignore[arg-type]
+
+    def ask(_: float) -> None:
+        asked.set()
+        maker.join()
+
+    monkeypatch.setattr(Path, "unlink", late)
+    monkeypatch.setattr(time, "sleep", ask)
+    maker = threading.Thread(target=domain_of, args=(tmp_path,))
+    maker.start()
+    assert linked.wait(20)
+    found = find()
+    asked.set()
+    maker.join()
+    assert found == find()
+
+
+def test_a_link_that_a_backup_has_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    domain_of(tmp_path / "group")
+    (tmp_path / "backup").hardlink_to(tmp_path / "group" / GROUP_NAME)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    wait_for_made(tmp_path / "group")
 
 
 @pytest.mark.slow

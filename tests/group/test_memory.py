@@ -344,6 +344,21 @@ def test_a_copied_folder_has_a_memory_of_its_own(tmp_path: Path, tier: MemoryTie
     assert train(tmp_path / "moved", tier) == [(4, "memory")] * 2
 
 
+def test_memory_of_a_folder_that_changed_hands_is_said_to_be_left(
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    def say(engine: SyncCheckpointEngine, rank: int) -> None:
+        said = [record.message for record in caplog.records if getattr(record, "event", "") == "memory_ignored"]
+        assert [rank for each in said if f"rank-{rank:05d} before its files" in each] == ([rank] if changed else [])
+
+    changed = False
+    train(tmp_path, tier, range(2), on_disk=range(1), then=say)
+    train(tmp_path, tier, then=say)
+    (tmp_path / "group.json").chmod(0o600)
+    changed = True
+    assert train(tmp_path, tier, then=say) == [(0, "disk")] * 2
+
+
 def test_an_older_image_of_the_disk_is_put_back(tmp_path: Path, tier: MemoryTier) -> None:
     store = tmp_path / "run"
     train(store, tier, range(2), on_disk=range(1, 2))
