@@ -369,6 +369,29 @@ def test_an_older_image_of_the_disk_is_put_back(tmp_path: Path, tier: MemoryTier
     assert train(store, tier) == [(1, "disk")] * 2
 
 
+def test_an_older_image_of_the_same_run_is_overtaken_unless_memory_is_cleared(tmp_path: Path, tier: MemoryTier) -> None:
+    """A known limit, which the guide names: no record on disk says that it was newer."""
+    store, image = tmp_path / "run", tmp_path / "image"
+
+    def copy(engine: SyncCheckpointEngine, rank: int) -> None:
+        meet_at(marks, rank, "saved")
+        if rank == 0:
+            shutil.copytree(store, image)
+        meet_at(marks, rank, "copied")
+        engine.checkpoint(state_of(rank, 1), step=1).result(20)
+        engine.checkpoint(state_of(rank, 2), step=2, tier="memory").wait_reached("memory", 20)
+
+    marks = marks_of(store)
+    train(store, tier, range(1), on_disk=range(1), then=copy)
+    for file in image.glob("rank-*/*"):  # in place: the inodes stay
+        (store / file.relative_to(image)).write_bytes(file.read_bytes())
+    assert [info.step for info in list_checkpoints(store)] == [0]
+    assert train(store, tier) == [(2, "memory")] * 2
+    (found,) = list_memory(tier.path)
+    clear_memory(found.path)
+    assert train(store, tier) == [(0, "disk")] * 2
+
+
 def test_a_tool_that_rejects(tmp_path: Path, tier: MemoryTier) -> None:
     train(tmp_path, tier, range(5), on_disk=range(1, 4), keep_last=2)
     reject(tmp_path, step=3)
