@@ -165,6 +165,9 @@ class StateMismatchError(_PathError, ValueError):
         advice: What to do about it.
     """
 
+    parts_unseen = False
+    """Whether parts of the checkpoint that cannot be read here may be what is missing."""
+
     def __init__(
         self,
         message: str = "",

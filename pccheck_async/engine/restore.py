@@ -75,7 +75,9 @@ async def restore(
                 except (UnreadableError, CheckpointError, TypeError, ValueError) as failure:
                     error = failure
                 if dry_run and isinstance(error, StateMismatchError | None):
-                    error = _ComparedError(one.plan(error))
+                    compared = _ComparedError(one.plan(error))
+                    compared.parts_unseen = error is not None and error.parts_unseen
+                    error = compared
                 if not await candidates.matched(caller, error):
                     continue
                 begun += one.restoration.filled
@@ -213,12 +215,14 @@ class Reading:
             elsewhere = self.checkpoint.elsewhere
             named = ranks_in_words(tuple(elsewhere), len(elsewhere))
             unseen = f" (those of {named} are not seen here)" if elsewhere else ""
-            raise StateMismatchError(
+            error = StateMismatchError(
                 f"this checkpoint is of another number of ranks, which had different tensors{unseen} under one name: "
                 f'{first_few(found)}; restore(state, private="modulo") gives rank r those of rank r modulo the old '
                 "number, private=[...] does for the paths that match its globs",
                 mismatched=found,
             )
+            error.parts_unseen = bool(elsewhere)
+            raise error
 
     async def fill(self, caller: Caller, state: Mapping[str, Any], owners: Owners | None) -> Collection[int]:
         """Fill the live arrays, but for targets that :meth:`finish` copies; return hashes of ranks that differ.

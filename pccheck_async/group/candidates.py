@@ -126,7 +126,8 @@ class AgreedCandidates(RestoreCandidates):
             return error is None
         outcome: MatchOutcome = "ok" if error is None else "mismatch"
         self._mismatch = error
-        if isinstance(error, StateMismatchError) and self._parts.has_out_of_sight(self._restore.key):
+        unseen = isinstance(error, StateMismatchError) and (error.parts_unseen or bool(error.missing))
+        if unseen and self._parts.has_out_of_sight(self._restore.key):
             outcome = "elsewhere"  # an older checkpoint may be on a disk that all ranks see
         if isinstance(error, DroppedMeanwhileError):
             outcome, self._mismatch = "unread", None  # rank 0 proposes the newest one that is there now
@@ -254,7 +255,10 @@ class PartSources:
         """Whether this rank does not see all parts of a checkpoint, some of which only the memory of hosts has."""
         rank = self._disk.member.rank
         ways = [] if key is None or self._memory is None else self._ways(key, rank)
-        return any(domain < self._shift and not self._sees(rank, domain) for way in ways for domain in way)
+        others = [
+            domain for way in ways for part, domain in enumerate(way) if part != rank % len(way)
+        ]  # its own is sent
+        return any(domain < self._shift and not self._sees(rank, domain) for domain in others)
 
     def step(self, key: Key) -> int | None:
         """Return the step of a complete checkpoint; None if it is gone."""

@@ -218,7 +218,7 @@ class LeadRestore:
         if damage:
             return self._fall_back(damage, there, any(one.outcome == "damaged" for one in self.matches.values()))
         elsewhere = {rank: one.why for rank, one in self.matches.items() if one.outcome == "elsewhere"}
-        if elsewhere and not self._is_dry_run:
+        if elsewhere and (self._is_dry_run or not mismatch):  # of a dry run all ranks' outcome is a mismatch
             return self._fall_back(elsewhere, there, False, "mismatch")
         mismatch |= elsewhere
         return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]

@@ -171,7 +171,9 @@ class CheckpointReader:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
             if self.elsewhere:
                 text += f"; the parts of ranks {', '.join(map(str, self.elsewhere))} are on filesystems not seen here"
-            raise StateMismatchError(text, mismatched=troubles)
+            error = StateMismatchError(text, mismatched=troubles)
+            error.parts_unseen = bool(self.elsewhere)
+            raise error
 
     def begin_boxes(self) -> Targets:
         """Return the planned boxes that the own part has, to be filled with other targets of it.

@@ -35,6 +35,7 @@ from pccheck_async.errors import (
     CheckpointError,
     GroupError,
     ReadError,
+    StateMismatchError,
     StoreError,
     StoreLockedError,
     TornCaptureError,
@@ -1034,6 +1035,9 @@ def test_other_splits_read_parts_of_other_hosts_on_the_disk_of_all(
     def go_on(group: Group) -> tuple[int, bool]:
         path, tier = _hosts(shared_memory, [0, 1, 1], tmp_path)(group.rank)
         engine, state = engine_on(path, group, tier).open(), _shard(group.rank, 3, -1.0)
+        planned = engine.restore(state, dry_run=True)
+        assert planned is not None
+        assert (planned.step, planned.error) == (saved_on_disk - 1, None)
         restored = engine.restore(state)
         assert restored is not None
         meet_at(marks, group.rank, "again", 3)
@@ -1042,6 +1046,26 @@ def test_other_splits_read_parts_of_other_hosts_on_the_disk_of_all(
     marks = marks_of(tmp_path)
     run_ranks(2, save)
     assert run_ranks(3, go_on) == [(saved_on_disk - 1, True)] * 3
+
+
+def test_a_state_that_does_not_fit_is_no_reason_to_take_an_older_checkpoint(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    places = _hosts(shared_memory, [0, 1], tmp_path)
+
+    def save_smaller(engine: SyncCheckpointEngine, rank: int) -> None:
+        engine.checkpoint(state_of(rank, 1, 300), step=1, tier="memory").wait_reached("memory", 20)
+
+    def restore(group: Group) -> None:
+        path, tier = places(group.rank)
+        engine = engine_on(path, group, tier).open()
+        with pytest.raises(StateMismatchError, match="tensor"):
+            restore_in(engine, group.rank, 500)
+        meet_at(marks, group.rank)
+
+    marks = marks_of(tmp_path)
+    train(tmp_path, None, range(1), on_disk=range(1), places=places, then=save_smaller)
+    run_ranks(2, restore)
 
 
 def test_what_all_have_alike_is_in_the_memory_of_each_host(tmp_path: Path, shared_memory: Path) -> None:
