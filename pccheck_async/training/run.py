@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import threading
 import time
 import warnings
@@ -41,6 +42,7 @@ from pccheck_async.state.values import with_article
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark, parameters_of
 from pccheck_async.training.data import ResumableLoader, ResumableSampler, iterated
+from pccheck_async.training.passes import PassesUnderway
 from pccheck_async.training.preemption import Preemption
 
 __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
@@ -53,6 +55,8 @@ _HOLD_NOTHING = (
     ResumableSampler,
 )  # fmt: skip
 """Objects that do not save another one unseen, as an object of a user's may."""
+_OF_POSITIONS = re.compile(r"^[^.]*(loader|sampler|position|offset|batch(?!_size))|^data$", re.IGNORECASE)
+"""Keys of a state under which a position in the data may be; those with a dot are names of parameters."""
 _EVERY_STEP = 16
 """Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
 
@@ -156,6 +160,7 @@ class TrainingRun(TrainingHooks):
         self._told_postponed = False  # since a window last ended
         self._said: dict[Tier, tuple[int | None, str]] = {}
         self._state_seen = self._looked_for_absent = False
+        self._passes: PassesUnderway | None = None  # from the end of the first step to that of the second
         self._rejections = 0
         collective, best = core.peers.collective, core.config.retention.best
         # In a group all ranks save after the same steps: which of them set a metric is not known, and clocks differ.
@@ -283,6 +288,9 @@ class TrainingRun(TrainingHooks):
         if first:
             self._warn_of_state_dicts(this)
             self._warn_of_absent(this.state)
+            self._passes = None if _may_hold_position(this.state) else PassesUnderway()
+        elif self._passes is not None:
+            self._warn_of_pass(self._passes)
         if first and not due:
             core.captures.check(this.state)  # a state that cannot be saved fails now, not in an hour
         return due
@@ -464,6 +472,16 @@ class TrainingRun(TrainingHooks):
         for one in absent:
             self._say_absent(*one)
 
+    def _warn_of_pass(self, passes: PassesUnderway) -> None:
+        self._passes = None
+        if passes.one_went_on():
+            text = (
+                "a DataLoader is in the middle of a pass, and its position is not in the state: a resumed run begins "
+                "the epoch anew, unless the loop itself skips what it has trained on; loop over a ResumableLoader (or "
+                'torchdata\'s StatefulDataLoader), and save {..., "loader": loader}'
+            )
+            write("not_in_state", text, store=self.core.path)
+
     def _look_at_stranger(self, optimizer: torch.optim.Optimizer) -> bool:
         """Warn of an unattached optimizer that trains a model in the state, and that nothing there may hold.
 
@@ -594,6 +612,14 @@ def _parameters(values: list[Any]) -> set[int]:
     holding = [each for each in values if isinstance(each, Mapping | list | tuple)]
     beside = {id(item) for each in holding for item in (each.values() if isinstance(each, Mapping) else each)}
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
+
+
+def _may_hold_position(state: Mapping[str, Any]) -> bool:
+    """Whether a state may have the position in the data: in an object, or under a key that a user's loop reads."""
+    values = _seen(state)
+    if values is None or any(isinstance(each, ResumableLoader | ResumableSampler) for each in values):
+        return True
+    return any(_OF_POSITIONS.search(str(key)) for key in _keys(values))
 
 
 def _draws(values: list[Any]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import pickle
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from pccheck_async import (
     CheckpointEngine,
     NoCheckpointError,
     ResumableLoader,
+    ResumableSampler,
     RNGState,
     StateMismatchError,
     StorageOptions,
@@ -526,6 +528,78 @@ def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.Log
         with SyncCheckpointEngine(tmp_path / str(number)) as engine:
             engine.attach(optimizer)
             engine.checkpoint(state, step=0).result()
+    assert not told(caplog, "not_in_state")
+
+
+class Ten(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def test_a_plain_loader_in_the_middle_of_a_pass_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(loader: Any, state: dict[str, Any] | None = None, beside: Callable[[], Any] = lambda: None) -> list[str]:
+        caplog.clear()
+        kept = []
+        with SyncCheckpointEngine(tmp_path / uuid.uuid4().hex) as engine:
+            for step, _ in enumerate(loader):
+                with engine.step({"x": torch.ones(1)} if state is None else state, step):
+                    kept.append(beside())
+        return told(caplog, "not_in_state")
+
+    def epochs(loader: Any) -> None:
+        for _ in loader:
+            pass
+
+    plain = DataLoader(Ten())
+    (line,) = said(plain)
+    assert line.startswith("a DataLoader is in the middle of a pass, and its position is not in the state: a resumed")
+    assert line.endswith('save {..., "loader": loader}')
+    assert len(said(DataLoader(Ten(), num_workers=1))) == 1
+    assert len(said(DataLoader(Ten(), batch_sampler=ResumableSampler(10, batch_size=2)))) == 1
+    assert len(said(plain, {"args": {"batch_size": 1}, "weights": {"bn.num_batches_tracked": torch.ones(1)}})) == 1
+    resumable = ResumableLoader(Ten())
+    (line,) = said(resumable)
+    assert line.startswith("a ResumableLoader was iterated over")
+    for state in (
+        {"data": resumable},
+        {"s": resumable.sampler},
+        {"mine": Mine()},
+        {"train_loader": {"seen": 3}},
+        {"progress": {"epoch": 0, "batch": 3}},
+        {"sampler_seed": 3},
+    ):
+        assert not said(plain, state)
+    assert not said(range(4))
+    assert not said(range(4), beside=lambda: epochs(plain))
+    assert not said(range(4), beside=lambda: next(iter(plain)))
+    early = iter(plain)
+    next(early)
+    assert not said(range(4))
+    del early
+
+    def look() -> Any:
+        begun = iter(plain)
+        next(begun)
+        return begun
+
+    assert not said(range(4), beside=look)
+
+
+def test_validation_that_is_left_by_persistent_workers_is_no_pass_of_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = DataLoader(Ten(), num_workers=1, persistent_workers=True)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in range(4):
+            with engine.step({"x": 1}, step):
+                for batch, _ in enumerate(loader):
+                    if batch > step:
+                        break
     assert not told(caplog, "not_in_state")
 
 
