@@ -523,8 +523,9 @@ class EngineCore:
         ``load`` of the checkpoint, say. All ranks of a group found, restored and removed the same checkpoints.
 
         The first step after a restore is warned of if it is a smaller one: a loop that begins anew, with what the
-        restore filled, replaces the checkpoint of a later step. So is, once, a step that is smaller than the one
-        before, or that training has ``begun`` twice: one that counts the batches of each epoch, say.
+        restore filled, replaces the checkpoint of a later step. So is the restored step, if training has ``begun`` it:
+        the restored state is that of its end. So is, once, a step that is smaller than the one before, or that training
+        has ``begun`` twice: one that counts the batches of each epoch, say.
         """
         restored, self._restored_step = self._restored_step, None
         last = self._last_step
@@ -538,12 +539,13 @@ class EngineCore:
                 "epochs numbers their steps in one row; an engine with overwrite=True does so, and is not told"
             )
             write("step_went_back", text, step, last[0], step=step, store=self.path)
-        if restored is not None and step is not None and step < restored:
+        if restored is not None and step is not None and step < restored + begun:
             text = (
                 "step %d was restored, and the next one is step %d, whose checkpoint may replace it: a loop goes on "
-                "with range(restored.step + 1, ...)"
+                "with range(restored.step + 1, ...)%s"
             )
-            write("step_went_back", text, restored, step, step=step, store=self.path)
+            twice = ", unless it is to train that step twice" if step == restored else ""
+            write("step_went_back", text, restored, step, twice, step=step, store=self.path)
         found = self._unrestored
         if not found:
             return

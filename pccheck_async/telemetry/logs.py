@@ -75,8 +75,8 @@ captured_eagerly    WARNING  the next 100 checkpoints capture values torn again 
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
-step_went_back      WARNING  the first step after a restore is smaller than the restored one; or a step is smaller than
-                             the one before, or began twice; once
+step_went_back      WARNING  the first step after a restore is smaller than the restored one, or begins that again; or
+                             a step is smaller than the one before, or began twice; once
 not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
                              state of the first save; or another optimizer trains a model that is; or one in it trains
                              nothing in it; or there is dropout, and no RNGState; or the first two steps took batches
