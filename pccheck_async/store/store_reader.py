@@ -87,11 +87,15 @@ def others_in_words(path: str | os.PathLike[str]) -> str:
 
 
 def others_in(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names in a folder that look like checkpoints of other programs, those of the highest numbers last."""
+    """Return the names in a folder that look like checkpoints of other programs, those of the highest numbers last.
+
+    Stores are none, whatever they are called: ``PCcheckIO`` makes them under names of Lightning's.
+    """
     names: list[str] = []
     with suppress(OSError), os.scandir(path) as entries:
         names = [each.name for each in islice(entries, 1000)]
     found = [name for name in names if name.endswith(_OF_OTHERS) or _OTHER_FOLDERS.fullmatch(name)]
+    found = [name for name in found if not _is_store(os.path.join(path, name))]
     return sorted(found, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
 
 

@@ -852,6 +852,23 @@ def test_the_folder_above_stores(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert len(told(caplog, "stores_below")) == 1
 
 
+def test_stores_with_the_names_of_checkpoints_of_other_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("epoch=3.ckpt", "checkpoint-20"):
+        with SyncCheckpointEngine(tmp_path / name) as engine:
+            engine.checkpoint(STATE, step=1).result()
+    with pytest.raises(NoCheckpointError, match=r"there are stores in it: [^;]*$") as raised:
+        load_sync(tmp_path)
+    assert "pccheck import" not in str(raised.value)
+    (tmp_path / "old.pt").touch()
+    with pytest.raises(NoCheckpointError, match=r"; there is old\.pt in it: `pccheck import` makes"):
+        load_sync(tmp_path)
+    with SyncCheckpointEngine(tmp_path):
+        (line,) = told(caplog, "others_here")
+    assert "(old.pt)" in line
+
+
 @pytest.mark.parametrize("name", ["old.pt", "epoch=3.ckpt", "checkpoint-20", ".metadata"])
 def test_a_folder_with_checkpoints_of_other_programs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
