@@ -453,6 +453,14 @@ class TrainingRun(TrainingHooks):
                 "before it was made anew, which are not saved; make optimizer and state from the model that trains"
             )
             write("not_in_state", text, type(each).__name__, store=self.core.path)
+        for each in optimizers:
+            if not strange(each) and (foreign := _foreign(values, each)):
+                text = (
+                    "%d parameter(s) of the %s in the state are in none of its modules, and are not saved: say of a "
+                    "layer that was replaced after the optimizer was made, and trains nothing, or of a module that is "
+                    "to be added; make the optimizer from the modules that train, and save all of them"
+                )
+                write("not_in_state", text, foreign, type(each).__name__, store=self.core.path)
         # Schedulers of torch but for ReduceLROnPlateau leave this in the groups of the optimizer that they change.
         groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]  # odd ones have none
         scheduled = any("initial_lr" in group for group in groups)
@@ -636,6 +644,19 @@ def _trains_others(parameters: set[int], optimizer: torch.optim.Optimizer) -> bo
     """Whether an optimizer trains none of these parameters, of which there are some."""
     theirs = parameters_of(optimizer) if hasattr(optimizer, "param_groups") else []  # odd ones have none
     return bool(parameters and theirs) and parameters.isdisjoint(map(id, theirs))
+
+
+def _foreign(values: list[Any], optimizer: torch.optim.Optimizer) -> int:
+    """Return how many parameters of an optimizer are to be trained, and seem to be nowhere in a state with a model."""
+    there = _parameters(values)
+    if not there or not hasattr(optimizer, "param_groups"):  # odd ones have none
+        return 0
+    containers = (each.values() if isinstance(each, Mapping) else each for each in values if not is_stateful(each))
+    # The state_dict() of a module has other tensors than its parameters, of the same shapes.
+    shapes = {item.shape for each in containers for item in each if isinstance(item, torch.Tensor)}
+    return sum(
+        each.requires_grad and id(each) not in there and each.shape not in shapes for each in parameters_of(optimizer)
+    )
 
 
 def _keys(values: list[Any]) -> set[Any]:

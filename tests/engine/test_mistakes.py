@@ -630,6 +630,44 @@ def test_an_optimizer_that_trains_nothing_in_the_state_is_told_of(
     assert not said("unseen", {"model": old, "optimizer": fresh, "mine": Mine()}, fresh)
 
 
+def test_an_optimizer_with_some_parameters_that_are_not_in_the_state_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3)), nn.Linear(5, 5)
+    extra = nn.Parameter(torch.ones(7))
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": other.parameters()}])
+
+    def said(state: dict[str, Any], used: torch.optim.Optimizer = optimizer) -> list[str]:
+        caplog.clear()
+        with SyncCheckpointEngine(tmp_path / uuid.uuid4().hex) as engine:
+            engine.attach(used)
+            with engine.step(state | {"optimizer": used}, 0):
+                pass
+        return told(caplog, "not_in_state")
+
+    (line,) = said({"model": model})
+    assert line.startswith("2 parameter(s) of the AdamW in the state are in none of its modules, and are not saved")
+    assert not said({"model": model, "other": other})
+    assert not said({"models": [model, {"of": other}]})
+    assert not said({"model": torch.nn.DataParallel(nn.ModuleList([model, other]))})
+    assert not said({"model": model, "other": other.state_dict()})
+    assert not said({"model": model, "other": Mine()})
+    with_extra = torch.optim.AdamW([*model.parameters(), extra])
+    assert len(said({"model": model}, with_extra)) == 1
+    assert not said({"model": model, "temperature": extra}, with_extra)
+    other.requires_grad_(False)
+    assert not said({"model": model})
+    model[1].requires_grad_(False)
+    assert not said({"model": model, "other": other})
+    model[1] = nn.Linear(2, 3)  # after the optimizer was made
+    model[0] = nn.Linear(1, 2)
+    model.append(nn.Linear(3, 1))
+    whole = torch.optim.AdamW(model.parameters())
+    model[2] = nn.Linear(3, 1)
+    (line,) = said({"model": model}, whole)
+    assert line.startswith("2 parameter(s) of the AdamW")
+
+
 def test_an_attached_optimizer_that_is_not_beside_a_loader_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
