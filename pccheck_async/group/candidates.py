@@ -20,7 +20,7 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import Key, Tier
+from pccheck_async.format import Key, Reach
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client
 from pccheck_async.group.driver import Driver, RestoreAction
@@ -202,7 +202,7 @@ class PartSources:
                 sources[each] = FolderPart(driver.opened, rank_name(each), key)
             else:
                 elsewhere.append(each)
-        tier: Tier = "memory" if way[own] < self._shift else "disk"
+        tier: Reach = "memory" if way[own] < self._shift else "disk"
         nearest = self._memory if tier == "memory" and self._memory is not None else disk
         if (part := nearest.member.parts.get(key)) is not None:
             sources[own] = OwnSlot(nearest.store, part.entry)
@@ -211,6 +211,8 @@ class PartSources:
         elif own not in sources:
             name = rank_name(rank)
             sources[own] = ReceivedPart(self._client, self._prefix(rank), disk.opened, disk.folder, name)
+            if tier == "memory" and self._memory is not None and self._memory.member.replicas:
+                tier = "replicas"
         return RestoreCandidate(sources, own, elsewhere, other_world=other_world, source=tier)
 
     def _ways(self, key: Key, rank: int) -> list[Sequence[int]]:
@@ -223,7 +225,7 @@ class PartSources:
         ways: list[Sequence[int]] = []
         if found is not None:
             kept = memory is None or memory.member.run is None or key in memory.member.keep
-            ways = [found.places, found.spare] if kept else [found.spare]
+            ways = [*found.ways] if kept else [found.spare]
         else:  # parts of this run are in their ranks' domains
             ways += [memory.member.homes] if memory is not None and key in memory.member.keep else []
             ways += [disk] if memory is None or key in self._disk.member.keep else []
