@@ -155,6 +155,8 @@ class MatchManifest(Action, frozen=True):
 
     key: Key
     why: str = ""
+    passed: tuple[int, ...] = ()
+    """As of :class:`Candidate`."""
 
 
 class FillArrays(Action, frozen=True):

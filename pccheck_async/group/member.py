@@ -92,6 +92,7 @@ from pccheck_async.group.messages import (
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, Settled
 from pccheck_async.group.placement import holders_of
 from pccheck_async.group.restore import Restore
+from pccheck_async.group.rounds import Rounds
 from pccheck_async.group.schedule import Schedule
 from pccheck_async.group.view import View
 
@@ -168,12 +169,8 @@ class Member:
         replicas: int = 0,
     ) -> None:
         self.rank = rank
-        self.replicas = replicas
         self.roster = Roster((), ())
-        self.holders: Sequence[Sequence[int]] = ()
-        """Of each rank, those that hold copies of its parts."""
-        self.round: Round | None = None
-        """The one that runs."""
+        self.rounds = Rounds(replicas)
         self.in_memory = in_memory
         self.world = world
         self.max_in_flight = max_in_flight
@@ -239,11 +236,11 @@ class Member:
 
     def _is_written(self, rank: int, home: int) -> bool:
         """Whether the folder of a rank in a domain has a writer: that rank, or one that holds copies of its parts."""
-        return self.homes[rank] == home or any(self.homes[holder] == home for holder in self.holders[rank])
+        return self.homes[rank] == home or any(self.homes[holder] == home for holder in self.rounds.holders[rank])
 
     def _meet(self, roster: Roster) -> list[Action]:
         self.roster = roster
-        self.holders = holders_of(roster.homes, self.replicas)
+        self.rounds.holders = holders_of(roster.homes, self.rounds.replicas)
         return [Scan()] if self.homes.index(self.homes[self.rank]) == self.rank else []
 
     def _open(self, view: View, nonce: int) -> list[Action]:
@@ -532,10 +529,11 @@ class Member:
             case Change():
                 return self._learn_change(decision)
             case Round():
-                self.round = decision
+                self.rounds.running = decision
                 return [SendCopies(decision)]
             case RoundEnd():
-                self.round, self.keep = None, dict(decision.keep)
+                self.rounds.running, self.keep = None, dict(decision.keep)
+                self.rounds.floor = decision.key if decision.why is None else self.rounds.floor
                 return [EndRound(decision), *self._advance()]
             case InMemory():
                 raise ValueError("a decision about the tier in memory, which is not there")

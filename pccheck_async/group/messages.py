@@ -353,10 +353,13 @@ class Candidate(GroupDecision, frozen=True):
     attempt: int
     key: Key
     why: str = ""
+    passed: tuple[int, ...] = ()
+    """By rank, how many sources of its part cannot be read, so that the next one is; empty: none."""
 
 
-MatchOutcome: TypeAlias = Literal["ok", "mismatch", "damaged", "unread"]
-"""``unread``: a read failed, and may succeed another time."""
+MatchOutcome: TypeAlias = Literal["ok", "mismatch", "damaged", "unread", "elsewhere"]
+"""``unread``: a read failed, and may succeed another time; ``elsewhere``: this copy cannot be read, another host has
+one."""
 
 
 class Matched(Message, frozen=True):
@@ -385,6 +388,8 @@ class Verified(Message, frozen=True):
     """Hashes of ranks that this one found to have saved different replicas."""
     unread: bool = False
     """The damage is a read that failed, and may succeed another time."""
+    elsewhere: bool = False
+    """Another host has a copy."""
 
 
 class Restored(GroupDecision, frozen=True):

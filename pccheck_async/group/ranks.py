@@ -186,7 +186,7 @@ class Ranks(Peers):
             call=self._call,
             post=post,
             agreed=self._restoring,
-            sends=lambda action: list(self._parts.sendings(action.key)),
+            sends=lambda action: list(self._parts.sendings(action.key, action.passed)),
             fail=end_with,
             lost=self._note_lost,
             changed=self._note_idle,

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pccheck_async.engine import Memory, MemoryTier
-from pccheck_async.errors import CheckpointError, GroupError, StoreFullError
+from pccheck_async.errors import CheckpointError, GroupError
 from pccheck_async.format import Entry, Key, align
 from pccheck_async.format.record import REGION_NBYTES
 from pccheck_async.group.actions import Action
@@ -111,6 +111,7 @@ class Replicas:
         self._applying: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._settled: tuple[int, Exception | None] = (-1, None)  # the newest counter, and its outcome
+        self._since: int | None = None
         self.degraded = ""
 
     # -- opening and closing
@@ -122,7 +123,7 @@ class Replicas:
         """
         member = self._member
         _check_addresses(member.roster)
-        for rank, holders in enumerate(member.holders):
+        for rank, holders in enumerate(member.rounds.holders):
             if member.rank in holders:
                 try:
                     store = await self._memory.open_beside(rank_name(rank))
@@ -131,8 +132,10 @@ class Replicas:
                 else:
                     self._held[rank] = _Held(store, [*parts_of(store.committed.record)])
         hosts = len({*member.homes})
-        if hosts <= member.replicas:
-            self.degraded = f"replicas={member.replicas} needs {member.replicas + 1} hosts, and here are {hosts}"
+        if hosts <= member.rounds.replicas:
+            self.degraded = (
+                f"replicas={member.rounds.replicas} needs {member.rounds.replicas + 1} hosts, and here are {hosts}"
+            )
             if member.rank == 0:
                 write("replicas_degraded", "the memory of fewer hosts can be lost: %s", self.degraded)
         if hosts == 1:
@@ -173,9 +176,10 @@ class Replicas:
         self._start(self.apply())
         error = None
         if end.why is None:
-            self.degraded = ""
+            self.degraded, self._since = "", None
         else:
-            self.degraded = f"since step {end.step}: rank {end.rank}: {end.why}"
+            self._since = end.step if self._since is None else self._since
+            self.degraded = f"since step {self._since}: rank {end.rank}: {end.why}"
             error = GroupError(f"step {end.step} is not in the memory of other hosts: rank {end.rank}: {end.why}")
             if self._member.rank in (0, end.rank):
                 text = "the copies in the memory of other hosts are older than step %d: rank %d: %s"
@@ -201,7 +205,7 @@ class Replicas:
     async def _send_all(self, running: Round) -> None:
         why: str | None = None
         try:
-            holders = self._member.holders[self._member.rank]
+            holders = self._member.rounds.holders[self._member.rank]
             sent = await asyncio.gather(*(self._send(running, each) for each in holders), return_exceptions=True)
             failed = [(each, error) for each, error in zip(holders, sent, strict=True) if error is not None]
             if failed:
@@ -315,7 +319,7 @@ class Replicas:
     async def _learned(self, number: int) -> Round:
         """Wait until this rank has learned of a round; return it."""
         while self._ended < number:
-            if (running := self._member.round) is not None and running.number == number:
+            if (running := self._member.rounds.running) is not None and running.number == number:
                 return running
             self._changed.clear()
             await self._changed.wait()
@@ -326,7 +330,7 @@ class Replicas:
             self._memory.check_room(store, nbytes)
         lease = await store.reserve_now(nbytes, creates=True)
         if lease is None:
-            raise StoreFullError(11, "readers hold all slots of the copies", store.file.file.name)
+            raise GroupError("readers of other processes hold all slots of the copies")
         return lease
 
     async def _receive(self, channel: Channel, store: Store, lease: SlotLease, entry: Entry) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0's side of the rounds in which checkpoints in memory are copied to other hosts.
+"""Rounds in which checkpoints in memory are copied to other hosts.
 
 A round is about one complete checkpoint, the same for all ranks. It ends when every rank said that all of its copies
 are there, and that checkpoint is the *floor* then: until a later round ends well, the memory of all ranks keeps it, and
@@ -8,17 +8,31 @@ the checkpoint of the round that runs. Nothing waits for a round: if the network
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pccheck_async.group.messages import Copied, Round
 from pccheck_async.group.parts import Key
 
-__all__ = ["LeadRounds"]
+__all__ = ["LeadRounds", "Rounds"]
+
+
+@dataclass(slots=True, eq=False)
+class Rounds:
+    """One rank's side."""
+
+    replicas: int
+    """How many other hosts have copies of each part, if there are so many."""
+    holders: Sequence[Sequence[int]] = ()
+    """Of each rank, those that hold copies of its parts."""
+    running: Round | None = None
+    floor: Key | None = None
+    """The newest checkpoint of this run whose copies are all there."""
 
 
 @dataclass(slots=True, eq=False)
 class LeadRounds:
-    """Rounds, one at a time, in which so many ranks take part."""
+    """Rank 0's side: rounds, one at a time, in which so many ranks take part."""
 
     world: int
     number: int = 0

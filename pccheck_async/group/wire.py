@@ -12,6 +12,7 @@ import asyncio
 import fcntl
 import hmac
 import ipaddress
+import os
 import secrets
 import socket
 import struct
@@ -144,7 +145,7 @@ def _proof(token: bytes, who: bytes, *what: bytes) -> bytes:
 
 
 async def connect(address: tuple[str, int], token: bytes, sender: int, receiver: int) -> Channel:
-    """Connect to a rank, and let both sides prove that they are of this run. Raises GroupError, OSError."""
+    """Connect to a rank, and let both sides prove that they are of this run. Raises GroupError."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     channel = Channel(socket.socket(family, socket.SOCK_STREAM))
     try:
@@ -163,6 +164,10 @@ async def connect(address: tuple[str, int], token: bytes, sender: int, receiver:
     except TimeoutError:
         channel.close()
         raise GroupError(f"it did not answer within {_MEETING_SECONDS} s") from None
+    except OSError as error:
+        channel.close()
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise GroupError(f"it is not reached at {address[0]} port {address[1]}: {why}") from error
     except BaseException:
         channel.close()
         raise
@@ -186,7 +191,7 @@ class Listener:
             raise machine_error(error, f"the socket for copies at {host}") from error
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._meeting: dict[asyncio.Task[None], None] = {}
+        self._meeting: dict[asyncio.Task[None], Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._warned = False
 
@@ -204,8 +209,13 @@ class Listener:
                 await asyncio.sleep(0.1)
                 continue
             if len(self._meeting) >= _MOST_STRANGERS:
-                next(iter(self._meeting)).cancel()
-            self._meeting[self._start(self._meet(Channel(connection)))] = None
+                self._give_up(next(iter(self._meeting)))
+            channel = Channel(connection)
+            self._meeting[self._start(self._meet(channel))] = channel
+
+    def _give_up(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._meeting.pop(task).close()  # also of one that has not begun
 
     async def _meet(self, channel: Channel) -> None:
         try:
@@ -254,6 +264,8 @@ class Listener:
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
+        for task in [*self._meeting]:
+            self._give_up(task)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._socket.close()
 
