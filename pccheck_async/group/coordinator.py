@@ -208,7 +208,7 @@ class Coordinator:
                 return self._receive_digests(message)
             case Goodbye():
                 self._left[message.rank] = message
-                return self._abort_what_lacks_ranks() if self.broken is None else []
+                return [*self._abort_what_lacks_ranks(), *self._end_rounds(message)] if self.broken is None else []
 
     def _receive_about_memory(self, message: AnyMessage) -> list[AnyDecision]:
         if self.memory is None:
@@ -498,7 +498,7 @@ class Coordinator:
 
     def _next_round(self) -> list[AnyDecision]:
         """Begin a round about the newest checkpoint that this run made in memory, if that is to be copied."""
-        if not self.replicas or len({*self._roster.homes}) == 1:
+        if not self.replicas or len({*self._roster.homes}) == 1 or self._left or not self.committed:
             return []
         run, newest = self._newest_first()[0]
         begun = self.rounds.begin(Key(newest.counter, run), newest.step) if run == self.run else None
@@ -519,7 +519,16 @@ class Coordinator:
         stays = {entry.counter for entry in kept} | {reading} | self._kept_by_rounds()
         self.committed = {at: one for at, one in self.committed.items() if at in stays}
         end = RoundEnd(ended.number, ended.key, ended.step, self._keep_list(), why, rank)
-        return [end, *(self._next_round() if self.committed else [])]
+        return [end, *self._next_round()]
+
+    def _end_rounds(self, message: Goodbye) -> list[AnyDecision]:
+        """End the last round, and the waiting for others, as a rank has left."""
+        rounds = self.rounds
+        if not self.replicas or self.run is None or not self.committed:
+            return []
+        rounds.running, (run, newest) = None, self._newest_first()[0]
+        why = f"rank {message.rank} left before"
+        return [RoundEnd(rounds.number - 1, Key(newest.counter, run), newest.step, self._keep_list(), why)]
 
     def _superseded(self, counter: int, kept: Sequence[Entry]) -> tuple[int, ...]:
         """Return the older ones in flight that retention would not keep beside the committed ones.

@@ -318,6 +318,13 @@ class Member:
         """Called when this rank's store is its own, and its free slots are safe to write over (I12)."""
         return [Post(Joined(self.rank, store_id, self.came_from))]
 
+    @property
+    def kept_copies(self) -> set[Key]:
+        """Checkpoints of which this rank keeps other ranks' parts: the floor, or what was found, and what is coming."""
+        rounds = self.rounds
+        of_rounds = {rounds.floor, None if rounds.running is None else rounds.running.key}
+        return {key for key in self.keep if key in of_rounds or (rounds.floor is None and key.run != self.run)}
+
     def copied(self, number: int, why: str | None = None) -> list[Action]:
         """Report that the holders of this rank's copies have its part of a round's checkpoint, or why one has not."""
         return [Post(Copied(self.rank, number, why))]

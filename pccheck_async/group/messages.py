@@ -447,7 +447,7 @@ class RoundEnd(GroupDecision, frozen=True):
     why: str | None = None
     """Why the round failed; the one before stays then."""
     rank: int = -1
-    """The one that could not send its part."""
+    """The one that could not send its part; -1: none, as the checkpoint was removed, or a rank has left."""
 
 
 _Message = (

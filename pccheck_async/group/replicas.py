@@ -9,7 +9,7 @@ and a part only once all of it was received and verified.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from pccheck_async.engine import Memory, MemoryTier
 from pccheck_async.errors import CheckpointError, GroupError
-from pccheck_async.format import Entry, Key, align
+from pccheck_async.format import Entry, align
 from pccheck_async.format.record import REGION_NBYTES
 from pccheck_async.group.actions import Action
 from pccheck_async.group.folder import parts_of, write_parts
@@ -31,7 +31,7 @@ from pccheck_async.group.wire import FRAME_BYTES, Channel, Kind, Listener, Pace,
 from pccheck_async.medium import File
 from pccheck_async.store import OwnSlot, PartReader, SlotLease, Source, Staging, Store, Written, rank_name
 from pccheck_async.telemetry import write
-from pccheck_async.transfer import aligned_buffer
+from pccheck_async.transfer import Tasks, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations import Operations
 
@@ -47,6 +47,8 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     round: int
     part: Part
+    seconds: float
+    """For all of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +160,10 @@ class Replicas:
     def reached(self, counter: int) -> asyncio.Future[None]:
         """Return a future that is done once a checkpoint, or a newer one, is in the memory of other hosts, too."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if counter <= self._settled[0]:
+        floor = self._member.rounds.floor
+        if floor is not None and counter <= floor.counter:
+            future.set_result(None)
+        elif counter <= self._settled[0]:
             _set(future, self._settled[1])
         else:
             self._waiting[counter] = future
@@ -173,25 +178,34 @@ class Replicas:
         """Drop the copies that are not kept any more, and end the waiting for this checkpoint and older ones."""
         self._ended = end.number
         self._changed.set()
+        if self._sending is not None:  # another rank has failed
+            self._sending.cancel()
         self._start(self.apply())
         error = None
         if end.why is None:
             self.degraded, self._since = "", None
         else:
-            self._since = end.step if self._since is None else self._since
-            self.degraded = f"since step {self._since}: rank {end.rank}: {end.why}"
-            error = GroupError(f"step {end.step} is not in the memory of other hosts: rank {end.rank}: {end.why}")
-            if self._member.rank in (0, end.rank):
-                text = "the copies in the memory of other hosts are older than step %d: rank %d: %s"
-                write("replicas_degraded", text, end.step, end.rank, end.why, step=end.step, error=end.why)
+            why = end.why if end.rank < 0 else f"rank {end.rank}: {end.why}"
+            error = GroupError(f"step {end.step} is not in the memory of other hosts: {why}")
+            if end.rank >= 0:
+                self._degrade(end, why)
         self._settle(end.key.counter, error)
+
+    def _degrade(self, end: RoundEnd, why: str) -> None:
+        if self._since is None:
+            self._since = end.step
+            if self._member.rank in (0, end.rank):
+                text = "replicas degraded since step %d, the copies in the memory of other hosts are older: %s"
+                write("replicas_degraded", text, end.step, why, step=end.step, error=why)
+        self.degraded = f"since step {self._since}: {why}"
 
     def stop(self, why: str) -> None:
         """Called when nothing more is decided."""
+        self.degraded = self.degraded or why
         self._settle(1 << 62, GroupError(why))
 
     def _settle(self, counter: int, error: Exception | None) -> None:
-        self._settled = (counter, error)
+        self._settled = max(self._settled, (counter, error), key=lambda settled: settled[0])
         for each in [each for each in self._waiting if each <= counter]:
             _set(self._waiting.pop(each), error)
 
@@ -205,20 +219,24 @@ class Replicas:
     async def _send_all(self, running: Round) -> None:
         why: str | None = None
         try:
-            holders = self._member.rounds.holders[self._member.rank]
-            sent = await asyncio.gather(*(self._send(running, each) for each in holders), return_exceptions=True)
-            failed = [(each, error) for each, error in zip(holders, sent, strict=True) if error is not None]
-            if failed:
-                why = f"{self._name(failed[0][0])}: {failed[0][1]}"
+            async with Tasks() as tasks:  # the first error ends all
+                for holder in self._member.rounds.holders[self._member.rank]:
+                    tasks.create_task(self._send(running, holder))
+        except GroupError as error:
+            why = str(error)
         except Exception as error:  # noqa: BLE001 - else the round never ends
             why = f"it cannot send its part: {error!r}"
         self._do(self._member.copied(running.number, why))
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self._member.roster.hosts[rank]}"
-
     async def _send(self, running: Round, holder: int) -> None:
-        """Send this rank's part to one holder. Raises GroupError, OSError, CheckpointError."""
+        """Send this rank's part to one holder. Raises GroupError, which names it."""
+        try:
+            await self._send_to(running, holder)
+        except (CheckpointError, OSError) as error:
+            host = self._member.roster.hosts[holder]
+            raise GroupError(f"rank {holder} on {host}: {error}") from error
+
+    async def _send_to(self, running: Round, holder: int) -> None:
         member, store = self._member, self._memory.store
         if (part := member.parts.get(running.key)) is None:
             raise GroupError("there is no part here to send")
@@ -230,7 +248,7 @@ class Replicas:
             async with asyncio.timeout(seconds):
                 channel = await connect(address, member.roster.token, member.rank, holder)
                 try:
-                    await self._send_over(channel, _Offer(running.number, part), source, file)
+                    await self._send_over(channel, _Offer(running.number, part, seconds), source, file)
                 finally:
                     channel.close()
         except TimeoutError:
@@ -267,7 +285,7 @@ class Replicas:
             await channel.send(Kind.DATA, buffer[:nbytes])
 
     def _seconds(self, entry: Entry) -> float:
-        rate = _LEAST_RATE if self._rate is None else min(_LEAST_RATE, self._rate / 2)
+        rate = _LEAST_RATE if self._rate is None else min(_LEAST_RATE, self._rate / (2 * self._member.rounds.replicas))
         return _PATIENCE_SECONDS + (entry.nbytes + entry.manifest_nbytes) / rate
 
     # -- taking
@@ -278,7 +296,7 @@ class Replicas:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 data = await channel.receive(Kind.OFFER, REGION_NBYTES)
             offer = msgspec.msgpack.decode(data, type=_Offer)
-            async with asyncio.timeout(self._seconds(offer.part.entry)):
+            async with asyncio.timeout(offer.seconds):
                 await self._take_part(sender, offer, channel)
         except TimeoutError:
             await channel.fail("it was too slow")
@@ -297,7 +315,7 @@ class Replicas:
             raise GroupError("its lengths are not those of a part")
         async with held.turn:
             async with held.lock:
-                await self._apply(held, member.keep)
+                await self._apply(held)
             end = entry.manifest_offset + align(entry.manifest_nbytes, block_bytes)
             lease = await self._lease(held.store, end)
             entry = replace(entry, slot=lease.slot)
@@ -310,7 +328,7 @@ class Replicas:
                 raise
             await held.store.finish_data(Written(lease, entry))
             async with held.lock:
-                if part.key not in member.keep:
+                if part.key not in member.kept_copies:
                     await held.store.release(lease, entry.manifest_offset)
                     raise GroupError("the checkpoint was removed meanwhile")
                 await self._write(held, [replace(part, entry=entry), *held.parts])
@@ -359,10 +377,10 @@ class Replicas:
         for held in [*self._held.values()]:
             async with held.lock:
                 with suppress(CheckpointError, OSError):  # then they were removed
-                    await self._apply(held, self._member.keep)
+                    await self._apply(held)
 
-    async def _apply(self, held: _Held, keep: Collection[Key]) -> None:
-        kept = [part for part in held.parts if part.key in keep]
+    async def _apply(self, held: _Held) -> None:
+        kept = [part for part in held.parts if part.key in self._member.kept_copies]
         if kept != held.parts:
             await self._write(held, kept)
             await held.store.slots.remove_surplus()

@@ -24,6 +24,7 @@ from typing import Any, Final
 from pccheck_async.errors import GroupError, machine_error
 from pccheck_async.format import crc32
 from pccheck_async.telemetry import write
+from pccheck_async.transfer import abandoned_in_child
 
 __all__ = ["FRAME_BYTES", "Channel", "Kind", "Listener", "Pace", "connect", "local_address"]
 
@@ -190,6 +191,7 @@ class Listener:
         except OSError as error:
             raise machine_error(error, f"the socket for copies at {host}") from error
         self._socket.setblocking(False)
+        abandoned_in_child.add(self)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._meeting: dict[asyncio.Task[None], Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -258,6 +260,10 @@ class Listener:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def abandon(self) -> None:
+        """Close it in a forked child."""
+        self._socket.close()
 
     async def close(self) -> None:
         """Take nothing any more; what is being taken is given up."""

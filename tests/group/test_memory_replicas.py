@@ -330,6 +330,33 @@ def test_fewer_hosts_than_copies_are_said(hosts: Callable[..., Hosts]) -> None:
     assert alone.run([0, 1]) == [(2, "memory"), (2, "replicas")]
 
 
+def test_an_interface_that_is_not_there_ends_the_opening_of_all(hosts: Callable[..., Hosts]) -> None:
+    with pytest.raises(RankFailedError, match="no such interface has an IPv4 address"):
+        hosts(interface="strange0").run([0, 1])
+
+
+def test_an_interface_by_its_name(hosts: Callable[..., Hosts]) -> None:
+    both = hosts(interface="lo")
+    both.run([0, 1], range(2), then=lambda engine, _: print(replicas_of(engine)._listener.address))
+    lost_then(both, 0, 1)
+
+
+def test_a_rank_that_leaves_ends_the_waiting_of_others(hosts: Callable[..., Hosts]) -> None:
+    both = hosts(rate_limit=100_000)
+
+    def leave(engine: SyncCheckpointEngine, rank: int) -> None:
+        pending = engine.checkpoint(state_of(rank, 3, 300_000), step=3, tier="memory")
+        pending.wait_reached("memory", 20)
+        if rank == 0:
+            with pytest.raises(CheckpointError, match="rank 1 left before"):
+                pending.wait_reached("replicas", 20)
+            assert engine.statistics().replicas_degraded == ""
+        engine.close()
+
+    both.run([0, 1], then=leave)
+    assert both.run([0, 1], elements=300_000) == [(3, "disk")] * 2
+
+
 def test_one_process_has_no_other_host(tmp_path: Path, shared_memory: Path) -> None:
     with pytest.raises(ValueError, match="is for groups"):
         SyncCheckpointEngine(tmp_path, memory=MemoryTier(path=str(shared_memory), replicas=1)).open()

@@ -105,7 +105,7 @@ class Mutant(NamedTuple):
 COPIES = World(hosts=(0, 1, 2), worlds=(3,), goes_back=False, without_memory=False, loses_records=False, replicas=1)
 
 
-def _own_pace(self: Side, running: Round) -> Part | None:
+def _own_pace(self: Side, running: Round, taker: Side) -> Part | None:
     """Each rank sends the newest that it has, and not what the round is about."""
     parts = self.run.history.visible[MEMORY][self.rank].parts
     return max((part for part in parts if part.key in self.member.keep), key=lambda part: part.key, default=None)

@@ -192,16 +192,16 @@ class Side:
         copies, host = self.run.history.copies, self.run.history.world.hosts[self.rank]
         for rank, holders in enumerate(self.member.rounds.holders if self.tier == MEMORY else ()):
             if self.rank in holders and (body := copies.get((host, rank))) is not None:
-                copies[host, rank] = replace(body, parts=tuple(p for p in body.parts if p.key in self.member.keep))
+                copies[host, rank] = replace(
+                    body, parts=tuple(p for p in body.parts if p.key in self.member.kept_copies)
+                )
 
     def send(self, holder: int, running: Round) -> None:
         """Send this rank's part to one that holds copies; report it once all have it, or that one fails."""
         history, taker = self.run.history, self.run.sides[holder][MEMORY]
         self.sends.remove((holder, running))
-        part = self.part_to_send(running)
-        if part is None:
-            raise BrokenRuleError(f"COPIES: rank {self.rank} is to send {running.key}, which its record lacks")
-        if (history.world.fails and history.random.random() < 0.1) or part.key not in taker.member.keep:
+        part = self.part_to_send(running, taker)
+        if part is None or (history.world.fails and history.random.random() < 0.1):
             self.sends = []
             self.do(self.member.copied(running.number, "the holder is full"))
             return
@@ -214,9 +214,12 @@ class Side:
         if not self.sends:
             self.do(self.member.copied(running.number))
 
-    def part_to_send(self, running: Round) -> Part | None:
+    def part_to_send(self, running: Round, taker: Side) -> Part | None:
         parts = self.run.history.visible[MEMORY][self.rank].parts
-        return next((part for part in parts if part.key == running.key), None)
+        part = next((part for part in parts if part.key == running.key), None)
+        if part is None:
+            raise BrokenRuleError(f"COPIES: rank {self.rank} is to send {running.key}, which its record lacks")
+        return part if part.key in taker.member.kept_copies else None
 
     def may_send(self, holder: int, running: Round) -> bool:
         """Whether the holder has learned of the round; it waits till then."""
