@@ -260,19 +260,9 @@ class Replicas:
         """Send a part; an error of the other side is raised at once, whatever is being sent."""
         await channel.send(Kind.OFFER, msgspec.msgpack.encode(offer))
         await channel.receive(Kind.READY)
-        answer = asyncio.ensure_future(channel.receive(Kind.TAKEN))
-        sending = asyncio.ensure_future(self._send_bytes(channel, source, file))
-        try:
-            await asyncio.wait((answer, sending), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and sending.exception() is not None:
-                await asyncio.wait((answer,), timeout=1.0)  # it says more
-            if not (answer.done() and answer.exception() is not None):
-                await sending
-            await answer
-        finally:
-            for task in (answer, sending):
-                task.cancel()
-            await asyncio.gather(answer, sending, return_exceptions=True)
+        async with Tasks() as tasks:
+            tasks.create_task(channel.receive(Kind.TAKEN))
+            tasks.create_task(self._send_bytes(channel, source, file))
 
     async def _send_bytes(self, channel: Channel, source: Source, file: File) -> None:
         buffer = aligned_buffer(FRAME_BYTES)
@@ -311,7 +301,8 @@ class Replicas:
         entry, block_bytes = part.entry, held.store.block_bytes
         if running.key != part.key or (part.rank, part.world) != (sender, member.world):
             raise GroupError("this is not the part that was to be sent")
-        if not 0 <= entry.nbytes <= entry.manifest_offset or entry.manifest_offset % block_bytes:
+        ordered = 0 <= entry.nbytes <= entry.manifest_offset and entry.manifest_nbytes > 0
+        if not ordered or entry.manifest_offset % block_bytes:
             raise GroupError("its lengths are not those of a part")
         async with held.turn:
             async with held.lock:

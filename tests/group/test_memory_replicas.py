@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import re
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -26,6 +29,7 @@ from pccheck_async.group import replicas as replicas_module
 from pccheck_async.group import wire
 from pccheck_async.group.placement import peer_hosts
 from pccheck_async.group.replicas import Replicas
+from pccheck_async.group.replicas import _Offer as wire_offer
 from pccheck_async.store import Store
 from pccheck_async.testing.probe import probe
 from pccheck_async.upkeep import list_memory
@@ -67,6 +71,7 @@ class Hosts:
         on_disk: range = range(0),
         elements: int = 500,
         then: Callable[[SyncCheckpointEngine, int], Any] = lambda engine, rank: None,
+        meanwhile: Callable[[list[int]], None] | None = None,
     ) -> list[Any]:
         """Restore, save steps in memory, wait until the last one is on other hosts, and die; ``places``: of each rank.
 
@@ -99,6 +104,8 @@ class Hosts:
 
         with TemporaryDirectory() as name:
             marks = Path(name)
+            if meanwhile is not None:  # which kills them
+                return run_ranks(len(places), work, meanwhile=meanwhile, statuses=[])
             return run_ranks(len(places), work)
 
 
@@ -179,7 +186,9 @@ def test_a_peer_that_is_full(hosts: Callable[..., Hosts], victim: int) -> None:
                 raise StoreFullError(errno.ENOSPC, "no space left", "copies")
             check(self, store, nbytes)
 
-        (held,) = replicas_of(engine)._held.values()
+        replicas = replicas_of(engine)
+        probe(engine).core.loop.call(replicas.apply())  # what the last round has left, which may be under way
+        (held,) = replicas._held.values()
         for slot in held.store.slots.table.free():  # so that one has to be made
             probe(engine).core.loop.call(held.store.slots._remove_slot(slot))
         Memory.check_room = full  # type: ignore[method-assign]
@@ -266,7 +275,72 @@ def test_a_dead_port_and_strangers_cost_copies_alone(hosts: Callable[..., Hosts]
     assert both.run([0, 1])[0] == (2, "replicas")  # step 4 is on the lost disk alone
 
 
+def test_strange_offers_of_one_that_has_the_token(hosts: Callable[..., Hosts]) -> None:
+    """Each is refused with an error, and the next round ends well."""
+
+    def offer(engine: SyncCheckpointEngine, rank: int) -> None:
+        if rank == 0:
+            probe(engine).core.loop.call(_offer_strangely(replicas_of(engine)))
+        pending = engine.checkpoint(state_of(rank, 3), step=3, tier="memory")
+        pending.wait_reached("memory", 20)
+        pending.wait_reached("replicas", 20)
+
+    both = hosts()
+    both.run([0, 1], range(3), then=offer)
+    lost_then(both, 0, 3)
+
+
+async def _offer_strangely(replicas: Replicas) -> None:
+    member, chance = replicas._member, random.Random(3)
+    part, address = next(iter(member.parts.values())), member.roster.addresses[1]
+    assert address is not None
+    running = wire_offer(0, part, 5.0)
+    for number in range(60):
+        entry = msgspec.structs.replace(
+            part.entry, **{chance.choice(["nbytes", "manifest_offset", "manifest_nbytes", "counter"]):
+                           chance.choice([-1, 0, 1, 4097, 1 << 40, 1 << 62])},
+        )  # fmt: skip
+        ended = msgspec.structs.replace(
+            running, part=msgspec.structs.replace(part, entry=entry), round=chance.randrange(3)
+        )
+        data = chance.randbytes(number) if number % 3 == 0 else msgspec.msgpack.encode(ended)
+        channel = await wire.connect(address, member.roster.token, number % 4, 1)
+        await channel.send(wire.Kind.OFFER, data)
+        with pytest.raises(CheckpointError):
+            await channel.receive(wire.Kind.READY)
+        channel.close()
+
+
 # -- while ranks die
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_copied_is_there_whenever_all_die(hosts: Callable[..., Hosts], tmp_path: Path, seed: int) -> None:
+    chance, both = random.Random(seed), hosts()
+    promised = tmp_path / "promised"
+    promised.mkdir()
+
+    def train(engine: SyncCheckpointEngine, rank: int) -> None:
+        for step in range(1000):
+            pending = engine.checkpoint(state_of(rank, step, 300_000), step=step, tier="memory")
+            pending.wait_reached("memory", 20)
+            if step % 3 == 0:
+                pending.wait_reached("replicas", 20)
+                (promised / str(step)).touch()
+
+    def kill(pids: list[int]) -> None:
+        wait_for(promised / "3")
+        time.sleep(chance.random())
+        for pid in chance.sample(pids, 2):
+            os.kill(pid, signal.SIGKILL)
+
+    both.run([0, 1], elements=300_000, then=train, meanwhile=kill)
+    copied = max(int(mark.name) for mark in promised.iterdir())
+    lost = chance.randrange(2)
+    both.lose([lost])
+    found = both.run([0, 1], elements=300_000)
+    assert [source for _, source in found] == ["replicas" if rank == lost else "memory" for rank in (0, 1)]
+    assert found[0][0] == found[1][0] >= copied
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.2, 0.5, 0.9])
