@@ -31,13 +31,14 @@ from pccheck_async.group.wire import FRAME_BYTES, Channel, Kind, Listener, Pace,
 from pccheck_async.medium import File
 from pccheck_async.store import OwnSlot, PartReader, SlotLease, Source, Staging, Store, Written, rank_name
 from pccheck_async.telemetry import write
-from pccheck_async.transfer import Tasks, aligned_buffer
+from pccheck_async.transfer import Tasks, aligned_buffer, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Replicas"]
 
 _PATIENCE_SECONDS = 60.0
+_MOST_SECONDS = 86400.0
 _LEAST_RATE = 16 << 20
 """Bytes per second below which a transfer is given up, and half the rate limit, if that is lower."""
 
@@ -114,7 +115,7 @@ class Replicas:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._settled: tuple[int, Exception | None] = (-1, None)  # the newest counter, and its outcome
         self._since: int | None = None
-        self.degraded = ""
+        self.degraded = self._few = ""
 
     # -- opening and closing
 
@@ -135,9 +136,8 @@ class Replicas:
                     self._held[rank] = _Held(store, [*parts_of(store.committed.record)])
         hosts = len({*member.homes})
         if hosts <= member.rounds.replicas:
-            self.degraded = (
-                f"replicas={member.rounds.replicas} needs {member.rounds.replicas + 1} hosts, and here are {hosts}"
-            )
+            needed = member.rounds.replicas + 1
+            self.degraded = self._few = f"replicas={needed - 1} needs {needed} hosts, and here are {hosts}"
             if member.rank == 0:
                 write("replicas_degraded", "the memory of fewer hosts can be lost: %s", self.degraded)
         if hosts == 1:
@@ -183,7 +183,7 @@ class Replicas:
         self._start(self.apply())
         error = None
         if end.why is None:
-            self.degraded, self._since = "", None
+            self.degraded, self._since = self._few, None
         else:
             why = end.why if end.rank < 0 else f"rank {end.rank}: {end.why}"
             error = GroupError(f"step {end.step} is not in the memory of other hosts: {why}")
@@ -286,7 +286,7 @@ class Replicas:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 data = await channel.receive(Kind.OFFER, REGION_NBYTES)
             offer = msgspec.msgpack.decode(data, type=_Offer)
-            async with asyncio.timeout(offer.seconds):
+            async with asyncio.timeout(min(max(0.0, offer.seconds), _MOST_SECONDS)):
                 await self._take_part(sender, offer, channel)
         except TimeoutError:
             await channel.fail("it was too slow")
@@ -317,13 +317,17 @@ class Replicas:
             except BaseException:
                 await held.store.release(lease, entry.manifest_offset)
                 raise
-            await held.store.finish_data(Written(lease, entry))
-            async with held.lock:
-                if part.key not in member.kept_copies:
-                    await held.store.release(lease, entry.manifest_offset)
-                    raise GroupError("the checkpoint was removed meanwhile")
-                await self._write(held, [replace(part, entry=entry), *held.parts])
+            # The slot is the record's then, or free.
+            await uninterrupted(self._commit(held, lease, replace(part, entry=entry)))
         await channel.send(Kind.TAKEN)
+
+    async def _commit(self, held: _Held, lease: SlotLease, part: Part) -> None:
+        await held.store.finish_data(Written(lease, part.entry))
+        async with held.lock:
+            if part.key not in self._member.kept_copies:
+                await held.store.release(lease, part.entry.manifest_offset)
+                raise GroupError("the checkpoint was removed meanwhile")
+            await self._write(held, [part, *held.parts])
 
     async def _learned(self, number: int) -> Round:
         """Wait until this rank has learned of a round; return it."""

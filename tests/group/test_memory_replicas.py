@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -405,8 +406,12 @@ def test_fewer_hosts_than_copies_are_said(hosts: Callable[..., Hosts]) -> None:
 
 
 def test_an_interface_that_is_not_there_ends_the_opening_of_all(hosts: Callable[..., Hosts]) -> None:
-    with pytest.raises(RankFailedError, match="no such interface has an IPv4 address"):
-        hosts(interface="strange0").run([0, 1])
+    both = hosts()
+    tier = both.tier
+    both.tier = lambda host: replace(tier(host), interface="strange0" if host else None)  # type: ignore[method-assign]
+    with pytest.raises(RankFailedError) as caught:
+        both.run([0, 1])
+    assert str(caught.value).count("no such interface has an IPv4 address (No such device); there are lo") >= 2
 
 
 def test_an_interface_by_its_name(hosts: Callable[..., Hosts]) -> None:
