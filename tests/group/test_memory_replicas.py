@@ -23,7 +23,7 @@ import msgspec
 import pytest
 import torch
 
-from pccheck_async import Group, MemoryTier, PendingCheckpoint, SyncCheckpointEngine
+from pccheck_async import FlatShard, Group, MemoryTier, PendingCheckpoint, SyncCheckpointEngine
 from pccheck_async.engine import Memory
 from pccheck_async.errors import CheckpointError, StoreFullError
 from pccheck_async.group import replicas as replicas_module
@@ -533,6 +533,43 @@ def test_every_class_of_bits_in_a_copy(hosts: Callable[..., Hosts], where: str) 
 
 
 # -- every subset of hosts
+
+
+@pytest.mark.parametrize("worlds", [([0, 1], [0]), ([0, 1], [0, 2]), ([0, 0, 1, 2], [0, 0, 3, 2])])
+def test_a_job_goes_on_with_other_hosts_and_ranks(hosts: Callable[..., Hosts], worlds: tuple[list[int], ...]) -> None:
+    """Host 1 is lost; a tensor that all ranks had shards of is whole, also on one that has all parts in its memory."""
+    them = hosts()
+
+    def work(places: list[int], step: int, group: Group) -> int:
+        world, rank = len(places), group.rank
+        first, end = 1000 * rank // world, 1000 * (rank + 1) // world
+        shard = FlatShard(torch.zeros(end - first), [1000], first)
+        folder = them.disks / f"{places[rank]}" / "run"
+        engine = SyncCheckpointEngine(folder, group=group, memory=them.tier(places[rank]), save_last=False).open()
+        restored = engine.restore({"shard": shard})
+        found = -1 if restored is None else restored.step
+        if restored is not None:
+            assert torch.equal(shard.local, torch.arange(float(first), float(end)) + restored.step)
+        shard.local.copy_(torch.arange(float(first), float(end)) + step)
+        pending = engine.checkpoint({"shard": shard}, step=step, tier="memory")
+        pending.wait_reached("memory", 20)
+        if len({*places}) > 1:
+            pending.wait_reached("replicas", 20)
+        (marks / f"{step}-{rank}").touch()
+        wait_for(*(marks / f"{step}-{each}" for each in range(world)))
+        return found
+
+    marks = them.disks / "marks"
+    marks.mkdir()
+    before, after = worlds
+    assert run_ranks(len(before), partial(work, before, 3)) == [-1] * len(before)
+    them.lose([1])
+    assert run_ranks(len(after), partial(work, after, 4)) == [3] * len(after)
+    assert run_ranks(len(after), partial(work, after, 5)) == [4] * len(after)
+    if len(after) > 1:
+        them.lose([2])
+        others = [4 if host == 2 else host for host in after]
+        assert run_ranks(len(after), partial(work, others, 6)) == [5] * len(after)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
