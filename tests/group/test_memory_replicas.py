@@ -51,6 +51,9 @@ class Hosts:
     def __init__(self, disks: Path, memory: Path, *, replicas: int = 1, **settings: Any) -> None:
         self.disks, self.memory, self.replicas, self.settings = disks, memory, replicas, settings
 
+    def disk(self, host: int) -> Path:
+        return self.disks / f"{host}"
+
     def tier(self, host: int) -> MemoryTier:
         (self.memory / f"{host}").mkdir(exist_ok=True)
         return MemoryTier(interval=1, path=str(self.memory / f"{host}"), replicas=self.replicas, **self.settings)
@@ -81,7 +84,7 @@ class Hosts:
 
         def work(group: Group) -> Any:
             host = places[group.rank]
-            folder = self.disks / f"{host}" / "run"
+            folder = self.disk(host) / "run"
             engine = SyncCheckpointEngine(
                 folder, group=group, memory=self.tier(host), save_last=False, keep_last=2
             ).open()
@@ -131,6 +134,23 @@ def test_a_host_is_lost_with_its_memory_and_its_disk(hosts: Callable[..., Hosts]
     assert both.run([0, 1], range(3, 5), elements=elements) == expected
     both.lose([1 - lost])
     assert both.run([0, 1], elements=elements) == [(4, "replicas" if rank == 1 - lost else "memory") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_hosts_with_one_disk(hosts: Callable[..., Hosts], lost: int) -> None:
+    """What only memory has is found in that of the other host, and the disk is no newer than it was."""
+    both = hosts()
+    both.disk = lambda host: both.disks / "shared"  # type: ignore[method-assign]
+    both.run([0, 1], range(4), on_disk=range(1, 2))
+    shutil.rmtree(both.memory / f"{lost}")
+    expected = [(3, "replicas" if rank == lost else "memory") for rank in (0, 1)]
+    assert both.run([0, 1]) == expected
+    assert both.run([0, 1], range(4, 7), on_disk=range(5, 7)) == expected
+    shutil.rmtree(both.memory / f"{lost}")
+    assert both.run([0, 1]) == [(6, "disk" if rank == lost else "memory") for rank in (0, 1)]  # nearer than a copy
+    for host in (0, 1):
+        shutil.rmtree(both.memory / f"{host}", ignore_errors=True)
+    assert both.run([0, 1]) == [(6, "disk")] * 2
 
 
 # -- rounds that fail
