@@ -24,7 +24,7 @@ def peer_hosts(hosts: int, replicas: int) -> list[tuple[int, ...]]:
     return peers
 
 
-def holders_of(homes: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
+def holders_of(homes: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks that hold copies of each rank's checkpoints.
 
     Args:
@@ -36,7 +36,7 @@ def holders_of(homes: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
     for rank, home in enumerate(homes):
         ranks[numbers[home]].append(rank)
     peers = peer_hosts(len(ranks), replicas)
-    return [
+    return tuple(
         tuple(ranks[peer][ranks[numbers[home]].index(rank) % len(ranks[peer])] for peer in peers[numbers[home]])
         for rank, home in enumerate(homes)
-    ]
+    )

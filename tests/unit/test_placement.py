@@ -68,5 +68,5 @@ def test_holders_are_ranks_of_other_hosts_and_share_the_work(homes: list[int], r
 
 
 def test_hosts_are_told_apart_by_their_numbers_alone() -> None:
-    assert holders_of([3, 3, 1, 1], 1) == [(2,), (3,), (0,), (1,)]
-    assert holders_of([0, 0, 0, 1], 1) == [(3,), (3,), (3,), (0,)]
+    assert holders_of([3, 3, 1, 1], 1) == ((2,), (3,), (0,), (1,))
+    assert holders_of([0, 0, 0, 1], 1) == ((3,), (3,), (3,), (0,))
