@@ -486,15 +486,12 @@ class Coordinator:
         self.committed[counter] = (self.run, ballot.entry)
         # A restore that is under way reads its candidate on all ranks: it goes with the commit after that.
         reading = self.restore.candidate.counter if self.restore.candidate is not None else None
-        stays = {entry.counter for entry in kept} | {counter, reading} | self._kept_by_rounds()
+        stays = {entry.counter for entry in kept} | {counter, reading} | self.rounds.kept
         self.committed = {at: one for at, one in self.committed.items() if at in stays}
         self.unproven = ()
         superseded = self._superseded(counter, kept)
         self._settle(*superseded)
         return [Commit(counter, self._keep_list(), superseded), *self._next_round()]
-
-    def _kept_by_rounds(self) -> set[int]:
-        return self.rounds.kept
 
     def _next_round(self) -> list[AnyDecision]:
         """Begin a round about the newest checkpoint that this run made in memory, if that is to be copied."""
@@ -516,7 +513,7 @@ class Coordinator:
         entries = [entry for _, entry in self._newest_first()]
         kept = self.retention.retain(entries[1:], entries[0], self.restore.damaged).entries if entries else []
         reading = self.restore.candidate.counter if self.restore.candidate is not None else None
-        stays = {entry.counter for entry in kept} | {reading} | self._kept_by_rounds()
+        stays = {entry.counter for entry in kept} | {reading} | self.rounds.kept
         self.committed = {at: one for at, one in self.committed.items() if at in stays}
         end = RoundEnd(ended.number, ended.key, ended.step, self._keep_list(), why, rank)
         return [end, *self._next_round()]

@@ -109,7 +109,9 @@ class Hosts:
         with TemporaryDirectory() as name:
             marks = Path(name)
             if meanwhile is not None:  # which kills them
-                return run_ranks(len(places), work, meanwhile=meanwhile, statuses=[])
+                statuses: list[int] = []
+                run_ranks(len(places), work, meanwhile=meanwhile, statuses=statuses)
+                return statuses
             return run_ranks(len(places), work)
 
 
@@ -377,6 +379,46 @@ def test_all_die_in_the_middle_of_a_round_and_one_host_is_lost(hosts: Callable[.
     found = both.run([0, 1], elements=300_000)
     assert [source for _, source in found] == ["memory", "replicas"]
     assert [step for step, _ in found] in ([2, 2], [3, 3])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("places", "replicas"), [([0, 1], 1), ([0, 0, 1, 2], 1), ([0, 1, 2], 2)])
+def test_soak(hosts: Callable[..., Hosts], tmp_path: Path, places: list[int], replicas: int) -> None:
+    """Many lives of one job: all die at any moment, and up to so many hosts are lost, before each restart."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    chance, them, promised, lost = random.Random(seed), hosts(replicas=replicas), -1, list[int]()
+    tested = 0  # lives that went on from copies
+    for life in range(25):
+        marks = tmp_path / f"life-{life}"
+        marks.mkdir()
+
+        def train(engine: SyncCheckpointEngine, rank: int, marks: Path = marks, least: int = promised) -> None:
+            first = max([info.step for info in engine.checkpoints()], default=-1) + 1
+            assert first - 1 >= least, (first, least)
+            for step in range(first, first + 1000):
+                pending = engine.checkpoint(state_of(rank, step, 300_000), step=step, tier="memory")
+                pending.wait_reached("memory", 20)
+                if step % 3 == 0:
+                    pending.wait_reached("replicas", 20)
+                    (marks / str(step)).touch()
+
+        def kill(pids: list[int]) -> None:
+            time.sleep(1.0 + 2 * chance.random())
+            for pid in chance.sample(pids, len(pids)):
+                os.kill(pid, signal.SIGKILL)
+
+        statuses = them.run(places, elements=300_000, then=train, meanwhile=kill)
+        assert not [status for status in statuses if status != -signal.SIGKILL], (seed, life, statuses)
+        copied = max((int(mark.name) for mark in marks.iterdir()), default=-1)
+        promised = max(copied, -1 if lost else promised)  # after a loss, copies are there only once they are made anew
+        lost = chance.sample(sorted({*places}), chance.choice([0, 1, replicas]))
+        tested += bool(lost) and promised >= 0
+        them.lose(lost)
+    found = them.run(places, elements=300_000)
+    assert min(step for step, _ in found) >= promised, (seed, promised, found)
+    assert tested >= 5
 
 
 # -- what copies follow

@@ -99,7 +99,7 @@ class Mutant(NamedTuple):
     world: World
     owner: Any
     attribute: str
-    wrong: Callable[..., Any]
+    wrong: Callable[..., Any] | property
 
 
 COPIES = World(hosts=(0, 1, 2), worlds=(3,), goes_back=False, without_memory=False, loses_records=False, replicas=1)
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant("a failure fails both tiers", {"CROSS"}, ONE_HOST, Coordinator, "_receive_failed", _fails_both),
     Mutant("runs that wrote no more than a line have no number", {"MEMORY", "BRANCH"},
            replace(HOSTS, goes_back=True), view, "run_number", _number_without_lines),
-    Mutant("the floor and the running round are not kept", {"MEMORY", "COPIES"}, COPIES, Coordinator,
-           "_kept_by_rounds", lambda self: set()),
+    Mutant("the floor and the running round are not kept", {"MEMORY", "COPIES"}, COPIES, LeadRounds, "kept",
+           property(lambda self: set())),
     Mutant("a round ends with the first vote", {"MEMORY", "COPIES"}, COPIES, LeadRounds, "_is_complete",
            lambda self: bool(self.votes)),
     Mutant("each pair copies at its own pace", {"MEMORY", "COPIES"}, COPIES, Side, "part_to_send", _own_pace),
