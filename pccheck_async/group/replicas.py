@@ -140,6 +140,12 @@ class Replicas:
             self.degraded = self._few = f"replicas={needed - 1} needs {needed} hosts, and here are {hosts}"
             if member.rank == 0:
                 write("replicas_degraded", "the memory of fewer hosts can be lost: %s", self.degraded)
+        names, held = member.roster.hosts, enumerate(member.rounds.holders)
+        if member.rank == 0 and (
+            same := [rank for rank, each in held if any(names[rank] == names[one] for one in each)]
+        ):
+            text = "copies of rank %d are on its own host %s: its ranks have different MemoryTier(path=...)"
+            write("replicas_degraded", text, same[0], names[same[0]])
         if hosts == 1:
             self._settle(1 << 62, GroupError(self.degraded))
         self._listener.serve(member.roster.token, member.rank, self._take)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import random
 import re
@@ -496,6 +497,19 @@ def test_a_rank_that_leaves_ends_the_waiting_of_others(hosts: Callable[..., Host
 
     both.run([0, 1], then=leave)
     assert both.run([0, 1], elements=300_000) == [(3, "disk")] * 2
+
+
+def test_hosts_that_are_none_are_said(hosts: Callable[..., Hosts]) -> None:
+    """Both ranks of these tests run on one machine, and only their folders are those of two."""
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pccheck_async").addHandler(handler)
+    try:
+        found = hosts().run([0, 1], then=lambda engine, rank: [text for text in said if "on its own host" in text])
+    finally:
+        logging.getLogger("pccheck_async").removeHandler(handler)
+    assert [len(each) for each in found] == [1, 0]
 
 
 def test_one_process_has_no_other_host(tmp_path: Path, shared_memory: Path) -> None:
