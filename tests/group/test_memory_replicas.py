@@ -27,6 +27,7 @@ import torch
 from pccheck_async import FlatShard, Group, MemoryTier, PendingCheckpoint, SyncCheckpointEngine
 from pccheck_async.engine import Memory
 from pccheck_async.errors import CheckpointError, StoreFullError
+from pccheck_async.format import crc32
 from pccheck_async.group import replicas as replicas_module
 from pccheck_async.group import wire
 from pccheck_async.group.placement import peer_hosts
@@ -234,7 +235,12 @@ def test_a_peer_that_is_too_slow(hosts: Callable[..., Hosts], monkeypatch: pytes
 
         if rank == 1:
             wire.Channel.receive_into = sleeps  # type: ignore[method-assign]
-        return lambda: (time.sleep(2), setattr(wire.Channel, "receive_into", receive))
+
+        def repair() -> None:
+            time.sleep(2)
+            wire.Channel.receive_into = receive  # type: ignore[method-assign]
+
+        return repair
 
     both = hosts()
     faults(both, slow, r"rank 0: rank 1 on .*(within 1 s|too slow)")
@@ -246,17 +252,18 @@ def test_bytes_that_change_on_their_way_are_found(hosts: Callable[..., Hosts], s
     """Under the checksum of a frame, and above it: then those of the manifest find it, before a record names it."""
 
     def spoil(engine: SyncCheckpointEngine, rank: int) -> Any:
-        send, crc = wire.Channel.send, wire.crc32
+        send = wire.Channel.send
 
         async def flips(self: wire.Channel, kind: wire.Kind, body: bytes | memoryview = b"") -> None:
             if kind == wire.Kind.DATA and (spoils == "frame" or (len(body) == 4096) == (spoils == "chunk")):
                 spoilt = bytearray(body)
                 spoilt[17] ^= 4
-                wire.crc32 = (
-                    (lambda data, value=0: crc(body if data is spoilt else data, value)) if spoils == "frame" else crc
-                )  # type: ignore[attr-defined]
-                await send(self, kind, spoilt)
-                wire.crc32 = crc  # type: ignore[attr-defined]
+                if spoils == "frame":
+                    head = wire._HEAD.pack(kind, len(body))
+                    await self.write(head + crc32(body, crc32(head)).to_bytes(4, "little"))
+                    await self.write(memoryview(spoilt))
+                else:
+                    await send(self, kind, memoryview(spoilt))
             else:
                 await send(self, kind, body)
 

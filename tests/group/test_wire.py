@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import random
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from pccheck_async.errors import GroupError
+from pccheck_async.format import crc32
 from pccheck_async.group import wire
 from pccheck_async.group.wire import Channel, Kind, Listener, Pace, connect, local_address
 
@@ -69,7 +71,7 @@ def test_a_sender_with_another_token_gets_nothing_though_it_does_not_check_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(listener: Listener) -> None:
-        monkeypatch.setattr(wire.hmac, "compare_digest", lambda *_: True)  # on this side
+        monkeypatch.setattr(hmac, "compare_digest", lambda *_: True)  # on this side
         channel = await connect(listener.address, b"x" * 32, 7, 1)
         monkeypatch.undo()
         await channel.send(Kind.OFFER, b"hello ")
@@ -148,7 +150,7 @@ def test_every_bit_of_a_frame_counts(cut: int) -> None:
             channel = await connect(listener.address, TOKEN, 7, 1)
             body = b"hello "
             head = wire._HEAD.pack(Kind.OFFER, len(body))
-            frame = bytearray(head + wire.crc32(body, wire.crc32(head)).to_bytes(4, "little") + body)
+            frame = bytearray(head + crc32(body, crc32(head)).to_bytes(4, "little") + body)
             frame[cut if cut < 8 else 12] ^= 1 << bit  # noqa: B023
             await channel.write(bytes(frame))
             channel._socket.shutdown(socket.SHUT_WR)  # else a longer length would be waited for
@@ -214,5 +216,5 @@ def test_one_interface_is_listened_at() -> None:
 
 def _other_address() -> str:
     """An address of this machine on another interface; 127.0.0.2 is on the same one, and not listened at either."""
-    others = [address for _, _, _, _, (address, *_) in socket.getaddrinfo(os.uname().nodename, 1) if "." in address]
+    others = [str(found[4][0]) for found in socket.getaddrinfo(os.uname().nodename, 1, socket.AF_INET)]
     return next((address for address in others if not address.startswith("127.")), "127.0.0.2")
