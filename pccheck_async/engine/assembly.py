@@ -126,7 +126,7 @@ class EngineParts:
             self.complete = True
         except BaseException:
             if self.memory is not None:
-                await self.memory.store.medium.close()
+                await self.memory.close_files()
             await opened.close()
             if backend is not None:
                 backend.close()
@@ -137,7 +137,7 @@ class EngineParts:
         if hasattr(self, "opened"):
             self.opened.medium.abandon()
         if self.memory is not None:
-            self.memory.store.medium.abandon()
+            self.memory.abandon()
         if (publisher := getattr(self, "publisher", None)) is not None:
             publisher.abandon()
 

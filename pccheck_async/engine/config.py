@@ -107,6 +107,12 @@ class MemoryTier:
         keep_last: How many are kept in memory.
         path: A tmpfs. "auto": ``/dev/shm``.
         keep_after_close: Leave them in memory when the engine is closed, for processes that read them there.
+        replicas: Of a group: on how many other hosts each rank's newest checkpoint is in memory, too. Fewer than so
+            many hosts and one more can be lost; that takes memory for two more states on each rank, and for two of
+            each rank whose copies it holds. Where there are fewer hosts, each of them has a copy, and the log says so.
+        interface: The network interface for these copies, by its name ("eth0") or address. None: that of the route to
+            rank 0.
+        rate_limit: The bytes per second that a rank sends at the most, in all.
 
     Raises:
         ValueError: an option is out of range.
@@ -116,9 +122,18 @@ class MemoryTier:
     keep_last: int = 1
     path: str = "auto"
     keep_after_close: bool = False
+    replicas: int = 0
+    interface: str | None = None
+    rate_limit: int | None = None
 
     def __post_init__(self) -> None:
         check_count("keep_last", self.keep_last)
+        if self.replicas != 0:
+            check_count("replicas", self.replicas)
+        if self.rate_limit is not None:
+            check_count("rate_limit", self.rate_limit)
+        if self.interface is not None and (not isinstance(self.interface, str) or not self.interface):
+            raise ValueError(f"interface is the name or the address of a network interface, not {self.interface!r}")
         if not isinstance(self.path, str) or not self.path:
             raise ValueError(f'path is "auto" or the folder of a tmpfs, not {self.path!r}')
         check_flag("keep_after_close", self.keep_after_close)

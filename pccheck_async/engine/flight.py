@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
+from pccheck_async.engine.config import MemoryTier
 from pccheck_async.errors import CheckpointError, ClosedError
-from pccheck_async.format import CheckpointInfo
+from pccheck_async.format import CheckpointInfo, Reach
 
 __all__ = ["CheckpointProgress", "Flight", "Promise", "Waiting", "wait_for_any"]
 
@@ -192,7 +193,13 @@ class Flight:
     """
 
     def __init__(
-        self, step: int, counter: int, name: str | None = None, *, on_disk: bool = True, has_memory: bool = False
+        self,
+        step: int,
+        counter: int,
+        name: str | None = None,
+        *,
+        on_disk: bool = True,
+        memory: MemoryTier | None = None,
     ) -> None:
         self.step = step
         self.counter = counter
@@ -210,7 +217,8 @@ class Flight:
         self._pid = os.getpid()
         self._eager_captured: Promise[None] = Promise()
         self._captured: Promise[None] = Promise()
-        self._in_memory: Promise[None] | None = Promise() if has_memory else None
+        self._in_memory: Promise[None] | None = Promise() if memory is not None else None
+        self._in_replicas: Promise[None] | None = Promise() if memory is not None and memory.replicas else None
         self._durable: Promise[CheckpointInfo] = Promise()
         self._waiters: set[Waiting] = set()
 
@@ -236,19 +244,22 @@ class Flight:
         """Block as :meth:`.pending.PendingCheckpoint.result`."""
         return self._block(self._durable, timeout)
 
-    async def in_memory(self) -> None:
-        """Wait until it is committed in memory."""
-        await self._wait(self._of_memory())
+    async def reached(self, tier: Reach) -> None:
+        """Wait until it is committed in memory, or in that of other hosts."""
+        await self._wait(self._of_tier(tier))
 
-    def wait_in_memory(self, timeout: float | None = None) -> None:
-        """Block until it is committed in memory."""
-        self._block(self._of_memory(), timeout)
+    def wait_reached(self, tier: Reach, timeout: float | None = None) -> None:
+        """Block until it is committed in memory, or in that of other hosts."""
+        self._block(self._of_tier(tier), timeout)
 
-    def _of_memory(self) -> Promise[None]:
-        if self._in_memory is None:
-            what = f"the checkpoint of step {self.step} is not saved in memory"
-            raise CheckpointError(f"{what}: that needs an engine with memory=MemoryTier(...)")
-        return self._in_memory
+    def _of_tier(self, tier: Reach) -> Promise[None]:
+        if tier == "replicas" and self._in_replicas is not None:
+            return self._in_replicas
+        if tier == "memory" and self._in_memory is not None:
+            return self._in_memory
+        where, needed = ("the memory of other hosts", "replicas=1") if tier == "replicas" else ("memory", "...")
+        what = f"the checkpoint of step {self.step} is not saved in {where}"
+        raise CheckpointError(f"{what}: that needs an engine with memory=MemoryTier({needed})")
 
     async def eager_captured(self) -> None:
         """Wait until the eager leaves are captured: all of the state but its lazy part."""
@@ -371,6 +382,11 @@ class Flight:
         if self._in_memory is not None:
             self._in_memory.set_result(None)
 
+    def set_in_replicas(self, error: BaseException | None) -> None:
+        """Called when it, or a newer one, is in the memory of other hosts; or with the reason why it is not."""
+        if self._in_replicas is not None:
+            self._in_replicas.set_result(None, error)
+
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Called with the committed checkpoint, or the newest one if this one is superseded."""
         self.superseded = superseded
@@ -378,10 +394,13 @@ class Flight:
         if self._in_memory is not None and not self._in_memory.over:
             error = CheckpointError(f"the checkpoint of step {self.step} is durable, and not in memory")
             self._in_memory.set_error(error)
+            self.set_in_replicas(error)
         self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
         """Called with the error of a failed checkpoint: promises that are over keep their outcome, the others fail."""
-        for promise in (self._captured, self._eager_captured, self._in_memory, self._durable):
+        known = self._in_memory is not None and self._in_memory.over and self._in_memory.error is None
+        in_replicas = None if known else self._in_replicas  # one that is in memory may come to other hosts, too
+        for promise in (self._captured, self._eager_captured, self._in_memory, in_replicas, self._durable):
             if promise is not None:
                 promise.set_error(error)

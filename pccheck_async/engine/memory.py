@@ -51,6 +51,8 @@ _GIB = 1 << 30
 ORIGIN_NAME = "origin"
 """The path of the store on disk, for people."""
 _HELD_SECONDS = 1.0
+_FOR_ROUNDS = 2
+"""Checkpoints that are kept for copies on other hosts: the newest one that is there, and the one on its way."""
 _AT_ONCE = 16 << 20
 """Bytes of a slot that is made while its first checkpoint waits: that takes some 10 ms at the most."""
 
@@ -162,22 +164,32 @@ class Memory:
         store: The store in memory.
         folder: Its folder.
         turn: Held by one checkpoint at a time, from its lease to its commit in memory.
+        tier: The settings.
         off: Why checkpoints are saved here no more; empty while they are.
         on_off: Called with that.
     """
 
-    def __init__(self, tier: MemoryTier, disk: Store, store: Store, folder: Path) -> None:
+    def __init__(
+        self,
+        tier: MemoryTier,
+        disk: Store,
+        store: Store,
+        folder: Path,
+        open_beside: Callable[[str], Awaitable[Store]],
+    ) -> None:
         self.store = store
         self.folder = folder
         self.turn = asyncio.Lock()
         self.off = ""
-        self._tier = tier
+        self.tier = tier
         self._disk = disk
         self._restored: int | None = None
         self._removed = False  # by closing
         self._begun = False
         self._growing: asyncio.Task[None] | None = None
         self._held_until = 0.0  # by readers
+        self._open_beside = open_beside
+        self._beside: dict[Path, Store] = {}
         self.on_off: Callable[[str], object] = lambda _: None
 
     def adopt_line(self) -> None:
@@ -218,48 +230,69 @@ class Memory:
         """
         root = memory_root(tier)
 
-        def prepare() -> Path:
+        def place() -> Path:
             if not root.is_dir() or filesystem_type(root) not in IN_MEMORY:
                 raise StoreError(f"MemoryTier needs a tmpfs, and {root} is none: give MemoryTier(path=...) one")
-            folder = find(root, disk)
+            return find(root, disk)
+
+        def prepare(folder: Path) -> None:
             while True:
                 with suppress(FileNotFoundError):  # other ranks remove the folder of a group when they leave
                     for each in [each for each in (folder.parent, folder) if each != root]:
                         with suppress(FileExistsError):
                             each.mkdir(mode=0o700)
                         check_own_folder(each)
-                    return folder
+                    return
 
-        folder = await operations.call(prepare)
-
-        async def open_there() -> Store:
-            await operations.call(prepare)
+        async def open_there(folder: Path, origin: str, kept: int, in_flight: int) -> Store:
+            await operations.call(prepare, folder)
             medium = MappedFiles(folder, operations, "the memory tier")
             try:
                 store = await open_store(
                     medium,
                     path=folder,
-                    retention=Retention(keep_last=tier.keep_last),
+                    retention=Retention(keep_last=kept),
                     max_in_flight=in_flight,
                     lock_timeout=lock_timeout,
                     ahead=False,
                     version=version,
                 )
                 if store.file.is_new:
-                    await operations.call(_warn_of_former, root, folder, path)
-                    await medium.replace(ORIGIN_NAME, os.fsencode(path))
+                    await operations.call(_warn_of_former, root, folder, origin)
+                    await medium.replace(ORIGIN_NAME, os.fsencode(origin))
                 return store
             except BaseException:
                 await medium.close()
                 raise
 
-        try:
-            store = await open_there()
-        except CorruptStoreError as error:
-            write("memory_damaged", "%s is damaged, and begun anew: %s", folder, error, error=str(error))
-            await operations.call(shutil.rmtree, folder)
-            store = await open_there()
-        return cls(tier, disk, store, folder)
+        async def open_or_begin_anew(folder: Path, origin: str, kept: int, in_flight: int) -> Store:
+            try:
+                return await open_there(folder, origin, kept, in_flight)
+            except CorruptStoreError as error:
+                write("memory_damaged", "%s is damaged, and begun anew: %s", folder, error, error=str(error))
+                await operations.call(shutil.rmtree, folder)
+                return await open_there(folder, origin, kept, in_flight)
+
+        def open_beside(name: str) -> Awaitable[Store]:
+            return open_or_begin_anew(folder.parent / name, os.fspath(Path(path).parent / name), 1, 1)
+
+        folder = await operations.call(place)
+        kept = tier.keep_last + (_FOR_ROUNDS if tier.replicas else 0)
+        return cls(tier, disk, await open_or_begin_anew(folder, path, kept, in_flight), folder, open_beside)
+
+    async def open_beside(self, name: str) -> Store:
+        """Open another rank's store on this host, or make it, for two checkpoints; it is closed and removed with this.
+
+        Raises the errors of :func:`open_store`.
+        """
+        self._beside[self.folder.parent / name] = store = await self._open_beside(name)
+        return store
+
+    async def remove_beside(self, name: str) -> None:
+        """Close and remove one of those, whose records cannot be written any more."""
+        folder = self.folder.parent / name
+        await self._beside.pop(folder).medium.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -319,7 +352,7 @@ class Memory:
         creates = nbytes <= _AT_ONCE or self.store.committed.record.parts is not None
         try:
             if self.store.slots.table.decide(nbytes).create:
-                self._check_room(nbytes)
+                self.check_room(self.store, nbytes)
             lease = await self.store.reserve_now(nbytes, creates=creates)
         except OSError as error:
             self._failed(error)
@@ -356,9 +389,9 @@ class Memory:
         else:
             self.turn_off(error)
 
-    def _check_room(self, nbytes: int) -> None:
-        """Raise StoreFullError if the slots that are missing are more than the tmpfs, or this process, can take."""
-        table = self.store.slots.table
+    def check_room(self, store: Store, nbytes: int) -> None:
+        """Raise StoreFullError if the slots that a store lacks are more than the tmpfs, or this process, can take."""
+        table = store.slots.table
         missing = max(1, table.most - table.count)
         there = min(free_bytes(self.folder), available_memory())
         if (needed := missing * nbytes) > there:
@@ -425,17 +458,33 @@ class Memory:
         counts = self._begun or len(self.entries) == len(self.store.committed.entries)
         return counts and self._newer is None
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots, those of other ranks' copies included."""
+        return sum(store.statistics().slot_bytes for store in (self.store, *self._beside.values()))
+
+    async def close_files(self) -> None:
+        """Close the stores, and leave them as they are."""
+        for store in (self.store, *self._beside.values()):
+            await store.medium.close()
+
+    def abandon(self) -> None:
+        """Close every descriptor, in a forked child."""
+        for store in (self.store, *self._beside.values()):
+            store.medium.abandon()
+
     async def close(self, operations: Operations, *, removes: bool) -> None:
         """Close the store in memory, and remove it if it is not needed any more, unless it is to be kept."""
         if self._growing is not None:
             await asyncio.wait((self._growing,))
-        await self.store.medium.close()
-        if removes and not self._tier.keep_after_close:
+        await self.close_files()
+        if removes and not self.tier.keep_after_close:
             self._removed = True
             await operations.call(self._remove)
 
     def _remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.folder.parent != memory_root(self._tier):  # that of a group: the last rank removes it
+        for folder in (self.folder, *self._beside):
+            shutil.rmtree(folder, ignore_errors=True)
+        if self.folder.parent != memory_root(self.tier):  # that of a group: the last rank removes it
             with suppress(OSError):
                 self.folder.parent.rmdir()

@@ -73,6 +73,7 @@ METRICS = (
     Metric("checkpoints_admitted", "counter", "Checkpoints that were given a counter.", lambda s: s.admitted),
     Metric("checkpoints_abandoned", "counter", "Failed ones that held training up too long.", lambda s: s.abandoned),
     Metric("checkpoints_in_memory", "counter", "Checkpoints committed in memory.", lambda s: s.in_memory),
+    Metric("checkpoints_in_replicas", "counter", "Checkpoints in the memory of other hosts.", lambda s: s.in_replicas),
     Metric("restores_fell_back", "counter", "Restores that passed over damaged ones.", lambda s: s.fell_back),
     Metric("checkpoints_in_flight", "gauge", "Checkpoints admitted and not ended.", lambda s: s.in_flight),
     Metric("durable_bytes", "counter", "Bytes of all checkpoints that committed.", lambda s: s.durable_bytes),

@@ -18,7 +18,7 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.memory import Memory, memory_folder
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
-from pccheck_async.format import Entry, Metadata, Tier, Which
+from pccheck_async.format import Entry, Metadata, Reach, Which
 from pccheck_async.format.record import FORMAT_VERSION
 from pccheck_async.state import Owners, ReplicaSample
 from pccheck_async.store import (
@@ -84,7 +84,7 @@ class RestoreCandidate:
     elsewhere: Sequence[int] = ()
     must_verify: bool = False
     other_world: tuple[int, int] | None = None
-    source: Tier = "disk"
+    source: Reach = "disk"
 
 
 class RestoreCandidates(ABC):
@@ -185,6 +185,11 @@ class Peers(ABC):
     def stopped(self) -> str | None:
         """Why no checkpoint of this opening can succeed any more; None while they can."""
 
+    @property
+    def degraded(self) -> str:
+        """Why the newest checkpoint in memory is not in that of other hosts; empty if it is, or is not to be."""
+        return ""
+
     # -- one checkpoint
 
     def request(
@@ -253,6 +258,10 @@ class Peers(ABC):
 
         Its slot has all of it by then. Raises the errors of :meth:`Store.commit`.
         """
+
+    def in_replicas(self, counter: int) -> asyncio.Future[None] | None:
+        """Return a future of whether a checkpoint in memory is in that of other hosts; None if none is to have it."""
+        return None
 
     def ended_in_memory(self, counter: int, error: Exception | None) -> None:
         """Called on the engine's loop when a checkpoint is not saved in memory: there was no room for it, say."""
@@ -344,6 +353,8 @@ class Alone(Peers):
     _memory: Memory | None
 
     def retention(self, config: EngineConfig) -> Retention:
+        if config.memory is not None and config.memory.replicas:
+            raise ValueError("MemoryTier(replicas=...) is for groups: one process has no other host")
         return config.retention
 
     def folder(self, path: str) -> str:

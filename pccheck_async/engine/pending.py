@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pccheck_async.engine.flight import CheckpointProgress, Flight
-from pccheck_async.format import CheckpointInfo, Tier, check_tier
+from pccheck_async.format import CheckpointInfo, Reach, check_reach
 
 __all__ = ["PendingCheckpoint", "flight_of"]
 
@@ -117,8 +117,10 @@ class PendingCheckpoint:
             )
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    async def reached(self, tier: Tier) -> None:
+    async def reached(self, tier: Reach) -> None:
         """Wait until the checkpoint is committed in a tier: in "memory" it survives the process, on "disk" the power.
+
+        In "replicas" it, or a newer one, is in the memory of other hosts, too: it survives the loss of so many hosts.
 
         One that is due in memory alone, and its successors too, reaches the disk when a newer one does, or when the
         engine's context is left.
@@ -126,19 +128,19 @@ class PendingCheckpoint:
         Cancellation: only stops the waiting.
 
         Raises:
-            CheckpointError: it failed; or it is on disk, and was not saved in memory.
+            CheckpointError: it failed; or it is on disk, and was not saved in memory; or another host has no copy.
         """
-        await (self._flight.in_memory() if check_tier(tier) == "memory" else self._flight.durable())
+        await (self._flight.durable() if check_reach(tier) == "disk" else self._flight.reached(tier))
 
-    def wait_reached(self, tier: Tier, timeout: float | None = None) -> None:
+    def wait_reached(self, tier: Reach, timeout: float | None = None) -> None:
         """Block until it is committed in a tier, for code that is not async (see :meth:`reached`).
 
         Raises TimeoutError.
         """
-        if check_tier(tier) == "memory":
-            self._flight.wait_in_memory(timeout)
-        else:
+        if check_reach(tier) == "disk":
             self._flight.result(timeout)
+        else:
+            self._flight.wait_reached(tier, timeout)
 
     def done(self) -> bool:
         """Return whether it is durable, superseded or failed."""

@@ -40,7 +40,7 @@ from pccheck_async.store import (
     read_encoded_manifest,
 )
 from pccheck_async.telemetry import Sink, Stream, Work, enter_chunk, work, write
-from pccheck_async.telemetry.events import Abandoned, Captured, InMemory
+from pccheck_async.telemetry.events import Abandoned, Captured, InMemory, InReplicas
 from pccheck_async.transfer import BufferPool, Tasks
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import Plan, Planner
@@ -390,6 +390,15 @@ class Scheduler:
         self.stream.emit(
             InMemory(step=flight.step, counter=flight.counter, nbytes=plan.payload_nbytes, seconds=seconds)
         )
+        if (copied := self.peers.in_replicas(flight.counter)) is not None:
+            copied.add_done_callback(partial(self._note_in_replicas, flight, plan.payload_nbytes))
+
+    def _note_in_replicas(self, flight: Flight, nbytes: int, copied: asyncio.Future[None]) -> None:
+        error = copied.exception()
+        if error is None:
+            seconds = time.monotonic() - flight.admitted_at
+            self.stream.emit(InReplicas(step=flight.step, counter=flight.counter, nbytes=nbytes, seconds=seconds))
+        flight.set_in_replicas(error)
 
     async def _save_in_memory_alone(self, job: Job) -> bool:
         """Save a checkpoint in memory alone; return whether there was room. Raises CheckpointError: it failed there."""

@@ -58,7 +58,9 @@ class EngineStatistics:
             ``guard_seconds``.
         pool_in_use_bytes: Staging memory in use now.
         in_memory: Checkpoints that were committed in memory (``memory``), those that went on to the disk included.
-        memory_bytes: Bytes of all slots in memory.
+        memory_bytes: Bytes of all slots in memory, those of other ranks' copies included.
+        in_replicas: Checkpoints that came, or of which newer ones came, to the memory of other hosts (``replicas``).
+        replicas_degraded: Why the newest one is not there, and since which step; empty if nothing is wrong.
         memory_interval: The decision of the policy of the tier in memory, and why; None without that.
         unchanged_bytes: Bytes that were not written, as their slot still held them (``skip_unchanged``).
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
@@ -100,6 +102,8 @@ class EngineStatistics:
     pool_in_use_bytes: int = 0
     in_memory: int = 0
     memory_bytes: int = 0
+    in_replicas: int = 0
+    replicas_degraded: str = ""
     memory_interval: Decision | None = None
     unchanged_bytes: int = 0
     events_dropped: int = 0
@@ -108,6 +112,7 @@ class EngineStatistics:
     def __str__(self) -> str:
         counts = f"{self.durable} durable, {self.superseded} superseded, {self.failed} failed, {self.skipped} skipped"
         in_memory = f", {self.in_memory} in memory" if self.in_memory else ""
+        in_memory += f" ({self.in_replicas} of other hosts, too)" if self.in_replicas else ""
         newest = "nothing durable" if self.latest is None else f"newest durable: step {self.latest.step}"
         mean = self.save_seconds.mean
         times = "" if mean is None else f"; a checkpoint took {mean:.3g} s to be durable"

@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from pccheck_async.errors import first_few
-from pccheck_async.format.info import Tier, Which
+from pccheck_async.format.info import Reach, Tier, Which
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,6 +111,15 @@ def check_tier(tier: object) -> Tier:
     if tier == "disk":
         return "disk"
     raise ValueError(f"a tier is 'memory' or 'disk', not {tier!r}")
+
+
+def check_reach(tier: object) -> Reach:
+    """Return the name of a tier that a checkpoint reaches. Raises ValueError for any other."""
+    if tier == "replicas":
+        return "replicas"
+    if tier in ("memory", "disk"):
+        return check_tier(tier)
+    raise ValueError(f"a tier is 'memory', 'replicas' or 'disk', not {tier!r}")
 
 
 def which_one(step: object, name: object) -> Which:

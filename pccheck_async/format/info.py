@@ -21,6 +21,8 @@ Action: TypeAlias = Literal["fill", "replace", "load"]
 """The ways to restore a part of a state (see :class:`Restored`)."""
 Tier: TypeAlias = Literal["memory", "disk"]
 """A place that holds whole checkpoints."""
+Reach: TypeAlias = Literal["memory", "replicas", "disk"]
+"""The same, with the memory of other hosts."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -91,7 +93,7 @@ class Restored(CheckpointInfo):
         actions: Of a dry run: what a restore does with the parts of the state, by their paths: "fill" (an array takes
             stored bytes), "replace" (a plain value), "load" (an object loads its state).
         error: Of a dry run: the text of the StateMismatchError that a restore raises; None if it raises none.
-        source: The tier that it was read from.
+        source: The tier that this process's part was read from; "replicas": the memory of another host.
     """
 
     missing: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ class Restored(CheckpointInfo):
     mismatched: tuple[str, ...] = ()
     actions: Mapping[str, Action] = field(default_factory=dict)
     error: str | None = None
-    source: Tier = "disk"
+    source: Reach = "disk"
 
     def _facts(self) -> list[str]:
         counts = {"filled": self.filled, "missing": len(self.missing), "unexpected": len(self.unexpected)}

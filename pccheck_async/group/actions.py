@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from pccheck_async.format import Line
-from pccheck_async.group.messages import AnyMessage, Reason, Refusal
+from pccheck_async.group.messages import AnyMessage, Reason, Refusal, Round, RoundEnd
 from pccheck_async.group.parts import Applied, Key, Part, SeenStore
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Cancel",
     "ChangeState",
     "EndRestore",
+    "EndRound",
     "FillArrays",
     "Free",
     "MatchManifest",
@@ -29,6 +30,7 @@ __all__ = [
     "Resolve",
     "ResolveChange",
     "Scan",
+    "SendCopies",
     "TakeOver",
     "Unopened",
     "WriteRecord",
@@ -133,6 +135,18 @@ class ResolveChange(Action, frozen=True):
     refused: Refusal = "lost"
 
 
+class SendCopies(Action, frozen=True):
+    """Send this rank's part of a checkpoint to the ranks that hold copies of it, and call ``copied``."""
+
+    round: Round
+
+
+class EndRound(Action, frozen=True):
+    """A round has ended: copies that are not on the keep-list go, and callers that wait for it go on."""
+
+    end: RoundEnd
+
+
 class MatchManifest(Action, frozen=True):
     """Compare this rank's part of a checkpoint with the live state, changing nothing, and call ``matched``.
 
@@ -141,6 +155,8 @@ class MatchManifest(Action, frozen=True):
 
     key: Key
     why: str = ""
+    passed: tuple[int, ...] = ()
+    """As of :class:`Candidate`."""
 
 
 class FillArrays(Action, frozen=True):

@@ -20,7 +20,7 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import Key, Tier
+from pccheck_async.format import Key, Reach
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client
 from pccheck_async.group.driver import Driver, RestoreAction
@@ -67,6 +67,8 @@ class AgreedCandidates(RestoreCandidates):
         self._mismatch: Exception | None = None
         self._step: int | None = None  # of the last candidate
         self._left: list[RestoreCandidate] = []  # other sources of it
+        self._further = False  # another host has a copy
+        self._passed: Sequence[int] = ()  # copies on other hosts, by rank
         self._again = False  # with another source, of which the other ranks need not know
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
@@ -80,16 +82,18 @@ class AgreedCandidates(RestoreCandidates):
             await caller.run(self._agree(self._ask))
         while True:
             match self._next:
-                case MatchManifest(key, damage):
+                case MatchManifest(key, damage, passed):
                     passed_over, self._step = self._step, self._parts.step(key)
                     if damage:
                         self.fell_back = True
                         self._warn_of(passed_over, damage)
-                    if found := self._parts.candidates(key):
+                    self._further, self._passed = self._parts.has_further(key, passed), passed
+                    if found := self._parts.candidates(key, passed):
                         self._left = found[1:]
                         return found[0]
                     why = "its part is not in its store"
-                    await caller.run(self._agree(partial(self._restore.matched, "damaged", why)))
+                    outcome: MatchOutcome = "elsewhere" if self._further else "damaged"
+                    await caller.run(self._agree(partial(self._restore.matched, outcome, why)))
                 case EndRestore(reason, why):
                     self._agreed = True
                     if reason == "none":
@@ -110,9 +114,15 @@ class AgreedCandidates(RestoreCandidates):
 
         Damage belongs to one copy of a part: a bit flipped in memory drops no checkpoint.
         """
-        if not isinstance(error, UnreadableError) or not self._left or is_exhausted(error.error):
+        if not isinstance(error, UnreadableError) or is_exhausted(error.error):
             return False
-        self._again, step = True, self._step
+        step = self._step
+        if not self._left:
+            if self._further:
+                text = "a copy of step %s cannot be read, and one on another host is: %s"
+                write("memory_unreadable", text, step, error.error, step=step)
+            return False
+        self._again = True
         text = "a copy of step %s in memory cannot be read, another one is: %s"
         write("memory_unreadable", text, step, error.error, step=step)
         return True
@@ -122,13 +132,13 @@ class AgreedCandidates(RestoreCandidates):
             return False
         if isinstance(self._next, FillArrays):  # all ranks matched, and this one reads another copy
             if error is not None:
-                await caller.run(self._agree(partial(self._restore.verified, str(error))))
+                await caller.run(self._agree(partial(self._restore.verified, str(error), elsewhere=self._further)))
             return error is None
         outcome: MatchOutcome = "ok" if error is None else "mismatch"
         self._mismatch = error
         unseen = isinstance(error, StateMismatchError) and (error.parts_unseen or bool(error.missing))
-        if unseen and self._parts.has_out_of_sight(self._restore.key):
-            outcome = "elsewhere"  # an older checkpoint may be on a disk that all ranks see
+        if unseen and self._parts.has_out_of_sight(self._restore.key, self._passed):
+            outcome = "unseen"  # an older checkpoint may be on a disk that all ranks see
         if isinstance(error, DroppedMeanwhileError):
             outcome, self._mismatch = "unread", None  # rank 0 proposes the newest one that is there now
         if isinstance(error, UnreadableError):
@@ -136,6 +146,7 @@ class AgreedCandidates(RestoreCandidates):
                 self._mismatch = error.error
             else:
                 outcome = "unread" if isinstance(error.error, ReadError) else "damaged"
+                outcome = "elsewhere" if self._further else outcome
                 self._mismatch = None
         why = "" if error is None else str(error)
         await caller.run(self._agree(partial(self._restore.matched, outcome, why)))
@@ -145,7 +156,9 @@ class AgreedCandidates(RestoreCandidates):
         if self._pass_over(error):
             return False
         damage, unread = (None, False) if error is None else (str(error), isinstance(error.error, ReadError))
-        await caller.run(self._agree(partial(self._restore.verified, damage, differing, unread=unread)))
+        further = self._further and error is not None and not is_exhausted(error.error)
+        answer = partial(self._restore.verified, damage, differing, unread=unread, elsewhere=further)
+        await caller.run(self._agree(answer))
         self._agreed = isinstance(self._next, ChangeState)
         return self._agreed
 
@@ -184,9 +197,14 @@ class PartSources:
         self._restore = disk.member.restore
         self._shift = 0 if memory is None else len({*memory.member.homes})
 
-    def candidates(self, key: Key) -> list[RestoreCandidate]:
+    def has_further(self, key: Key, passed: Sequence[int]) -> bool:
+        """Return whether another host has a copy of this rank's part, besides those that were ``passed``, and this."""
+        rank = self._disk.member.rank
+        return len(self._options(key, rank)) > 1 + (passed[rank] if passed else 0)
+
+    def candidates(self, key: Key, passed: Sequence[int]) -> list[RestoreCandidate]:
         """Return a checkpoint, of which this rank restores one part, with its sources, the nearest first."""
-        member, ways = self._disk.member, self._ways(key, self._disk.member.rank)
+        member, ways = self._disk.member, self._ways(key, self._disk.member.rank, passed)
         old = len(ways[0]) if ways else 0
         if ways and old != member.world and member.rank == 0:
             text = (
@@ -205,41 +223,59 @@ class PartSources:
                 sources[each] = FolderPart(driver.opened, rank_name(each), key)
             else:
                 elsewhere.append(each)
-        tier: Tier = "memory" if way[own] < self._shift else "disk"
+        tier: Reach = "memory" if way[own] < self._shift else "disk"
         nearest = self._memory if tier == "memory" and self._memory is not None else disk
-        if (part := nearest.member.parts.get(key)) is not None:
+        if (part := nearest.member.parts.get(key)) is not None and self._sees(rank, way[own]):
             sources[own] = OwnSlot(nearest.store, part.entry)
-        elif self._complete(key) is None:
+        elif self._complete(key) is None and self._sees(rank, way[own]):
             return None
         elif own not in sources:
             name = rank_name(rank)
             sources[own] = ReceivedPart(self._client, self._prefix(rank), disk.opened, disk.folder, name)
+            if tier == "memory" and self._memory is not None and self._memory.member.rounds.replicas:
+                tier = "replicas"
         return RestoreCandidate(sources, own, elsewhere, other_world=other_world, source=tier)
 
-    def _ways(self, key: Key, rank: int) -> list[Sequence[int]]:
+    def _ways(self, key: Key, rank: int, passed: Sequence[int]) -> list[Sequence[int]]:
         """Return from which domain a rank may read each part, its own part's nearest source first.
 
-        All ranks find the same for each of them. Only the first one may need a part to be sent.
+        All ranks find the same for each of them. If there is one, its part may have to be sent; else it need not.
         """
+        options, number = self._options(key, rank), passed[rank] if passed else 0
+        return options[number] if number < len(options) else []
+
+    def _options(self, key: Key, rank: int) -> list[list[Sequence[int]]]:
+        """Return all ways that need no sending together, and each of the others alone."""
         memory, found = self._memory, self._complete(key)
         disk = [home + self._shift for home in self._disk.member.homes]
         ways: list[Sequence[int]] = []
         if found is not None:
             kept = memory is None or memory.member.run is None or key in memory.member.keep
-            ways = [found.places, found.spare] if kept else [found.spare]
+            ways = [*found.ways] if kept else [found.spare]
         else:  # parts of this run are in their ranks' domains
             ways += [memory.member.homes] if memory is not None and key in memory.member.keep else []
             ways += [disk] if memory is None or key in self._disk.member.keep else []
+            if memory is not None and key == memory.member.rounds.floor:
+                ways += [
+                    [memory.member.homes[one] for one in each]
+                    for each in zip(*memory.member.rounds.holders, strict=True)
+                ]
         distinct = [way for at, way in enumerate(ways) if way not in ways[:at]]
-        if self._memory is None:
-            return distinct[:1]
         seen = [way for way in distinct if self._sees(rank, way[rank % len(way)])]
-        return [*dict.fromkeys(self._nearest(rank, way, distinct) for way in seen or distinct[:1])]
+        others: dict[int, list[Sequence[int]]] = {}
+        for way in distinct:
+            if not self._sees(rank, domain := way[rank % len(way)]):
+                others.setdefault(domain, [self._nearest(rank, way, distinct)])
+        near: list[Sequence[int]] = [*dict.fromkeys(self._nearest(rank, way, distinct) for way in seen)]
+        return [near, *others.values()] if near else [*others.values()]
 
     def _nearest(self, rank: int, way: Sequence[int], ways: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Return a way with another one's domain for each part that a rank sees only there."""
-        places = zip(way, *ways, strict=True)
-        return tuple(next((domain for domain in each if self._sees(rank, domain)), each[0]) for each in places)
+        """Return a way with another one's domain for each part but the rank's own that it sees only there."""
+        places, own = zip(way, *ways, strict=True), rank % len(way)
+        return tuple(
+            each[0] if part == own else next((domain for domain in each if self._sees(rank, domain)), each[0])
+            for part, each in enumerate(places)
+        )
 
     def _sees(self, rank: int, domain: int) -> bool:
         disk, memory = self._disk.member.homes[rank] + self._shift, self._memory
@@ -251,10 +287,10 @@ class PartSources:
             return None
         return self._disk if domain >= self._shift else self._memory
 
-    def has_out_of_sight(self, key: Key | None) -> bool:
+    def has_out_of_sight(self, key: Key | None, passed: Sequence[int]) -> bool:
         """Whether this rank does not see all parts of a checkpoint, some of which only the memory of hosts has."""
         rank = self._disk.member.rank
-        ways = [] if key is None or self._memory is None else self._ways(key, rank)
+        ways = [] if key is None or self._memory is None else self._ways(key, rank, passed)
         others = [
             domain for way in ways for part, domain in enumerate(way) if part != rank % len(way)
         ]  # its own is sent
@@ -268,12 +304,14 @@ class PartSources:
                 return part.entry.step
         return None if found is None else found.entry.step
 
-    def sendings(self, key: Key) -> Iterator[Coroutine[Any, Any, None]]:
+    def sendings(self, key: Key, passed: Sequence[int]) -> Iterator[Coroutine[Any, Any, None]]:
         """Yield coroutines that send the parts that other hosts restore and only this one has."""
-        if (found := self._complete(key)) is None:
-            return
+        found = self._complete(key)
+        world = self._disk.member.world if found is None else found.world
         for rank in range(self._disk.member.world):
-            way, source = self._ways(key, rank)[0], rank % found.world
+            if not (ways := self._ways(key, rank, passed)):
+                continue
+            way, source = ways[0], rank % world
             driver = self._seen(self._disk.member.rank, domain := way[source])
             lowest = next((one for one in range(self._disk.member.world) if self._sees(one, domain)), -1)
             if driver is not None and not self._sees(rank, domain) and lowest == self._disk.member.rank:

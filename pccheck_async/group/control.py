@@ -271,6 +271,11 @@ class Client:
         ]
         _start(self._threads, lambda: self._outgoing.put(None))
 
+    @property
+    def host(self) -> str:
+        """The name under which rank 0's host was reached."""
+        return str(self._inbox.host)
+
     def another(self) -> TCPStore:
         """Return one more client of the store, for another waiting thread."""
         return reach(self._address, only=self._inbox.host)

@@ -24,6 +24,7 @@ from pccheck_async.group.messages import (
     ChangeRequest,
     Commit,
     Compare,
+    Copied,
     Digests,
     Failed,
     Found,
@@ -41,12 +42,14 @@ from pccheck_async.group.messages import (
     Refused,
     RestoreRequest,
     Roster,
+    RoundEnd,
     Start,
     Verified,
     WantedStep,
 )
 from pccheck_async.group.parts import Key, Run, SeenStore, Settled, link_to, members_digest, run_id
 from pccheck_async.group.restore import LeadRestore, There
+from pccheck_async.group.rounds import LeadRounds
 from pccheck_async.group.schedule import LeadSchedule
 from pccheck_async.group.view import View, kept_at_start, view_of, view_of_both
 from pccheck_async.store import Retention
@@ -99,14 +102,28 @@ class Coordinator:
         nonce: A random number of 64 bits: distinguishes this run from others with its number.
         memory: That of the tier in memory, which decides about checkpoints there by the same rules, and by its own
             votes, keep-list and settled counters; its decisions are in the same log. It has the restores of both.
+        replicas: Of that in memory: how many other hosts have copies.
+        token: Of that in memory: see :class:`Roster`.
     """
 
-    def __init__(self, world: int, retention: Retention, nonce: int, memory: Coordinator | None = None) -> None:
+    def __init__(
+        self,
+        world: int,
+        retention: Retention,
+        nonce: int,
+        memory: Coordinator | None = None,
+        *,
+        replicas: int = 0,
+        token: bytes = b"",
+    ) -> None:
         self.world = world
         self.retention = retention
         self.nonce = nonce
         self.schedule = LeadSchedule(world)
         self.memory = memory
+        self.replicas = replicas
+        self.rounds = LeadRounds(world)
+        self._token = token
         self.disk: Coordinator | None = None
         """That of the other tier, of one in memory."""
         self.restore: LeadRestore = LeadRestore(world) if memory is None else memory.restore
@@ -159,7 +176,7 @@ class Coordinator:
             raise ValueError(f"there is no rank {message.rank} among {self.world}")
         match message:
             # Committed checkpoints stay readable, preempted ranks leave, and rank 0 leaves after the last one.
-            case Ok() | Failed() | Admitted() | Joined() | ChangeRequest() if self.broken is not None:
+            case Ok() | Failed() | Admitted() | Joined() | ChangeRequest() | Copied() if self.broken is not None:
                 return []
             case Ok():
                 return self._receive_ok(message)
@@ -167,6 +184,8 @@ class Coordinator:
                 return self._receive_failed(message)
             case Admitted():
                 return self._receive_admitted(message)
+            case Copied():
+                return self._receive_copied(message)
             case Preempted() | Acknowledge():
                 return self.schedule.receive(message)
             case RestoreRequest() | Matched() | Verified():
@@ -189,7 +208,7 @@ class Coordinator:
                 return self._receive_digests(message)
             case Goodbye():
                 self._left[message.rank] = message
-                return self._abort_what_lacks_ranks() if self.broken is None else []
+                return [*self._abort_what_lacks_ranks(), *self._end_rounds(message)] if self.broken is None else []
 
     def _receive_about_memory(self, message: AnyMessage) -> list[AnyDecision]:
         if self.memory is None:
@@ -232,7 +251,10 @@ class Coordinator:
                 return [Refused(why)]
         domains = list(dict.fromkeys(hello.domain for hello in hellos))
         self._roster = Roster(
-            tuple(domains.index(hello.domain) for hello in hellos), tuple(hello.host for hello in hellos)
+            tuple(domains.index(hello.domain) for hello in hellos),
+            tuple(hello.host for hello in hellos),
+            tuple(hello.address for hello in hellos) if self.replicas else (),
+            self._token,
         )
         return [self._roster]
 
@@ -327,8 +349,20 @@ class Coordinator:
 
         there = [replace(one, pinned=False) for run, one in self._newest_first() if accepted(Key(one.counter, run))]
         kept = self.retention.retain(there[1:], there[0], self.restore.damaged).entries if there else []
+        kept += [entry for entry in self._floor_found(view, there) if entry not in kept]
         self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in kept}
         return Start(self.run, self._keep_list(), ())
+
+    def _floor_found(self, view: View, there: Collection[Entry]) -> list[Entry]:
+        """Return the newest checkpoint that the hosts of this run have copies of, if there is one: it is the floor."""
+        hosts = len({*self._roster.homes})
+        if not self.replicas or hosts == 1:
+            return []
+        wanted = min(self.replicas, hosts - 1) + 1
+        copied = {one.key.counter: one.key for one in view.complete if one.copies(hosts) >= wanted}
+        found = [entry for entry in there if entry.counter in copied][:1]
+        self.rounds.floor = copied[found[0].counter] if found else None
+        return found
 
     def _receive_admitted(self, message: Admitted) -> list[AnyDecision]:
         if message.counter in self.settled:
@@ -465,12 +499,46 @@ class Coordinator:
         self.committed[counter] = (self.run, ballot.entry)
         # A restore that is under way reads its candidate on all ranks: it goes with the commit after that.
         reading = self.restore.candidate.counter if self.restore.candidate is not None else None
-        stays = {entry.counter for entry in kept} | {counter, reading}
+        stays = {entry.counter for entry in kept} | {counter, reading} | self.rounds.kept
         self.committed = {at: one for at, one in self.committed.items() if at in stays}
         self.unproven = ()
         superseded = self._superseded(counter, kept)
         self._settle(*superseded)
-        return [Commit(counter, self._keep_list(), superseded)]
+        return [Commit(counter, self._keep_list(), superseded), *self._next_round()]
+
+    def _next_round(self) -> list[AnyDecision]:
+        """Begin a round about the newest checkpoint that this run made in memory, if that is to be copied."""
+        if not self.replicas or len({*self._roster.homes}) == 1 or self._left or not self.committed:
+            return []
+        run, newest = self._newest_first()[0]
+        begun = self.rounds.begin(Key(newest.counter, run), newest.step) if run == self.run else None
+        return [] if begun is None else [begun]
+
+    def _receive_copied(self, message: Copied) -> list[AnyDecision]:
+        """End the round once all copies are there, or cannot be, and begin the next one."""
+        floor = self.rounds.floor
+        ended, why, rank = self.rounds.receive(message), message.why, message.rank
+        if ended is None:
+            return []
+        if why is None and ended.key.counter not in self.committed:
+            self.rounds.floor, why, rank = floor, "the checkpoint was removed meanwhile", -1
+        # What the rules alone keep, and the floor: the one before that is not needed any more.
+        entries = [entry for _, entry in self._newest_first()]
+        kept = self.retention.retain(entries[1:], entries[0], self.restore.damaged).entries if entries else []
+        reading = self.restore.candidate.counter if self.restore.candidate is not None else None
+        stays = {entry.counter for entry in kept} | {reading} | self.rounds.kept
+        self.committed = {at: one for at, one in self.committed.items() if at in stays}
+        end = RoundEnd(ended.number, ended.key, ended.step, self._keep_list(), why, rank)
+        return [end, *self._next_round()]
+
+    def _end_rounds(self, message: Goodbye) -> list[AnyDecision]:
+        """End the last round, and the waiting for others, as a rank has left."""
+        rounds = self.rounds
+        if not self.replicas or self.run is None or not self.committed:
+            return []
+        rounds.running, (run, newest) = None, self._newest_first()[0]
+        why = f"rank {message.rank} left before"
+        return [RoundEnd(rounds.number - 1, Key(newest.counter, run), newest.step, self._keep_list(), why)]
 
     def _superseded(self, counter: int, kept: Sequence[Entry]) -> tuple[int, ...]:
         """Return the older ones in flight that retention would not keep beside the committed ones.

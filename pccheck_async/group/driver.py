@@ -28,6 +28,7 @@ from pccheck_async.group.actions import (
     Cancel,
     ChangeState,
     EndRestore,
+    EndRound,
     FillArrays,
     Free,
     MatchManifest,
@@ -37,6 +38,7 @@ from pccheck_async.group.actions import (
     Resolve,
     ResolveChange,
     Scan,
+    SendCopies,
     TakeOver,
     Unopened,
     WriteRecord,
@@ -46,6 +48,7 @@ from pccheck_async.group.folder import remove_store, seen_stores, write_parts
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Change, Ok
 from pccheck_async.group.parts import SeenStore
+from pccheck_async.group.replicas import Replicas
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.state import ReplicaSample
 from pccheck_async.store import Retention, Store, Written, open_store, rank_name
@@ -118,6 +121,7 @@ class Driver:
         folder: That folder.
         around: The rest of this rank.
         ready: Done when the group is open.
+        replicas: Of the tier in memory, if other hosts have copies.
     """
 
     member: Member
@@ -136,6 +140,7 @@ class Driver:
         self.tasks: set[asyncio.Task[None]] = set()
         self.not_scanned: Exception | None = None
         """The error of looking for stores in memory, which count as none then; those on disk have to be seen."""
+        self.replicas: Replicas | None = None
 
     # -- one checkpoint
 
@@ -247,8 +252,7 @@ class Driver:
                         if (error := one.error) is not None:  # one that a newer one overtook is written to its end
                             self.around.fail(action.counter, error)
                 case WriteRecord():
-                    writing = write_parts(self.store, action.parts, action.applied)
-                    self.start(self._report(writing, lambda _: self.member.record_durable()))
+                    self.start(self._report(self._write(action), lambda _: self.member.record_durable()))
                 case TakeOver():
                     self.start(self._report(self._take_over(action.orphans, action.line), self.member.took_over))
                 case Scan():
@@ -269,6 +273,12 @@ class Driver:
                     self.around.agreed.put_nowait(action)
                 case FillArrays() | ChangeState() | EndRestore():
                     self.around.agreed.put_nowait(action)
+                case SendCopies(running):
+                    if self.replicas is not None:
+                        self.replicas.begin(running)
+                case EndRound(end):
+                    if self.replicas is not None:
+                        self.replicas.end(end)
                 case Free():
                     pass  # publishing the record freed them
         self.around.changed()
@@ -291,6 +301,11 @@ class Driver:
             self.do(self.member.record_failed(str(error)))
         else:
             self.do(done(result))
+
+    async def _write(self, action: WriteRecord) -> None:
+        await write_parts(self.store, action.parts, action.applied)
+        if self.replicas is not None:  # what is removed or rejected goes from all stores before that is said
+            await self.replicas.apply()
 
     def _scan(self) -> list[SeenStore]:
         try:

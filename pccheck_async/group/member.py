@@ -37,6 +37,7 @@ from pccheck_async.group.actions import (
     Admit,
     Cancel,
     EndRestore,
+    EndRound,
     Free,
     Post,
     Ready,
@@ -44,6 +45,7 @@ from pccheck_async.group.actions import (
     Resolve,
     ResolveChange,
     Scan,
+    SendCopies,
     TakeOver,
     Unopened,
     WriteRecord,
@@ -60,6 +62,7 @@ from pccheck_async.group.messages import (
     Commit,
     Compare,
     Confirm,
+    Copied,
     Digests,
     Failed,
     Found,
@@ -68,6 +71,7 @@ from pccheck_async.group.messages import (
     InMemory,
     Joined,
     Metadata,
+    NetworkAddress,
     Next,
     NotRestored,
     Ok,
@@ -78,13 +82,17 @@ from pccheck_async.group.messages import (
     Refused,
     Restored,
     Roster,
+    Round,
+    RoundEnd,
     Start,
     Verify,
     WantedStep,
     Withdraw,
 )
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, Settled
+from pccheck_async.group.placement import holders_of
 from pccheck_async.group.restore import Restore
+from pccheck_async.group.rounds import Rounds
 from pccheck_async.group.schedule import Schedule
 from pccheck_async.group.view import View
 
@@ -146,6 +154,7 @@ class Member:
         reserved: The most checkpoints that retention keeps at a time (:attr:`Retention.reserved`).
         own: This rank's own store as found at opening; its domain is not read. None: there is none yet.
         in_memory: Whether the tier is that in memory: if it breaks, restores go on.
+        replicas: Of that in memory: how many other hosts have copies of each part.
     """
 
     def __init__(
@@ -157,15 +166,17 @@ class Member:
         reserved: int,
         own: SeenStore | None,
         in_memory: bool = False,
+        replicas: int = 0,
     ) -> None:
         self.rank = rank
+        self.roster = Roster((), ())
+        self.rounds = Rounds(replicas)
         self.in_memory = in_memory
         self.world = world
         self.max_in_flight = max_in_flight
         self.reserved = reserved
         self.schedule = Schedule(rank)
         self.restore = Restore(rank)
-        self.homes: tuple[int, ...] = ()
         self.view: View | None = None
         self.nonce = 0
         """Of the run that begins, from the opening on."""
@@ -206,20 +217,30 @@ class Member:
 
     # -- opening
 
-    def hello(self, *, domain: str, host: str, settings: str) -> list[Action]:
+    def hello(self, *, domain: str, host: str, settings: str, address: NetworkAddress | None = None) -> list[Action]:
         """Take part in the opening. The arguments are those of :class:`Hello`."""
-        return [Post(Hello(self.rank, VERSION, self.world, domain, host, settings))]
+        return [Post(Hello(self.rank, VERSION, self.world, domain, host, settings, address))]
 
     def found(self, stores: Sequence[SeenStore]) -> list[Action]:
         """Report the stores in this domain, this rank's own among them; their ``domain`` is filled in here."""
         home = self.homes[self.rank]
         seen = tuple(replace(store, domain=home) for store in stores)
         # No rank writes to the folder of a rank that does not run here: this one answers for them.
-        self._orphans = tuple(one for one in seen if one.rank >= self.world or self.homes[one.rank] != home)
+        self._orphans = tuple(one for one in seen if one.rank >= self.world or not self._is_written(one.rank, home))
         return [Post(Found(self.rank, seen))]
 
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The domain of each rank; none before all have met."""
+        return self.roster.homes
+
+    def _is_written(self, rank: int, home: int) -> bool:
+        """Whether the folder of a rank in a domain has a writer: that rank, or one that holds copies of its parts."""
+        return self.homes[rank] == home or any(self.homes[holder] == home for holder in self.rounds.holders[rank])
+
     def _meet(self, roster: Roster) -> list[Action]:
-        self.homes = roster.homes
+        self.roster = roster
+        self.rounds.holders = holders_of(roster.homes, self.rounds.replicas)
         return [Scan()] if self.homes.index(self.homes[self.rank]) == self.rank else []
 
     def _open(self, view: View, nonce: int) -> list[Action]:
@@ -296,6 +317,17 @@ class Member:
     def took_over(self, store_id: bytes) -> list[Action]:
         """Called when this rank's store is its own, and its free slots are safe to write over (I12)."""
         return [Post(Joined(self.rank, store_id, self.came_from))]
+
+    @property
+    def kept_copies(self) -> set[Key]:
+        """Checkpoints of which this rank keeps other ranks' parts: the floor, or what was found, and what is coming."""
+        rounds = self.rounds
+        of_rounds = {rounds.floor, None if rounds.running is None else rounds.running.key}
+        return {key for key in self.keep if key in of_rounds or (rounds.floor is None and key.run != self.run)}
+
+    def copied(self, number: int, why: str | None = None) -> list[Action]:
+        """Report that the holders of this rank's copies have its part of a round's checkpoint, or why one has not."""
+        return [Post(Copied(self.rank, number, why))]
 
     def record_durable(self) -> list[Action]:
         """Called when the record was flushed: reports prepared parts, and frees parts that it does not name."""
@@ -509,6 +541,13 @@ class Member:
                 return [*self._settle(decision.counter, decision.cause, decision.why, decision.rank), *self._advance()]
             case Change():
                 return self._learn_change(decision)
+            case Round():
+                self.rounds.running = decision
+                return [SendCopies(decision)]
+            case RoundEnd():
+                self.rounds.running, self.keep = None, dict(decision.keep)
+                self.rounds.floor = decision.key if decision.why is None else self.rounds.floor
+                return [EndRound(decision), *self._advance()]
             case InMemory():
                 raise ValueError("a decision about the tier in memory, which is not there")
 

@@ -23,8 +23,10 @@ from pccheck_async.group.folder import seen_store
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import Broken, Failed, Metadata, about_memory
 from pccheck_async.group.parts import link_to
+from pccheck_async.group.replicas import Replicas
 from pccheck_async.group.steps import Steps
 from pccheck_async.group.tiers import Tiers
+from pccheck_async.group.wire import Listener
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import ReplicaSample
@@ -49,6 +51,7 @@ class GroupMemory:
         steps: Of that.
         server: On rank 0: the control plane.
         operations: The engine's.
+        listener: For copies of other ranks' checkpoints; None if there are to be none.
     """
 
     def __init__(
@@ -59,14 +62,17 @@ class GroupMemory:
         steps: Steps,
         server: Server | None,
         operations: Operations,
+        listener: Listener | None,
     ) -> None:
         self._memory = memory
         self._disk = disk
         other, store, folder = disk.member, memory.store, memory.folder.parent
         own = seen_store(other.rank, store.file.identity, store.committed.record)
         reserved = store.committed.retention.reserved
+        replicas = 0 if listener is None else memory.tier.replicas
         member = Member(
-            other.rank, other.world, max_in_flight=UNDECIDED, reserved=reserved, own=own, in_memory=True
+            other.rank, other.world, max_in_flight=UNDECIDED, reserved=reserved, own=own, in_memory=True,
+            replicas=replicas,
         )  # fmt: skip
         self.tiers = Tiers(other, member)
         opened = OpenMedium(operations, Files(folder, operations), "", os.fspath(folder))
@@ -78,6 +84,9 @@ class GroupMemory:
         )
         self.driver = Driver(member, store, opened, folder, around)
         post = disk.around.post
+        self._address = None if listener is None else listener.address
+        if listener is not None:
+            self.driver.replicas = Replicas(memory.tier, member, memory, operations, self.driver.do, listener)
         self.steps = Steps(member.schedule, lambda: member.stopped, server, disk=steps)
         memory.on_off = lambda why: self.driver.do(member.record_failed(why))
 
@@ -91,10 +100,12 @@ class GroupMemory:
             why = f"rank {driver.member.rank} cannot open its tier in memory: {error!r}"
             self._disk.around.post(Failed(driver.member.rank, -1, why, latched=True))
             raise
-        driver.do(driver.member.hello(domain=domain, host=host, settings=""))
+        driver.do(driver.member.hello(domain=domain, host=host, settings="", address=self._address))
         await driver.ready
         if driver.not_scanned is not None:
             self._memory.turn_off(driver.not_scanned)
+        if driver.replicas is not None:
+            await driver.replicas.open()
         view, parts = self._disk.member.view, driver.member.parts.values()
         line = None if view is None else view.line
         if ignored := [part.entry.step for part in parts if line is None or not line.accepts(*link_to(part.key))]:
@@ -218,6 +229,8 @@ class GroupMemory:
             set_future(self.driver.ready, GroupError(broken.why))
             for change in self.driver.changes.values():
                 set_future(change, ())
+            if self.driver.replicas is not None:
+                self.driver.replicas.stop(broken.why)
         if own is not None and disk is None:
             self._memory.turn_off(GroupError(own.why))
 

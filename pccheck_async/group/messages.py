@@ -31,6 +31,7 @@ __all__ = [
     "Commit",
     "Compare",
     "Confirm",
+    "Copied",
     "Digests",
     "Failed",
     "Found",
@@ -55,6 +56,8 @@ __all__ = [
     "RestoreRequest",
     "Restored",
     "Roster",
+    "Round",
+    "RoundEnd",
     "Start",
     "Verified",
     "Verify",
@@ -66,10 +69,11 @@ __all__ = [
     "encode",
 ]  # fmt: skip
 
-VERSION = 8
+VERSION = 9
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
+NetworkAddress: TypeAlias = tuple[str, int]
 
 
 class KeptPart(NamedTuple):
@@ -102,6 +106,8 @@ class Hello(Message, frozen=True):
     host: str
     settings: str
     """The settings that must be equal on all ranks, encoded."""
+    address: NetworkAddress | None = None
+    """At which it takes copies of other ranks' checkpoints in memory; None: it takes none."""
 
 
 class Roster(GroupDecision, frozen=True):
@@ -110,6 +116,10 @@ class Roster(GroupDecision, frozen=True):
     homes: tuple[int, ...]
     """The domain of each rank."""
     hosts: tuple[str, ...]
+    addresses: tuple[NetworkAddress | None, ...] = ()
+    """By rank."""
+    token: bytes = b""
+    """By which ranks that send copies to each other prove that they are of this run."""
 
 
 class Found(Message, frozen=True):
@@ -343,11 +353,13 @@ class Candidate(GroupDecision, frozen=True):
     attempt: int
     key: Key
     why: str = ""
+    passed: tuple[int, ...] = ()
+    """By rank, how many sources of its part cannot be read, so that the next one is; empty: none."""
 
 
-MatchOutcome: TypeAlias = Literal["ok", "mismatch", "elsewhere", "damaged", "unread"]
-"""``unread``: a read failed, and may succeed another time; ``elsewhere``: a mismatch, maybe for want of parts that only
-the memory of other hosts has."""
+MatchOutcome: TypeAlias = Literal["ok", "mismatch", "unseen", "elsewhere", "damaged", "unread"]
+"""``unread``: a read failed, and may succeed another time; ``elsewhere``: this copy cannot be read, another host has
+one; ``unseen``: a mismatch, maybe for want of parts that only the memory of other hosts has."""
 
 
 class Matched(Message, frozen=True):
@@ -376,6 +388,8 @@ class Verified(Message, frozen=True):
     """Hashes of ranks that this one found to have saved different replicas."""
     unread: bool = False
     """The damage is a read that failed, and may succeed another time."""
+    elsewhere: bool = False
+    """Another host has a copy."""
 
 
 class Restored(GroupDecision, frozen=True):
@@ -400,13 +414,49 @@ class NotRestored(GroupDecision, frozen=True):
     """By rank; empty if the reason is the same for all."""
 
 
+# -- copies of checkpoints in memory on other hosts
+
+
+class Round(GroupDecision, frozen=True):
+    """Every rank sends its part of this checkpoint, which is complete in memory, to the ranks that hold copies of it.
+
+    One round at a time: each copied at its own pace would leave no common checkpoint when a host is lost.
+    """
+
+    number: int
+    key: Key
+    step: int
+
+
+class Copied(Message, frozen=True):
+    """All holders of this rank's copies have its part, verified, and named by a record; or one has not."""
+
+    number: int
+    """Of the round."""
+    why: str | None = None
+    """Why not: it begins with the holder's name."""
+
+
+class RoundEnd(GroupDecision, frozen=True):
+    """The copies of all ranks are there: the checkpoint survives the loss of hosts, and replaces the one before it."""
+
+    number: int
+    key: Key
+    step: int
+    keep: tuple[KeptPart, ...]
+    why: str | None = None
+    """Why the round failed; the one before stays then."""
+    rank: int = -1
+    """The one that could not send its part; -1: none, as the checkpoint was removed, or a rank has left."""
+
+
 _Message = (
     Hello | Found | Joined | Admitted | Ok | Digests | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
-    | RestoreRequest | Matched | Verified
+    | RestoreRequest | Matched | Verified | Copied
 )  # fmt: skip
 _Decision = (
     Roster | Opened | Refused | Start | Commit | Compare | Abort | Change | Broken | Next | Propose | Confirm | Withdraw
-    | Candidate | Verify | Restored | NotRestored
+    | Candidate | Verify | Restored | NotRestored | Round | RoundEnd
 )  # fmt: skip
 
 

@@ -314,7 +314,7 @@ class Place:
 
         while (found := find()) is not None:
             entry, superseded = found
-            one = next((one for one in self.complete if one.entry is entry), Complete(_ALONE, 1, entry, (0,)))
+            one = next((one for one in self.complete if one.entry is entry), Complete(_ALONE, 1, entry, ((0,),)))
             parts = {rank: self.part(one.key, rank, staging, entry, superseded=superseded) for rank in range(one.world)}
             reader, used = CheckpointReader(parts, self.rank, whole=self.of_group), False
             try:

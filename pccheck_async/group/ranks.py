@@ -45,6 +45,7 @@ from pccheck_async.group.member import Member
 from pccheck_async.group.memory import UNDECIDED, GroupMemory
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, InMemory
 from pccheck_async.group.steps import Steps
+from pccheck_async.group.wire import Listener, local_address
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Owners, ReplicaSample
@@ -91,6 +92,7 @@ class Ranks(Peers):
         self._client: Client | None = None
         self._said_hello = False
         self._memory: GroupMemory | None = None
+        self._listener: Listener | None = None
         self._naming: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
 
@@ -116,8 +118,10 @@ class Ranks(Peers):
         group = self.group
         if group.rank == 0:
             tier, nonce = config.memory, secrets.randbits(64)
-            kept = None if tier is None else Retention(keep_last=tier.keep_last)
-            memory = None if kept is None else Coordinator(group.world_size, kept, nonce)
+            memory = None
+            if tier is not None:
+                kept, token = Retention(keep_last=tier.keep_last), secrets.token_bytes(32)
+                memory = Coordinator(group.world_size, kept, nonce, replicas=tier.replicas, token=token)
             coordinator = Coordinator(group.world_size, self._retention, nonce, memory)
             self._server = Server(coordinator, group.world_size, group.timeout)
         self.address = group.share(None if self._server is None else self._server.address)
@@ -153,11 +157,14 @@ class Ranks(Peers):
         learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
         # Cancelled meanwhile: it is closed, and nobody else has it.
         self._client = client = await operations.obtain(Client.close, Client, self.address, group.rank, learn, lost)
+        if config.memory is not None and config.memory.replicas:  # before hello, and any error is every rank's
+            reached = await self._call(local_address, config.memory.interface, client.host)
+            self._listener = await self._call(Listener, reached)
         self._said_hello, host = True, socket.gethostname()
         disk.do(member.hello(domain=domain, host=host, settings=_settings(folder, config, group)))
         await disk.ready
         if memory is not None:
-            self._memory = GroupMemory(memory, disk, around, self._steps, self._server, operations)
+            self._memory = GroupMemory(memory, disk, around, self._steps, self._server, operations, self._listener)
             self._memory.note_stopped(member.stopped)  # the group may have broken before there was anything to stop
             await self._memory.open(host)
         self._parts = PartSources(disk, None if self._memory is None else self._memory.driver, client)
@@ -182,7 +189,7 @@ class Ranks(Peers):
             call=self._call,
             post=post,
             agreed=self._restoring,
-            sends=lambda action: list(self._parts.sendings(action.key)),
+            sends=lambda action: list(self._parts.sendings(action.key, action.passed)),
             fail=end_with,
             lost=self._note_lost,
             changed=self._note_idle,
@@ -252,6 +259,10 @@ class Ranks(Peers):
     async def _disconnect(self, limit: float) -> None:
         if self._naming is not None:
             self._naming.cancel()
+        if self._memory is not None and (replicas := self._memory.driver.replicas) is not None:
+            await uninterrupted(replicas.close())
+        elif self._listener is not None:
+            await uninterrupted(self._listener.close())
         for answer in self._disk.changes.values():
             set_future(answer, GroupError("this rank left before all ranks had asked for this change"))
         client, self._client = self._client, None
@@ -354,6 +365,15 @@ class Ranks(Peers):
     async def commit_in_memory(self, written: Written, sample: ReplicaSample | None) -> asyncio.Future[bool]:
         assert self._memory is not None
         return await self._memory.commit(written, sample)
+
+    def in_replicas(self, counter: int) -> asyncio.Future[None] | None:
+        replicas = None if self._memory is None else self._memory.driver.replicas
+        return None if replicas is None else replicas.reached(counter)
+
+    @property
+    def degraded(self) -> str:
+        replicas = None if self._memory is None else self._memory.driver.replicas
+        return "" if replicas is None else replicas.degraded
 
     def ended_in_memory(self, counter: int, error: Exception | None) -> None:
         if self._memory is not None:
@@ -472,5 +492,6 @@ def _settings(folder: Path, config: EngineConfig, group: Group) -> str:
         "replicated": group.replicated,
         "trusted_replicas": group.trusted_replicas,
         "memory": None if config.memory is None else config.memory.keep_last,
+        "replicas": None if config.memory is None else config.memory.replicas,
     }
     return msgspec.json.encode(settings).decode()

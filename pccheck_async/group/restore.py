@@ -8,7 +8,7 @@ newest" may not exist on another is why ranks do not choose for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -65,10 +65,16 @@ class Restore:
         return [Post(Matched(self.rank, self.index, self.attempt, outcome, why))]
 
     def verified(
-        self, damage: str | None = None, differing: Collection[int] = (), *, unread: bool = False
+        self,
+        damage: str | None = None,
+        differing: Collection[int] = (),
+        *,
+        unread: bool = False,
+        elsewhere: bool = False,
     ) -> list[Action]:
         """Report whether all chunks of the candidate are whole, and hashes of ranks that saved different replicas."""
-        return [Post(Verified(self.rank, self.index, self.attempt, damage, tuple(sorted(differing)), unread))]
+        answer = Verified(self.rank, self.index, self.attempt, damage, tuple(sorted(differing)), unread, elsewhere)
+        return [Post(answer)]
 
     def abandon(self, why: str) -> list[Action]:
         """Report that this rank takes no part any more; decisions on this restore are not for the next one."""
@@ -103,7 +109,7 @@ class Restore:
         match decision:
             case Candidate():
                 self.attempt, self.key = decision.attempt, decision.key
-                return [MatchManifest(decision.key, decision.why)]
+                return [MatchManifest(decision.key, decision.why, decision.passed)]
             case Verify():
                 assert self.key is not None
                 return [FillArrays(self.key)]
@@ -138,6 +144,8 @@ class LeadRestore:
     verified: dict[int, Verified] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
     """Counters of checkpoints that some rank found damaged: the next commit drops them."""
+    sources: dict[int, int] = field(default_factory=dict)
+    """By rank, how many sources of its part of the candidate cannot be read."""
     passed: set[int] = field(default_factory=set)
     """Those that this restore passes over, and that are kept: reads failed, or it is a dry run."""
 
@@ -209,22 +217,35 @@ class LeadRestore:
             return [self._end(reason, damage or {-1: "every complete checkpoint is damaged on some rank"})]
         self.candidate = whole[0]
         self.attempt += 1
-        self.matches, self.verified = {}, {}
+        self.matches, self.verified, self.sources = {}, {}, {}
         return [Candidate(self.index, self.attempt, self.candidate, _joined(damage))]
+
+    def _try_again(self, candidate: Key, ranks: Iterable[int]) -> list[RestoreDecision]:
+        """Propose the same one: these ranks read their parts from another host."""
+        self.sources |= {rank: self.sources.get(rank, 0) + 1 for rank in ranks}
+        self.attempt += 1
+        self.matches, self.verified = {}, {}
+        passed = tuple(self.sources.get(rank, 0) for rank in range(self.world))
+        return [Candidate(self.index, self.attempt, candidate, "", passed)]
 
     def _conclude_match(self, there: Sequence[There]) -> list[RestoreDecision]:
         damage = {rank: one.why for rank, one in self.matches.items() if one.outcome in ("damaged", "unread")}
         mismatch = {rank: one.why for rank, one in self.matches.items() if one.outcome == "mismatch"}
         if damage:
             return self._fall_back(damage, there, any(one.outcome == "damaged" for one in self.matches.values()))
-        elsewhere = {rank: one.why for rank, one in self.matches.items() if one.outcome == "elsewhere"}
-        if elsewhere and (self._is_dry_run or not mismatch):  # of a dry run all ranks' outcome is a mismatch
-            return self._fall_back(elsewhere, there, False, "mismatch")
-        mismatch |= elsewhere
+        unseen = {rank: one.why for rank, one in self.matches.items() if one.outcome == "unseen"}
+        if unseen and (self._is_dry_run or not mismatch):  # of a dry run all ranks' outcome is a mismatch
+            return self._fall_back(unseen, there, False, "mismatch")
+        mismatch |= unseen
+        elsewhere = [rank for rank, one in self.matches.items() if one.outcome == "elsewhere"]
+        if elsewhere and not mismatch and self.candidate is not None:
+            return self._try_again(self.candidate, elsewhere)
         return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]
 
     def _conclude(self, candidate: Key, there: Sequence[There]) -> list[RestoreDecision]:
         damage = {rank: one.damage for rank, one in self.verified.items() if one.damage is not None}
+        if damage and all(self.verified[rank].elsewhere for rank in damage):
+            return self._try_again(candidate, damage)
         if damage:
             return self._fall_back(damage, there, not all(self.verified[rank].unread for rank in damage))
         differing = {ranks for one in self.verified.values() for ranks in one.differing}

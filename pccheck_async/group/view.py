@@ -40,15 +40,28 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
     world: int
     entry: Entry
     """Rank 0's: step, metadata, pin and rejection are equal for all, places and sizes are not."""
-    places: tuple[int, ...]
-    """The domain that has the part of each rank. Its folder there is that rank's."""
-    spare: tuple[int, ...] = ()
-    """The same, with another domain for each part that two of them have."""
+    ways: tuple[tuple[int, ...], ...]
+    """Each with a domain that has the part of each rank, in a folder of that rank. A part that more domains have is in
+    another one each time; of one that fewer have the last one comes again."""
 
     @property
     def key(self) -> Key:
         """Its identity."""
         return Key(self.entry.counter, self.run)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The first domain that has the part of each rank."""
+        return self.ways[0]
+
+    @property
+    def spare(self) -> tuple[int, ...]:
+        """The last domain that has the part of each rank."""
+        return self.ways[-1]
+
+    def copies(self, domains: int) -> int:
+        """Return in how many of the first ``domains`` domains each part is at least."""
+        return min(len({place for place in places if place < domains}) for places in zip(*self.ways, strict=True))
 
 
 class Incomplete(msgspec.Struct, frozen=True, array_like=True):
@@ -109,13 +122,10 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
         there, world = ranks_there([part for _, part in found])
         first = min(found, key=lambda one: one[1].rank)[1]
         if len(there) == world:
-            places = {part.rank: store.domain for store, part in found}
-            spare = {part.rank: store.domain for store, part in reversed(found)}
             entry = replace(first.entry, pinned=key in pinned)
             if any(part.entry.rejected for _, part in found):  # the call that rejected it may have ended on that rank
                 entry = entry.as_rejected()
-            where = (tuple(each[rank] for rank in range(first.world)) for each in (places, spare))
-            complete.append(Complete(first.run, first.world, entry, *where))
+            complete.append(Complete(first.run, first.world, entry, _ways(found, first.world)))
         else:
             committed = any(part.committed for _, part in found)
             lacking = tuple(sorted({hosts[rank] for rank in range(min(world, len(hosts))) if rank not in there}))
@@ -130,6 +140,15 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
         tuple(complete), tuple(incomplete), unproven, base_counter(seen, complete), run_number(seen),
         error_in(seen, complete), line_in(seen),
     )  # fmt: skip
+
+
+def _ways(found: Iterable[tuple[SeenStore, Part]], world: int) -> tuple[tuple[int, ...], ...]:
+    domains: list[dict[int, None]] = [{} for _ in range(world)]
+    for store, part in found:
+        domains[part.rank].setdefault(store.domain)
+    lists = [sorted(each) for each in domains]  # memory first
+    most = max(map(len, lists))
+    return tuple(tuple(each[min(number, len(each) - 1)] for each in lists) for number in range(most))
 
 
 def view_of_both(

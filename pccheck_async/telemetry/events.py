@@ -15,8 +15,8 @@ import msgspec
 from pccheck_async.telemetry.logs import LEVELS
 
 __all__ = [
-    "Abandoned", "Admitted", "Captured", "Closed", "Durable", "Event", "Failed", "InMemory", "Opened", "Restored",
-    "Skipped", "Superseded", "Waited",
+    "Abandoned", "Admitted", "Captured", "Closed", "Durable", "Event", "Failed", "InMemory", "InReplicas", "Opened",
+    "Restored", "Skipped", "Superseded", "Waited",
 ]  # fmt: skip
 
 
@@ -100,6 +100,13 @@ class Durable(_OfCheckpoint, frozen=True, kw_only=True):
 
 class InMemory(_OfCheckpoint, frozen=True, kw_only=True):
     """It is committed in memory, so many seconds after it was admitted: it survives the process, not the machine."""
+
+    nbytes: int
+    seconds: float
+
+
+class InReplicas(_OfCheckpoint, frozen=True, kw_only=True):
+    """It, or a newer one, is in the memory of other hosts, so many seconds after it was admitted."""
 
     nbytes: int
     seconds: float

@@ -57,6 +57,10 @@ memory_ignored      WARNING  checkpoints in memory are not of the line of the st
 memory_unreadable   WARNING  a checkpoint's copy in memory cannot be read, and that on disk, or an older one, is taken
 memory_unsaved      WARNING  closing could not write the newest checkpoint in memory to disk: it stays in memory; error
 memory_damaged      WARNING  the store in memory is damaged, and was begun anew: error
+replicas_degraded   WARNING  the newest checkpoint is not in the memory of as many other hosts as it should be: a rank
+                             could not send its part, or there are fewer hosts: step, error; or ranks of one host
+                             have different folders in memory, so that copies are on the same one
+replicas_stranger   WARNING  something that is no rank of the run connected to the port for copies; once
 store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
 crowded_out         WARNING  ``Keep(every=...)`` keeps more than a record names

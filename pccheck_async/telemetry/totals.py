@@ -17,7 +17,17 @@ __all__ = ["COUNTED", "Distribution", "Spread", "Totals"]
 
 _BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
 """Seconds: 1 ms to 500 s, three to a decade."""
-COUNTED = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned", "in_memory", "fell_back")
+COUNTED = (
+    "admitted",
+    "durable",
+    "superseded",
+    "failed",
+    "skipped",
+    "abandoned",
+    "in_memory",
+    "in_replicas",
+    "fell_back",
+)
 """Events of checkpoints whose numbers are statistics, under the same names."""
 
 

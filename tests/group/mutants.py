@@ -118,7 +118,7 @@ def keep_dead_parts(self: Coordinator) -> list[AnyDecision]:
     return [replace(start, unproven=tuple(one.key for one in self._view.incomplete))]
 
 
-def write_at_opening(self: Member, **about: str) -> list[Action]:
+def write_at_opening(self: Member, **about: Any) -> list[Action]:
     return [TakeOver(()), *_hello(self, **about)]
 
 

@@ -151,7 +151,7 @@ def memory_of(engine: SyncCheckpointEngine) -> Memory:
 
 def driver_of(engine: CheckpointEngine | SyncCheckpointEngine) -> Driver:
     """Return the driver in memory of a rank."""
-    memory = probe(engine).core.peers._memory
+    memory = probe(engine).core.peers._memory  # type: ignore[attr-defined]
     assert isinstance(memory, GroupMemory)
     return memory.driver
 
@@ -697,7 +697,7 @@ def test_an_error_in_memory_that_nobody_foresaw_ends_that_tier_alone(tmp_path: P
         engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
         member = driver_of(engine).member
         if group.rank == 1:
-            member.record_durable = lambda: 1 / 0  # type: ignore[assignment]
+            member.record_durable = lambda: 1 / 0  # type: ignore[assignment, return-value]
         engine.checkpoint(state_of(group.rank, 1), step=1).result(20)
         with pytest.raises(CheckpointError, match="not in memory"):
             engine.checkpoint(state_of(group.rank, 2), step=2, tier="memory").wait_reached("memory", 20)
@@ -736,7 +736,7 @@ def test_a_change_right_after_a_failure_on_disk(tmp_path: Path, tier: MemoryTier
         engine.checkpoint(state_of(group.rank, 0), step=0).result(20)
         if group.rank == 1:
             fail_on(probe(engine).store)
-            client = probe(engine).core.peers._client
+            client = probe(engine).core.peers._client  # type: ignore[attr-defined]
             learn, post, asked = client._learn, client.post, threading.Event()
 
             def held(decision: AnyDecision) -> None:
@@ -789,7 +789,7 @@ def test_an_error_of_the_machine_as_a_rank_votes_in_memory(
             raise MemoryError("no memory for a thread")
 
         if rank == 1:
-            driver.decided = fails  # type: ignore[method-assign]
+            driver.decided = fails  # type: ignore[method-assign, assignment]
         pending = engine.checkpoint(state_of(rank, 2), step=2, tier=where)
         with pytest.raises((CheckpointError, MemoryError)):
             pending.wait_reached("memory", 10)

@@ -23,7 +23,7 @@ from pccheck_async.format.record import decode_identity, newest_record, slot_nam
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.candidates import PartSources
-from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
+from pccheck_async.group.messages import Candidate, MatchOutcome, NotRestored, Restored, Verify
 from pccheck_async.group.restore import LeadRestore, Restore, There
 from tests.support.group_explorer import cloned, frozen
 from tests.support.ranks import run_ranks, wait_for
@@ -62,6 +62,9 @@ def explore(world: int, steps: Sequence[int | None], there: Sequence[There], lac
     return results
 
 
+OUTCOMES: tuple[MatchOutcome, ...] = ("ok", "mismatch", "damaged")
+
+
 def begin(state: State, steps: Sequence[int | None], there: Any, lacking: str) -> State:
     for rank, step in enumerate(steps):
         state = act(state, rank, partial(Restore.request, which=step), there, lacking)
@@ -77,10 +80,13 @@ def successors(state: State, there: Any, lacking: str) -> Any:
             yield act(state._replace(learned=learned), rank, partial(Restore.learn, decision=decision), there, lacking)
         idle = state._replace(doing=put(state.doing, rank, ""))
         if doing == "match":
-            for outcome in ("ok", "mismatch", "damaged"):
+            tried = state.ranks[rank].attempt > 1
+            for outcome in ("ok", "mismatch", "damaged") if tried else OUTCOMES:
                 yield act(idle, rank, partial(Restore.matched, outcome=outcome, why=f"{outcome} here"), there, lacking)
         if doing == "verify":
             yield act(idle, rank, lambda one: one.verified("a chunk is damaged"), there, lacking)
+            if "elsewhere" in OUTCOMES and state.ranks[rank].attempt == 1:
+                yield act(idle, rank, lambda one: one.verified("this copy", elsewhere=True), there, lacking)
             whole = (*idle.whole, (rank, state.ranks[rank].key))
             yield act(idle._replace(whole=whole), rank, lambda one: one.verified(), there, lacking)
 
@@ -120,6 +126,15 @@ def test_all_ranks_end_alike_and_change_nothing_before_all_agreed(world: int) ->
     assert any(one.startswith("mismatch: rank 0: mismatch here") for one in results)
     assert any(one.startswith("damaged: ") for one in results)
     assert ("restored 3" in results) == (world < 2)
+
+
+def test_damage_of_one_copy_is_of_no_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank may find once that its copy cannot be read, and that another host has one."""
+    without = explore(2, [None, None], THERE)
+    monkeypatch.setattr("tests.group.test_restore.OUTCOMES", (*OUTCOMES, "elsewhere"))
+    assert explore(2, [None, None], THERE) == without
+    monkeypatch.setattr(LeadRestore, "_try_again", lambda self, key, _: [Restored(self.index, key, ())])
+    assert any("G5" in one for one in explore(2, [None, None], THERE))
 
 
 def test_damage_on_any_rank_takes_all_to_the_next_older_one() -> None:
@@ -234,9 +249,9 @@ def restored_beside(folder: Path, meanwhile: Callable[[SyncCheckpointEngine], ob
             engine.checkpoint({"x": torch.arange(5000.0) + step, "step": step}, step=step).result(20)
         find = PartSources.candidates
 
-        def find_too_early(self: PartSources, key: Key) -> list[RestoreCandidate]:
+        def find_too_early(self: PartSources, key: Key, passed: Sequence[int]) -> list[RestoreCandidate]:
             patched.undo()
-            found = find(self, key)
+            found = find(self, key, passed)
             meanwhile(engine)
             return found
 

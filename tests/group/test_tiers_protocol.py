@@ -11,10 +11,11 @@ import pytest
 from pccheck_async.format import Line, Link
 from pccheck_async.group import coordinator, view
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.messages import Failed, Start
-from pccheck_async.group.parts import SeenStore
+from pccheck_async.group.messages import Failed, Round, Start
+from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.rounds import LeadRounds
 from pccheck_async.group.view import View
-from tests.support.tiers_explorer import World, explore
+from tests.support.tiers_explorer import MEMORY, Side, World, explore
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,9 @@ WORLDS = {
     "runs without memory": World(hosts=(0, 0), goes_back=False, loses_memory=False),
     "three ranks or two, all of it": World(hosts=(0, 1, 1), worlds=(2, 3)),
     "two are kept": World(hosts=(0, 1), keep=2),
+    "copies": World(hosts=(0, 1), goes_back=False, without_memory=False, replicas=1),
+    "copies on three hosts": World(hosts=(0, 1, 2), worlds=(3,), without_memory=False, replicas=1),
+    "copies, all of it": World(hosts=(0, 1, 1), worlds=(2, 3), replicas=1),
 }
 
 
@@ -36,6 +40,8 @@ def test_every_history_keeps_what_is_promised(world: World) -> None:
     assert not broken, "\n".join(next(iter(broken.values())).log)
     wanted = {"Start", "Commit 0", "Commit 1", "restored from [1]", "restored from [0, 1]", "ended", "saved late"}
     assert wanted <= reached
+    if world.replicas:
+        assert {"a round ended", "a round failed", "a host is lost, and there are copies"} <= reached
     if len({*world.hosts}) > 1:
         assert "restored from both together" in reached
 
@@ -93,7 +99,16 @@ class Mutant(NamedTuple):
     world: World
     owner: Any
     attribute: str
-    wrong: Callable[..., Any]
+    wrong: Callable[..., Any] | property
+
+
+COPIES = World(hosts=(0, 1, 2), worlds=(3,), goes_back=False, without_memory=False, loses_records=False, replicas=1)
+
+
+def _own_pace(self: Side, running: Round, taker: Side) -> Part | None:
+    """Each rank sends the newest that it has, and not what the round is about."""
+    parts = self.run.history.visible[MEMORY][self.rank].parts
+    return max((part for part in parts if part.key in self.member.keep), key=lambda part: part.key, default=None)
 
 
 MUTANTS = [
@@ -108,6 +123,12 @@ MUTANTS = [
     Mutant("a failure fails both tiers", {"CROSS"}, ONE_HOST, Coordinator, "_receive_failed", _fails_both),
     Mutant("runs that wrote no more than a line have no number", {"MEMORY", "BRANCH"},
            replace(HOSTS, goes_back=True), view, "run_number", _number_without_lines),
+    Mutant("the floor and the running round are not kept", {"MEMORY", "COPIES"}, COPIES, LeadRounds, "kept",
+           property(lambda self: set())),
+    Mutant("a round ends with the first vote", {"MEMORY", "COPIES"}, COPIES, LeadRounds, "_is_complete",
+           lambda self: bool(self.votes)),
+    Mutant("each pair copies at its own pace", {"MEMORY", "COPIES"}, COPIES, Side, "part_to_send", _own_pace),
+    Mutant("a restart forgets the floor", {"MEMORY"}, COPIES, Coordinator, "_floor_found", lambda *_: []),
 ]  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def complete_of(*counters: int, rejected: Collection[int] = (), pinned: Collecti
     marked = (part(RUN, counter, 0).entry for counter in counters)
     entries = [replace(one, pinned=one.counter in pinned) for one in marked]
     entries = [one.as_rejected() if one.counter in rejected else one for one in entries]
-    return [Complete(RUN, 2, one, (0, 0)) for one in entries]
+    return [Complete(RUN, 2, one, ((0, 0),)) for one in entries]
 
 
 def kept(complete: list[Complete], rules: Retention, damaged: Collection[int] = (), then: Any = None) -> list[int]:

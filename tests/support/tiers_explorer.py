@@ -12,6 +12,7 @@ Judged is what users are promised:
 - ``BRANCH``: nothing comes back of a branch that a later run has left behind;
 - ``CROSS``: a checkpoint fails in one tier only if some rank failed it there;
 - ``RECORD``: a record can be written;
+- ``COPIES``: with replicas, what was copied to other hosts is found again although one host was lost;
 - ``OPENING``: opening and restoring write nothing; ``PARTS``: each part of what is restored has a source;
 - ``SLOTS``: the slots in memory are bounded; ``STUCK``: something can always happen until all has ended.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pccheck_async.format import Entry, Line
 from pccheck_async.group import (
@@ -39,17 +40,29 @@ from pccheck_async.group.actions import (
     Admit,
     Cancel,
     EndRestore,
+    EndRound,
     FillArrays,
     MatchManifest,
     Post,
     RemoveOrphans,
     Resolve,
     Scan,
+    SendCopies,
     TakeOver,
     Unopened,
     WriteRecord,
 )
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, InMemory, Restored, Start, about_memory
+from pccheck_async.group.messages import (
+    AnyDecision,
+    AnyMessage,
+    Commit,
+    InMemory,
+    Restored,
+    Round,
+    RoundEnd,
+    Start,
+    about_memory,
+)
 from pccheck_async.group.tiers import Tiers
 from pccheck_async.store import Retention
 
@@ -85,6 +98,15 @@ class World:
     without_memory: bool = True  # some runs
     fails: bool = True  # writes, in either tier
     keep: int = 1
+    replicas: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.keep + (2 if self.replicas else 0)
+
+
+def seen(rank: int, body: Body) -> SeenStore:
+    return SeenStore(0, rank, body.store_id, body.applied, body.parts, body.line)
 
 
 class BrokenRuleError(AssertionError):
@@ -101,6 +123,7 @@ class Side:
         self.writes: list[int] = []
         self.leased: set[int] = set()
         self.outcomes: dict[int, str] = {}
+        self.sends: list[tuple[int, Round]] = []
 
     def do(self, actions: Sequence[Action]) -> None:
         history, run = self.run.history, self.run
@@ -112,7 +135,14 @@ class Side:
                     run.deliver(action.message if self.tier == DISK else about_memory(action.message))
                 case Scan():
                     there = [rank for rank in history.there(self.tier) if self.tier == DISK or self.sees(rank)]
-                    self.do(self.member.found([history.seen(self.tier, rank) for rank in there]))
+                    found = [history.seen(self.tier, rank) for rank in there]
+                    if self.tier == MEMORY:
+                        found += [
+                            seen(rank, body)
+                            for (host, rank), body in history.copies.items()
+                            if host == history.world.hosts[self.rank]
+                        ]
+                    self.do(self.member.found(found))
                 case TakeOver():
                     self.takes_over = action
                 case Admit(counter):
@@ -132,10 +162,19 @@ class Side:
                         history.visible[DISK][self.rank] = Body(before.store_id, applied, parts)
                         history.note_run_without_memory(run)
                     self.flushes = True
+                    self.apply_to_copies()
                     self.leased -= {part.entry.counter for part in parts}
                 case RemoveOrphans(stores):
                     for store in stores:
-                        history.visible[self.tier].pop(store.rank, None)
+                        if history.visible[self.tier].get(store.rank, Body(b"")).store_id == store.store_id:
+                            del history.visible[self.tier][store.rank]
+                        else:
+                            del history.copies[history.world.hosts[self.rank], store.rank]
+                case SendCopies(running):
+                    self.sends += [(holder, running) for holder in self.member.rounds.holders[self.rank]]
+                case EndRound():
+                    self.sends = []
+                    self.apply_to_copies()
                 case Resolve(counter, outcome):
                     self.outcomes[counter] = outcome
                     run.judge(self.tier, counter, outcome)
@@ -148,13 +187,51 @@ class Side:
                 case EndRestore(reason, why) if reason != "none":
                     raise BrokenRuleError(f"PARTS: {reason} {why}")
 
+    def apply_to_copies(self) -> None:
+        """Drop what the keep-list does not name of the copies that this rank holds."""
+        copies, host = self.run.history.copies, self.run.history.world.hosts[self.rank]
+        for rank, holders in enumerate(self.member.rounds.holders if self.tier == MEMORY else ()):
+            if self.rank in holders and (body := copies.get((host, rank))) is not None:
+                copies[host, rank] = replace(
+                    body, parts=tuple(p for p in body.parts if p.key in self.member.kept_copies)
+                )
+
+    def send(self, holder: int, running: Round) -> None:
+        """Send this rank's part to one that holds copies; report it once all have it, or that one fails."""
+        history, taker = self.run.history, self.run.sides[holder][MEMORY]
+        self.sends.remove((holder, running))
+        part = self.part_to_send(running, taker)
+        if part is None or (history.world.fails and history.random.random() < 0.1):
+            self.sends = []
+            self.do(self.member.copied(running.number, "the holder is full"))
+            return
+        taker.apply_to_copies()
+        place = history.world.hosts[holder], self.rank
+        body = history.copies.get(place) or Body(f"copy/{place}/{len(history.log)}".encode())
+        history.copies[place] = replace(body, parts=(part, *body.parts))
+        if len(body.parts) > 2:
+            raise BrokenRuleError(f"SLOTS: copies {body.parts}")
+        if not self.sends:
+            self.do(self.member.copied(running.number))
+
+    def part_to_send(self, running: Round, taker: Side) -> Part | None:
+        parts = self.run.history.visible[MEMORY][self.rank].parts
+        part = next((part for part in parts if part.key == running.key), None)
+        if part is None:
+            raise BrokenRuleError(f"COPIES: rank {self.rank} is to send {running.key}, which its record lacks")
+        return part if part.key in taker.member.kept_copies else None
+
+    def may_send(self, holder: int, running: Round) -> bool:
+        """Whether the holder has learned of the round; it waits till then."""
+        return self.run.sides[holder][MEMORY].member.rounds.running == running
+
     def sees(self, rank: int) -> bool:
         hosts = self.run.history.world.hosts
         return hosts[rank] == hosts[self.rank]
 
     def count_slots(self) -> None:
         named = self.run.history.visible[self.tier][self.rank].keys
-        most = _UNDECIDED + self.run.history.world.keep
+        most = _UNDECIDED + self.run.history.world.kept
         if self.tier == MEMORY and len(named) + len(self.leased) > most:
             raise BrokenRuleError(f"SLOTS: {len(named)} named and {len(self.leased)} leased, at most {most}")
 
@@ -164,6 +241,9 @@ class Side:
             found.append(("take over", self.take_over))
         if self.flushes:
             found.append(("flush", self.flush))
+        for send in self.sends:
+            if self.may_send(*send):
+                found.append((f"send to {send[0]}", lambda send=send: self.send(*send)))  # type: ignore[misc]
         for counter in self.writes:
             found.append((f"written {counter}", lambda counter=counter: self.written(counter)))  # type: ignore[misc]
         return found
@@ -179,7 +259,7 @@ class Side:
             body = history.visible[self.tier][self.rank] = Body(body.store_id, body.applied, body.parts, action.line)
             history.note_line(self.run)
         history.durable[self.tier][self.rank] = body
-        for orphan in action.orphans:
+        for orphan in action.orphans if self.tier == DISK else ():
             history.durable[self.tier][orphan.rank] = history.visible[self.tier][orphan.rank]
         self.do(self.member.took_over(body.store_id))
 
@@ -215,14 +295,22 @@ class Run:
         self.program = ""
         self.late: Key | None = None
         retention = Retention(keep_last=world.keep)
-        memory = Coordinator(ranks, retention, self.number) if with_memory else None
+        memory = Coordinator(ranks, retention, self.number, replicas=world.replicas) if with_memory else None
         self.coordinator = Coordinator(ranks, retention, self.number, memory)
         self.sides: list[list[Side]] = []
         for rank in range(ranks):
             own = [history.seen(tier, rank) if rank in history.visible[tier] else None for tier in (DISK, MEMORY)]
             members = [
                 Member(rank, ranks, max_in_flight=2, reserved=world.keep, own=own[DISK]),
-                Member(rank, ranks, max_in_flight=_UNDECIDED, reserved=world.keep, own=own[MEMORY], in_memory=True),
+                Member(
+                    rank,
+                    ranks,
+                    max_in_flight=_UNDECIDED,
+                    reserved=world.kept,
+                    own=own[MEMORY],
+                    in_memory=True,
+                    replicas=world.replicas,
+                ),
             ]
             sides = [Side(self, rank, tier, members[tier]) for tier in ((DISK, MEMORY) if with_memory else (DISK,))]
             self.sides.append(sides)
@@ -268,6 +356,10 @@ class Run:
             side, tier, decision = self.sides[rank][MEMORY], MEMORY, decision.decision
         if isinstance(decision, Commit | Restored):
             self.history.reached.add(f"{type(decision).__name__} {tier}")
+        if isinstance(decision, RoundEnd):
+            self.history.reached.add("a round failed" if decision.why else "a round ended")
+            if decision.why is None:
+                self.history.copied = decision.key
         side.do(side.member.learn(decision))
 
     def call(self, rank: int) -> None:
@@ -341,6 +433,8 @@ class History:
         self.visible: list[dict[int, Body]] = [{}, {}]
         self.durable: list[dict[int, Body]] = [{}, {}]
         self.promised: list[Key | None] = [None, None]
+        self.copies: dict[tuple[int, int], Body] = {}  # by host, and by the rank whose parts they are
+        self.copied: Key | None = None  # it survives the loss of one host
         self.branches: list[int] = [0]  # of these runs what they made counts, and what they came from
         self.came_from: dict[int, Key | None] = {0: None}
 
@@ -348,8 +442,7 @@ class History:
         return sorted(self.visible[tier])
 
     def seen(self, tier: int, rank: int) -> SeenStore:
-        body = self.visible[tier][rank]
-        return SeenStore(0, rank, body.store_id, body.applied, body.parts, body.line)
+        return seen(rank, self.visible[tier][rank])
 
     # -- what is promised
 
@@ -357,6 +450,8 @@ class History:
         """A run's line is visible on one disk: its branch may count from here on, and one that it left may not."""
         if run.number not in self.branches:
             self.branches.append(run.number)
+        if self.copied is not None and not self.descends(run.came_from, self.copied):
+            self.copied = None
         promised, on_disk = self.promised[MEMORY], self.promised[DISK]
         if promised is not None and not self.descends(run.came_from, promised):
             newest = [each for each in (run.came_from, on_disk) if each is not None]
@@ -376,7 +471,7 @@ class History:
 
     def note_run_without_memory(self, run: Run) -> None:
         """One that has no tier in memory wrote a record: it may be lost, and then memory counts once more."""
-        self.promised[MEMORY] = self.promised[DISK]
+        self.promised[MEMORY], self.copied = self.promised[DISK], None
         if run.number not in self.branches:
             self.branches.append(run.number)
 
@@ -396,10 +491,19 @@ class History:
         if world.loses_memory and self.random.random() < 0.4:
             hosts = [host for host in {*world.hosts} if self.random.random() < 0.5]
             lost = [rank for rank in self.visible[MEMORY] if world.hosts[rank] in hosts]
-            whole = not lost
-            self.promised[MEMORY] = self.promised[MEMORY] if whole else self.promised[DISK]
+            gone = [place for place in self.copies if place[0] in hosts]
+            whole = not lost and not gone
+            if not whole:
+                left = [self.promised[DISK], self.copied if len(hosts) <= world.replicas else None]
+                self.promised[MEMORY] = max((one for one in left if one is not None), default=None)
+                whole = self.promised[MEMORY] is not None and self.promised[MEMORY] == self.copied
+                self.copied = None
+                if whole:
+                    self.reached.add("a host is lost, and there are copies")
             for rank in lost:
                 del self.visible[MEMORY][rank]
+            for place in gone:
+                del self.copies[place]
             self.log.append(f"memory of hosts {hosts} is lost")
         if world.loses_records and self.random.random() < 0.4:
             self.log.append("records that were not durable are lost")
@@ -491,7 +595,8 @@ class History:
         self.reached.add(f"restored from {whole_in}" if whole_in else "restored from both together")
 
     def parts(self, tier: int) -> list[Part]:
-        return [part for body in self.visible[tier].values() for part in body.parts]
+        copies = self.copies.values() if tier == MEMORY else ()
+        return [part for body in (*self.visible[tier].values(), *copies) for part in body.parts]
 
 
 def explore(world: World, histories: int, seed: int = 0) -> tuple[dict[str, History], set[str]]:

@@ -31,7 +31,7 @@ ENGINE = """
 """
 FIELDS = {
     Keep: "every best spaced",
-    MemoryTier: "interval keep_last path keep_after_close",
+    MemoryTier: "interval keep_last path keep_after_close replicas interface rate_limit",
     StorageOptions: """
         medium io writers chunk_bytes host_memory gpu_capture check_captures skip_unchanged lock_timeout
         exit_timeout
