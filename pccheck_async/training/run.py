@@ -617,9 +617,14 @@ def _seen(state: Mapping[str, Any]) -> list[Any] | None:
 def _parameters(values: list[Any]) -> set[int]:
     """Return the identities of the parameters of models, and of what lies beside them; none without a model."""
     models = [each for each in values if isinstance(each, torch.nn.Module)]
-    holding = [each for each in values if isinstance(each, Mapping | list | tuple)]
-    beside = {id(item) for each in holding for item in (each.values() if isinstance(each, Mapping) else each)}
+    beside = {*map(id, _items(values))}
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
+
+
+def _items(values: list[Any]) -> list[Any]:
+    """Return the items of the containers among the values of a state, which may be of any class."""
+    holding = [each for each in values if isinstance(each, Mapping | list | tuple)]
+    return [item for each in holding for item in (each.values() if isinstance(each, Mapping) else each)]
 
 
 def _may_hold_position(state: Mapping[str, Any]) -> bool:
@@ -651,9 +656,8 @@ def _foreign(values: list[Any], optimizer: torch.optim.Optimizer) -> int:
     there = _parameters(values)
     if not there or not hasattr(optimizer, "param_groups"):  # odd ones have none
         return 0
-    containers = (each.values() if isinstance(each, Mapping) else each for each in values if not is_stateful(each))
     # The state_dict() of a module has other tensors than its parameters, of the same shapes.
-    shapes = {item.shape for each in containers for item in each if isinstance(item, torch.Tensor)}
+    shapes = {item.shape for item in _items(values) if isinstance(item, torch.Tensor)}
     return sum(
         each.requires_grad and id(each) not in there and each.shape not in shapes for each in parameters_of(optimizer)
     )

@@ -191,7 +191,7 @@ async def _search(
         found = [await find_in_slot(own, number, identity.block_bytes, progress) for number in numbers]
     finally:
         await own.medium.close()
-    entries, notes = record_entries(found)
+    entries, notes, _ = record_entries(found)
     parts = []
     for entry in entries:
         others = [

@@ -67,7 +67,8 @@ def replaced_slots(place: Place) -> set[int]:
 
 def holds_other(path: Path, entry: Entry) -> bool:
     """Whether a slot, which is no link, holds other bytes than the manifest of ``entry``."""
-    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0 and bool(_slot_fault(path, entry))
+    end = entry.manifest_offset + entry.manifest_nbytes
+    return not path.is_symlink() and path.is_file() and path.stat().st_size >= end and bool(_slot_fault(path, entry))
 
 
 def overwritten(place: Place) -> set[int]:

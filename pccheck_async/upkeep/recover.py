@@ -222,11 +222,11 @@ def recover_store(
                 replace(one, entry=None, note=one.note or "not asked for") if slots and one.slot not in slots else one
                 for one in found
             ]
-            entries, notes = record_entries(found)
+            entries, notes, strange = record_entries(found, record.entries if record else ())
             entries = _marked_as_before(entries, record)
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:
-            entries = list(record.entries)
+            entries, strange = list(record.entries), set()
         before = record.entries if record else ()
         named = {(entry.counter, entry.slot) for entry in entries}
         version = _version(Path(path), identity, record)
@@ -243,7 +243,7 @@ def recover_store(
             dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
             refusal=_only_by_its_group(Path(path))
             if version == GROUP_VERSION and (not record or search)
-            else _out_of_order(name, found, entries, before, chosen=slots is not None, search=search),
+            else _guessed(name, entries, strange if slots is None else (), search=search),
             verification=verification,
             record_lost=record_lost,
         )
@@ -543,30 +543,17 @@ def _only_by_its_group(folder: Path) -> str:
     )
 
 
-def _out_of_order(
-    path: str,
-    found: Sequence[FoundCheckpoint],
-    entries: Sequence[Entry],
-    before: Sequence[Entry],
-    *,
-    chosen: bool,
-    search: bool,
-) -> str:
-    """Return a refusal to guess whether checkpoints that no record named are of this run.
-
-    Empty if the slots were ``chosen``, or none is strange.
-    """
-    known = {(entry.counter, entry.slot) for entry in before}
-    noted = {one.slot for one in found if one.note}
-    strange = [entry for entry in entries if entry.slot in noted and (entry.counter, entry.slot) not in known]
-    if not strange or chosen:
+def _guessed(path: str, entries: Sequence[Entry], strange: Collection[int], *, search: bool) -> str:
+    """Return a refusal to name checkpoints in slots that may be of another run; empty if there are none."""
+    if not strange:
         return ""
-    kept = sorted(entry.slot for entry in entries if entry not in strange)
-    options = [*["--search"] * search, *[part for slot in kept for part in ("--slot", str(slot))], "--write"]
-    names = first_few([f"{slot_name(entry.slot)} (step {entry.step}, counter {entry.counter})" for entry in strange], 5)
+    named = sorted(entry.slot for entry in entries if entry.slot not in strange)
+    options = [*["--search"] * search, *[part for slot in named for part in ("--slot", str(slot))], "--write"]
+    guessed = [entry for entry in entries if entry.slot in strange]
+    names = first_few([f"{slot_name(one.slot)} (step {one.step}, counter {one.counter})" for one in guessed], 5)
     return (
-        f"{names} was captured before one with a lower counter: it may be of another run, copied here, or the clock "
-        f"was set back; {in_shell('recover', path, *options)} leaves it out, and with its --slot, too, names it"
+        f"{names} may be of another run, copied here (see the notes), or the clock was set back: "
+        f"{in_shell('recover', path, *options)} leaves it out, and with its --slot, too, names it"
     )
 
 

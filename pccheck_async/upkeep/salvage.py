@@ -211,22 +211,26 @@ class _Search:
         )
 
 
-def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
-    """Return the entries of a new record, newest first, and notes on slots.
+def record_entries(
+    found: Sequence[FoundCheckpoint], named: Sequence[Entry] = ()
+) -> tuple[list[Entry], dict[int, str], set[int]]:
+    """Return the entries of a new record, newest first, notes on slots, and the slots that may be of another run.
 
-    Counters order them, as in every record. Of two with one counter the later one counts: the other was written before
-    a crash, never committed, and its counter given again. A name is that of the newest that has it.
+    Counters order them, as in every record. Of two with one counter that counts which a valid record ``named``, else
+    the later one: the other was written before a crash, never committed, and its counter given again; or one of them
+    was copied here. A name is that of the newest that has it.
     """
+    known = {(entry.counter, entry.slot) for entry in named}
     whole = [one.entry for one in found if one.entry is not None]
-    whole.sort(key=lambda entry: (entry.counter, entry.time), reverse=True)
+    whole.sort(key=lambda entry: (entry.counter, (entry.counter, entry.slot) in known, entry.time), reverse=True)
     kept: list[Entry] = []
     names = set[str | None]()
     notes: dict[int, str] = {}
+    strange: set[int] = set()
     for entry in whole:
         if kept and kept[-1].counter == entry.counter:
-            notes[entry.slot] = (
-                f"counter {entry.counter} again, captured earlier: never committed, or of another run (--slot)"
-            )
+            notes[entry.slot] = f"counter {entry.counter} again: never committed, or of another run (--slot)"
+            strange.add(kept[-1].slot)
         elif len(kept) == MOST_ENTRIES:
             notes[entry.slot] = f"a record names {MOST_ENTRIES}"
         else:
@@ -236,13 +240,18 @@ def record_entries(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[
             else:
                 kept.append(entry)
             names.add(entry.name)
-    latest: Entry | None = None
+    latest = largest = kept[-1] if kept else None
     for entry in reversed(kept):
-        if latest is None or entry.time >= latest.time:
-            latest = entry
-        else:
+        assert latest is not None
+        assert largest is not None
+        if entry.time < latest.time:
             notes[entry.slot] = f"captured before counter {latest.counter}: copied here, or never committed"
-    return kept, notes
+        elif entry.step < largest.step:
+            notes[entry.slot] = f"a smaller step than that of counter {largest.counter}: copied here, or run again"
+        strange |= {entry.slot} & notes.keys()
+        latest = max(latest, entry, key=lambda each: each.time)
+        largest = max(largest, entry, key=lambda each: each.step)
+    return kept, notes, {entry.slot for entry in kept if (entry.counter, entry.slot) not in known} & strange
 
 
 # -- manifests in bytes that no record points to: pure decisions

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -450,6 +451,18 @@ def test_a_save_that_counts_on_after_a_checkpoint_that_nobody_restored_is_warned
     with SyncCheckpointEngine(tmp_path, overwrite=True) as engine:
         engine.checkpoint(STATE).result()
     assert "unrestored" not in [record.__dict__.get("event") for record in caplog.records]
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_an_object_that_cannot_be_saved_is_named_at_the_first_step(tmp_path: Path, attached: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "args": SimpleNamespace(lr=1)}
+    with SyncCheckpointEngine(tmp_path, interval=100, save_last=False) as engine:
+        if attached:
+            engine.attach(optimizer)
+        with pytest.raises(UnsupportedStateError, match="args"), engine.step(state, 0):
+            pass
 
 
 def test_a_larger_step_than_that_of_a_checkpoint_that_nobody_restored_is_warned_of_once(

@@ -501,16 +501,22 @@ def found(slot: int, counter: int, time: float) -> FoundCheckpoint:
 
 
 def test_the_order_of_what_was_found() -> None:
-    entries, notes = record_entries([found(0, 5, 50.0), found(1, 7, 70.0), found(2, 6, 60.0)])
+    entries, notes, strange = record_entries([found(0, 5, 50.0), found(1, 7, 70.0), found(2, 6, 60.0)])
     assert [entry.counter for entry in entries] == [7, 6, 5]
-    assert notes == {}
-    entries, notes = record_entries([found(0, 5, 50.0), found(1, 6, 55.0), found(2, 6, 60.0)])
+    assert (notes, strange) == ({}, set())
+    two = [found(0, 5, 50.0), found(1, 6, 55.0), found(2, 6, 60.0)]
+    entries, notes, strange = record_entries(two)
     assert [entry.slot for entry in entries] == [2, 0]
-    assert list(notes) == [1]
-    entries, notes = record_entries([found(0, 9, 50.0), found(1, 6, 60.0)])  # of a run that went back, or another clock
+    assert ([*notes], strange) == ([1], {2})
+    entries, notes, strange = record_entries(two, [one.entry for one in two[:2] if one.entry])
+    assert [entry.slot for entry in entries] == [1, 0]
+    assert ([*notes], strange) == ([2], set())
+    late = [found(0, 9, 50.0), found(1, 6, 60.0)]  # of a run that went back, or another clock
+    entries, notes, strange = record_entries(late)
     assert [entry.counter for entry in entries] == [9, 6]
-    assert list(notes) == [0]
-    entries, notes = record_entries([found(n, n, float(n)) for n in range(70)])
+    assert ([*notes], strange) == ([0], {0})
+    assert record_entries(late, [one.entry for one in late if one.entry])[2] == set()
+    entries, notes, _ = record_entries([found(n, n, float(n)) for n in range(70)])
     assert [entry.counter for entry in entries] == list(range(69, 5, -1))
     assert set(notes) == set(range(6))
     broken = msgspec.structs.replace(found(0, 1, 1.0).entry or entries[0], time=float("nan"))

@@ -710,13 +710,31 @@ def test_the_slot_of_another_run_is_not_taken_for_the_newest(store: Path, tmp_pa
         (store / "commit").unlink()
     refused = pccheck("recover", store, "--search", "--write")
     assert refused.exit_code == 1
-    assert "slot-009 (step 17, counter 7) was captured before one with a lower counter" in refused.stderr
+    assert "slot-009 (step 17, counter 7) may be of another run" in refused.stderr
     (advised,) = re.findall(r"`pccheck (recover .*?--write)`", refused.stderr)
     assert pccheck(*shlex.split(advised)).exit_code == 0
     named = [info.step for info in list_checkpoints(store)]
     assert named[: len(before)] == [info.step for info in before]  # and a dropped one that was still whole
     assert pccheck(*shlex.split(advised), "--slot", "9").exit_code == 0
     assert list_checkpoints(store)[0].step == 17
+
+
+@pytest.mark.parametrize("records", ["valid", "gone"])
+def test_of_two_slots_with_one_counter_a_record_or_the_user_chooses(store: Path, tmp_path: Path, records: str) -> None:
+    other = tmp_path / "other"
+    save(other, 7, 8, 9)
+    before, own, slot = list_checkpoints(store), store / stores.describe(store).slot, stores.describe(other).slot
+    shutil.copy(other / slot, store / "slot-009")
+    if records == "valid":
+        assert pccheck("recover", store, "--search", "--write").exit_code == 0
+        assert [info.step for info in list_checkpoints(store)] == [info.step for info in before]
+        return
+    (store / "commit").unlink()
+    refused = pccheck("recover", store, "--write")
+    assert refused.exit_code == 1
+    (advised,) = re.findall(r"`pccheck (recover .*?--write)`", refused.stderr)
+    assert pccheck(*shlex.split(advised), "--slot", own.name).exit_code == 0
+    assert [info.step for info in list_checkpoints(store)] == [info.step for info in before]
 
 
 def test_what_was_removed_does_not_come_back_where_newer_ones_are_damaged(store: Path) -> None:
