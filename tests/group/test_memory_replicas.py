@@ -325,7 +325,7 @@ async def _offer_strangely(replicas: Replicas) -> None:
     member, chance = replicas._member, random.Random(3)
     part, address = next(iter(member.parts.values())), member.roster.addresses[1]
     assert address is not None
-    running = wire_offer(0, part, 5.0)
+    running = wire_offer(0, part, 0.3)
     for number in range(60):
         entry = msgspec.structs.replace(
             part.entry, **{chance.choice(["nbytes", "manifest_offset", "manifest_nbytes", "counter"]):
