@@ -180,7 +180,8 @@ def recover_store(
         write: Write a new commit record, and ``store.json`` if it is not valid; nothing if both are. The files that
             they replace stay under other names. Else nothing is written.
         search: Search the slots also if a record is valid, and write one that names the checkpoints found.
-        slots: Name only the checkpoints in these; by default all that are whole.
+        slots: Name only the checkpoints in these; by default all that are whole, and nothing if one of them may be of
+            another run: captured before one with a lower counter, of a smaller step, or one of two with one counter.
         progress: Called with bytes searched, and then bytes checked, of one slot after another.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -190,7 +191,7 @@ def recover_store(
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
         StoreError: ``write`` if the store of a group's rank needs a record: only the lost records named the
-            checkpoints of its parts.
+            checkpoints of its parts. Or if a slot may be of another run, and ``slots`` is not given.
         StoreLockedError: ``write`` while a trainer has the store open.
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
