@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -288,11 +289,11 @@ class Memory:
         self._beside[self.folder.parent / name] = store = await self._open_beside(name)
         return store
 
-    async def remove_beside(self, name: str) -> None:
+    async def remove_beside(self, name: str, operations: Operations) -> None:
         """Close and remove one of those, whose records cannot be written any more."""
         folder = self.folder.parent / name
         await self._beside.pop(folder).medium.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        await operations.call(partial(shutil.rmtree, folder, ignore_errors=True))
 
     @property
     def entries(self) -> Sequence[Entry]:

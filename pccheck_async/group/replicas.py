@@ -103,7 +103,7 @@ class Replicas:
         listener: Listener,
     ) -> None:
         self._member, self._memory, self._do = member, memory, do
-        self._listener = listener
+        self._listener, self._operations = listener, operations
         self._backend, self._staging = CopyBackend(operations), Staging()
         self._rate, self._pace = tier.rate_limit, Pace(tier.rate_limit)
         self._held: dict[int, _Held] = {}
@@ -398,7 +398,7 @@ class Replicas:
             for rank in [rank for rank, each in self._held.items() if each is held]:
                 self._refusals[rank] = f"its record cannot be written: {error}"
                 del self._held[rank]
-                await self._memory.remove_beside(rank_name(rank))
+                await self._memory.remove_beside(rank_name(rank), self._operations)
             raise
         held.parts = [*newest_first]
 
