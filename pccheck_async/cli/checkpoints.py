@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pccheck_async as pccheck
 from pccheck_async.cli.output import printable, size
-from pccheck_async.cli.ranks import read_place
+from pccheck_async.cli.ranks import group_fault, read_place
 from pccheck_async.errors import DamagedError, first_few, in_shell
 
 if TYPE_CHECKING:
@@ -62,6 +62,15 @@ def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None 
     else:
         text = f"A restart restores step {newest.step}, from {whole[newest.counter]}."
     return text + ("" if newest in superseded else _remedy(place, lost, newest))
+
+
+def what_is_lost(place: Place) -> tuple[dict[int, str], list[str]]:
+    """Return the faults of lost slots by the checkpoints' counters; and sentences on them and on a restart."""
+    from pccheck_async.upkeep import lost_slots  # and torch
+
+    gone = lost_slots(place) and lost_slots(read_place(place.path))  # a writer may have removed one meanwhile
+    lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in place.infos if info.counter in gone]
+    return gone, lost if group_fault(place) else [*lost, restart(place, gone)]
 
 
 def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) -> str:

@@ -12,7 +12,7 @@ import typer
 from rich.tree import Tree
 
 import pccheck_async as pccheck
-from pccheck_async.cli.checkpoints import columns_of, marks_of, naming_others, restart
+from pccheck_async.cli.checkpoints import columns_of, marks_of, naming_others, what_is_lost
 from pccheck_async.cli.output import (
     DIFFERENT,
     AnyFolder,
@@ -33,9 +33,8 @@ from pccheck_async.cli.output import (
     status_of,
     table,
 )
+from pccheck_async.cli.rank_map import rank_map
 from pccheck_async.cli.ranks import (
-    group_fault,
-    heat_map,
     on_disk,
     place_as_json,
     placement,
@@ -68,7 +67,7 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
     """
-    from pccheck_async.upkeep import lost_slots, memory_of  # and torch
+    from pccheck_async.upkeep import memory_of  # and torch
 
     place = read_place(path)
     infos, document, gone, (notes, is_bad) = place.infos, place_as_json(place), dict[int, str](), problems(place)
@@ -83,9 +82,8 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
     if note := rank_of_store(place):
         notes.append(note)
     else:
-        gone = lost_slots(place) and lost_slots(read_place(path))  # a writer may have removed one meanwhile
-        lost = [f"LOST: step {info.step}: {gone[info.counter]}." for info in infos if info.counter in gone]
-        notes += lost if group_fault(place) else [*lost, restart(place, gone)]
+        gone, lost = what_is_lost(place)
+        notes += lost
         for each, info in zip(document if isinstance(document, list) else document["checkpoints"], infos, strict=True):
             each.update({"lost": gone[info.counter]} if info.counter in gone else {})
     names = ("name",) if any(info.name is not None for info in infos) else ()
@@ -133,7 +131,7 @@ def show(
     if ranks:
         if rank is not None or step is not None or name is not None:
             raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step nor --name")
-        return heat_map(path)
+        return rank_map(path)
     with naming_others(path, step, name):
         description = pccheck.stores.describe(path, step=step, name=name, rank=rank)
     if description.differing:

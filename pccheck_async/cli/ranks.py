@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the commands for a group's folder: lacking parts, ranks x checkpoints, and the slowest rank."""
+"""Output of the commands for a group's folder: lacking parts, placement, stage times and the slowest rank."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -12,8 +12,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
-from pccheck_async.cli.output import NOTHING, Report, as_json, complain, duration, size, table
+from pccheck_async.cli.output import as_json, duration, table
 from pccheck_async.errors import CorruptStoreError, ReadError, first_few, in_shell
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 STAGES = ("capture", "write", "flush")
 """Those that a rank does by itself. In ``commit`` all wait for the slowest one."""
-_SHADES = "░▒▓█"
-_LACKING, _NOT_YET = "x", "·"
+_FILLS = dict(zip(STAGES, "▒█░", strict=True))
+_STYLES = dict(zip(STAGES, ("cyan", "green", "magenta"), strict=True))
+_BAR = 30
+"""Columns of the bar of the slowest rank."""
 _MOST_BOXES = 8
 
 
@@ -174,69 +177,6 @@ def _numbers(numbers: list[int]) -> str:
     return few + (f" and {sum(map(len, runs[_MOST_BOXES:]))} more" if len(runs) > _MOST_BOXES else "")
 
 
-# -- ranks x checkpoints
-
-
-def heat_map(path: Path) -> Report:
-    """Return each rank's part of each checkpoint, and the times of its stages while its engine runs."""
-    from pccheck_async.medium.status_file import read_status
-
-    place = read_place(path)
-    place.check_group("--ranks shows the ranks of a group")
-    published = {rank: read_status(path / place.folder(rank)) for rank in place.stores}
-    times = {rank: stage_times(one.status) for rank, one in published.items() if one is not None and one.alive}
-    steps = {one.key: one.entry.step for one in place.complete} | {one.key: one.step for one in place.incomplete}
-    nbytes = {
-        key: {rank: part.entry.nbytes for rank, part in place.parts(key).items()} for key in sorted(steps)
-    }  # oldest first
-    document = {
-        "checkpoints": [
-            {"step": steps[key], "counter": key.counter, "nbytes": {str(rank): n for rank, n in parts.items()}}
-            for key, parts in nbytes.items()
-        ],
-        "stage_seconds": {str(rank): seconds for rank, seconds in times.items()},
-        "slowest": slowest(times),
-    }
-    if not nbytes:
-        complain(place.nothing(None))
-        return Report(document, (), NOTHING)
-    columns = [(steps[key], parts) for key, parts in nbytes.items()]
-    running = {rank for rank, one in published.items() if one is not None and one.alive}
-    return Report(document, _drawn(columns, sorted(place.stores), running, times))
-
-
-def _drawn(
-    columns: list[tuple[int, dict[int, int]]],
-    ranks: list[int],
-    running: Collection[int],
-    times: Mapping[int, Mapping[str, float]],
-) -> Iterator[str | Table]:
-    most = max((n for _, parts in columns for n in parts.values()), default=0)
-    rows = table("rank", "newest", "bytes of each checkpoint, oldest first", right=2)
-    for rank in ranks:
-        last = max((number for number, (_, parts) in enumerate(columns) if rank in parts), default=-1)
-        cells = "".join(
-            _shade(parts[rank], most) if rank in parts else _NOT_YET if number > last and rank in running else _LACKING
-            for number, (_, parts) in enumerate(columns)
-        )
-        newest = columns[-1][1].get(rank)
-        rows.add_row(str(rank), "" if newest is None else size(newest), cells)
-    yield rows
-    steps = ", ".join(str(step) for step, _ in columns)
-    not_yet = f"; {_NOT_YET}: not yet, the rank runs" if running else ""
-    yield f"Steps {steps}. {_SHADES[-1]}: up to {size(most)}; {_LACKING}: no part{not_yet}."
-    if times:
-        yield stage_table(times)
-        if text := describe_slowest(times):
-            yield text
-    else:
-        yield "Stage times are shown only while the engines of the ranks run."
-
-
-def _shade(value: float, most: float) -> str:
-    return _SHADES[min(int(value / most * len(_SHADES)), len(_SHADES) - 1)] if most else _SHADES[0]
-
-
 # -- stage times
 
 
@@ -265,9 +205,15 @@ def describe_slowest(times: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def stage_table(times: Mapping[int, Mapping[str, float]]) -> Table:
-    """Return stage times of all ranks per checkpoint; in each column the darkest is the slowest."""
-    rows = table("rank", *STAGES, right=1)
+    """Return stage times of all ranks per checkpoint, the slowest of each stage marked, and a bar of their sum."""
+    rows = table("rank", *STAGES, "  ".join(f"{_FILLS[stage]} {stage}" for stage in STAGES), right=1 + len(STAGES))
     most = {stage: max(one[stage] for one in times.values()) for stage in STAGES}
+    longest = max(sum(one.values()) for one in times.values())
     for rank, one in sorted(times.items()):
-        rows.add_row(str(rank), *(f"{_shade(one[stage], most[stage])} {duration(one[stage])}" for stage in STAGES))
+        bar, cells = Text(), list[Text]()
+        for stage in STAGES:
+            is_slowest = len(times) > 1 and one[stage] == most[stage]
+            cells.append(Text(duration(one[stage]), style="bold yellow" if is_slowest else ""))
+            bar.append(_FILLS[stage] * round(one[stage] / (longest or 1) * _BAR), style=_STYLES[stage])
+        rows.add_row(str(rank), *cells, bar)
     return rows

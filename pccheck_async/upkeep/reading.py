@@ -30,6 +30,7 @@ __all__ = [
     "describe_checkpoint",
     "forbidden_files",
     "holds_other",
+    "lost_parts",
     "lost_records",
     "lost_slots",
     "replaced_slots",
@@ -47,12 +48,20 @@ def lost_slots(place: Place) -> dict[int, str]:
     the manifest lies.
     """
     faults = dict[int, list[str]]()
+    for (counter, _), fault in lost_parts(place).items():
+        faults.setdefault(counter, []).append(fault)
+    return {counter: ", ".join(each) for counter, each in faults.items()}
+
+
+def lost_parts(place: Place) -> dict[tuple[int, int], str]:
+    """Return the faults of :func:`lost_slots` by counter and rank, each with the slot's name."""
+    faults = dict[tuple[int, int], str]()
     for one in place.complete:
         for rank, part in place.parts(one.key).items():
             name = os.path.join(place.folder(rank), slot_name(part.entry.slot))
             if fault := _slot_fault(place.path / name, part.entry):
-                faults.setdefault(one.key.counter, []).append(f"{name} {fault}")
-    return {counter: ", ".join(each) for counter, each in faults.items()}
+                faults[one.key.counter, rank] = f"{name} {fault}"
+    return faults
 
 
 def replaced_slots(place: Place) -> set[int]:

@@ -18,7 +18,7 @@ SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", PAGE, re.MULTILINE)
 MESSAGES = [
     (section, message)
     for section, text in SECTIONS.items()
-    for message in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    for message in re.findall(r"^- `([^`]+)`$", text, re.MULTILINE)
 ]
 
 

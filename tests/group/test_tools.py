@@ -968,21 +968,50 @@ def test_what_changes_a_store_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_heat_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> None:
+def test_the_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> None:
     before = (folder / "rank-00001" / "commit").read_bytes()
     save_in_group(folder, 2, 4, keep_last=4)
     (folder / "rank-00001" / "commit").write_bytes(before)
-    said = pccheck("show", folder, "--ranks")
-    assert re.search(r"^ +0 +4\.1 kB +▓▓▓▓ *$", said, re.MULTILINE), said
-    assert re.search(r"^ +1 +███x *$", said, re.MULTILINE), said
-    assert "Steps 1, 2, 3, 4. █: up to 8.2 kB; x: no part." in said
-    found = parsed("show", folder, "--ranks")
+    said = pccheck("show", folder, "--ranks", status=4)
+    assert "2 ranks, none running; 4 checkpoints, 3 complete; newest: step 3, 12.3 kB." in said
+    assert re.search(r"^ rank +newest part +1  2  3  4 *$", said, re.MULTILINE), said
+    assert re.search(r"^ +0 +4\.1 kB +██████░{6} +■  ■  ■  ■ *$", said, re.MULTILINE), said
+    assert re.search(r"^ +1 +8\.2 kB +█{12} +■  ■  ■  x *$", said, re.MULTILINE), said
+    assert "■ has its part, x lacks it." in said
+    assert "Largest: the part of rank 1 with 8.2 kB (median of all ranks 6.1 kB)." in said
+    assert "Incomplete: step 4 (counter 3) lacks the parts of rank 1; it was complete once." in said
+    found = parsed("show", folder, "--ranks", status=4)
     assert [sorted(one["nbytes"]) for one in found["checkpoints"]] == [["0", "1"]] * 3 + [["0"]]
     assert found["slowest"] is None
     with SyncCheckpointEngine(tmp_path / "single") as engine:
         engine.checkpoint({"x": 1}, step=1).result(60)
     assert "is no folder of a group's checkpoints" in pccheck("show", tmp_path / "single", "--ranks", status=2)
     pccheck("show", folder, "--ranks", "--rank=1", status=2)
+
+
+def test_the_map_of_ranks_has_what_ls_says_is_lost(folder: Path) -> None:
+    slot_of(folder, 1, 2).unlink()
+    said, listed = pccheck("show", folder, "--ranks", status=4), pccheck("ls", folder, status=4)
+    assert re.search(r"^ +1 +8\.2 kB +█{12} +■  !  ■ *$", said, re.MULTILINE), said
+    assert "■ has its part, ! its slot is lost." in said
+    assert "3 checkpoints, 1 with lost slots; newest: step 3" in said
+    noted = [line for line in listed.splitlines() if line.startswith(("LOST", "A restart"))]
+    assert len(noted) == 2
+    assert [line for line in said.splitlines() if line in noted] == noted
+
+
+def test_the_map_of_ranks_shows_the_checkpoints_that_have_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "46")
+    said = pccheck("show", folder, "--ranks")
+    assert re.search(r"^ rank +newest part +2  3 *$", said, re.MULTILINE), said
+    assert "■ has its part. 1 older one left out: --json has all." in said
+
+
+def test_a_rank_without_a_folder_has_a_row_in_the_map(folder: Path) -> None:
+    shutil.rmtree(folder / "rank-00001")
+    said = pccheck("show", folder, "--ranks", status=4)
+    assert re.search(r"^ +1 +no folder +░{12} +x  x  x *$", said, re.MULTILINE), said
+    assert "2 ranks, none running; 3 checkpoints, none complete." in said
 
 
 @pytest.mark.slow
@@ -1029,7 +1058,7 @@ def test_show_ranks_says_that_stage_times_are_lacking_only_where_they_are(folder
         file.write(encode_status(EXAMPLE))
         fcntl.flock(file, fcntl.LOCK_EX)  # as the engine of one rank that runs
         said = pccheck("show", folder, "--ranks")
-    assert re.search(r"^ +1 +█ 50 ms +█ 250 ms ", said, re.MULTILINE), said
+    assert re.search(r"^ +1 +50 ms +250 ms .*▒+█+░* *$", said, re.MULTILINE), said
     assert "Slowest" not in said
     assert lacking not in said
 
