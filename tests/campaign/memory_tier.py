@@ -4,8 +4,8 @@ Run: ``python -m tests.campaign.memory_tier [--folder DIR] [--gib 1] [--rounds 1
 
 A process saves a state on disk, then changes it, saves it in memory alone and kills itself. In each round a process for
 each way, in turns, makes live tensors of that size, and is timed from there until they hold the state: an engine's
-opening and ``restore``, verified, whose process is then killed too; safetensors' and torch's files, which are in the page
-cache, loaded and copied into the live tensors. Each checks all bits afterwards.
+opening and ``restore``, verified, whose process is then killed too; safetensors' and torch's files, which are in the
+page cache, loaded and copied into the live tensors. Each checks all bits afterwards.
 
 Then a module trains with AdamW, some steps with no engine, and as many with a checkpoint in memory at each step, in
 turns. A step takes what a batch makes it take: ``--batch`` sets how long.
@@ -64,7 +64,8 @@ def from_memory(folder: Path, live: State) -> float:
     engine = SyncCheckpointEngine(folder, memory=tier(), interval=1000).open()
     restored = engine.restore(live)
     seconds = time.perf_counter() - start
-    assert restored is not None and restored.source == "memory" and restored.step == 3, restored
+    assert restored is not None
+    assert (restored.source, restored.step) == ("memory", 3)
     return seconds
 
 
@@ -170,17 +171,13 @@ def training(folder: Path, nbytes: int, rounds: int, steps: int, batch: int) -> 
                 engine.drain()
                 if turn:
                     found[name].append(seconds)
-        statistics_ = engine.statistics()
+        totals = engine.statistics()
     for name, values in found.items():
         print(summary(f"a step with {name}, s", values))
     print(summary("memory / none", [a / b for a, b in zip(found["memory"], found["none"], strict=True)]))
-    print(
-        "lowest:",
-        min(found["memory"]) / min(found["none"]),
-        "median:",
-        statistics.median(found["memory"]) / statistics.median(found["none"]),
-    )
-    print(statistics_)
+    lowest, median = (of(found["memory"]) / of(found["none"]) for of in (min, statistics.median))
+    print(f"memory / none: lowest {lowest:.3f}, median {median:.3f}")
+    print(totals)
 
 
 def main() -> None:
