@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import ResumableLoader, RNGState, SyncCheckpointEngine
+from pccheck_async import ResumableLoader, RNGState, SyncCheckpointEngine, list_checkpoints
 from tests.support.datasets import Numbers
 from tests.support.killed_training import Journal, agree, live
 
@@ -21,15 +21,20 @@ BATCHES = 10  # the last window of an epoch has two
 Counted = Callable[[Any], Iterator[tuple[int, Any]]]
 
 
-def accumulated(folder: Path, counted: Counted, journal: Journal) -> None:
-    """Accumulates gradients over windows of four batches, and flushes at the end of an epoch, by ``counted``."""
+def accumulated(
+    folder: Path, counted: Counted, journal: Journal, leave_at: int | None = None, interval: int = 1
+) -> None:
+    """Accumulates gradients over windows of four batches, and flushes at the end of an epoch, by ``counted``.
+
+    ``leave_at`` leaves the context of the engine after a step, and the training.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.randn(BATCHES * 2, 3, generator=torch.Generator().manual_seed(1))
     loader = ResumableLoader(torch.utils.data.TensorDataset(data), 2)
     state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": RNGState()}
-    with SyncCheckpointEngine(folder, interval=1) as engine:
+    with SyncCheckpointEngine(folder, interval=interval) as engine:
         engine.attach(optimizer)
         restored = engine.restore(state)
         step = restored.step + 1 if restored else 0
@@ -45,6 +50,8 @@ def accumulated(folder: Path, counted: Counted, journal: Journal) -> None:
                 journal.note(f"loss {step}", loss)
                 journal.note(f"number {step}", i)
                 step += 1
+                if step - 1 == leave_at:
+                    return
         journal.note("weights", dict(model.state_dict()))
 
 
@@ -57,7 +64,26 @@ def life_after_life(folder: Path, counted: Counted) -> None:
 
 
 def test_numbers_of_an_epoch_continue_after_a_kill(tmp_path: Path) -> None:
-    life_after_life(tmp_path, lambda epoch: epoch.enumerate())
+    life_after_life(tmp_path, by_method)
+
+
+def by_method(epoch: Any) -> Iterator[tuple[int, Any]]:
+    return epoch.enumerate()  # type: ignore[no-any-return]
+
+
+def test_leaving_inside_a_window_keeps_the_checkpoint_of_its_beginning(tmp_path: Path) -> None:
+    whole = live(partial(accumulated, tmp_path / "whole", by_method), tmp_path / "journal")
+    left = live(partial(accumulated, tmp_path / "left", by_method, leave_at=15), tmp_path / "journal")
+    assert [(info.step, info.inside_window) for info in list_checkpoints(tmp_path / "left")] == [(13, False)]
+    agree(whole, [left, live(partial(accumulated, tmp_path / "left", by_method), tmp_path / "journal")])
+
+
+def test_leaving_inside_a_window_saves_weights_that_no_checkpoint_has(tmp_path: Path) -> None:
+    leaves = partial(accumulated, leave_at=15, interval=1000)
+    live(partial(leaves, tmp_path / "left", by_method), tmp_path / "journal")
+    assert [(info.step, info.inside_window) for info in list_checkpoints(tmp_path / "left")] == [(15, True)]
+    live(partial(leaves, tmp_path / "first", by_method, leave_at=1), tmp_path / "journal")
+    assert list_checkpoints(tmp_path / "first") == []  # nothing was trained
 
 
 def by_the_function(epoch: Any) -> Iterator[tuple[int, Any]]:
