@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
+from pccheck_async.state.values import with_article
 from pccheck_async.training.epochs import Course, Epoch, EpochPlace, unnumbered
 
 __all__ = ["Epoch", "KeyedPermutation", "Order", "ResumableLoader", "ResumableSampler", "mix"]
@@ -359,7 +360,10 @@ def _size(data: int | Sized | Dataset[Any]) -> int:
         return len(data)
     if hasattr(data, "__index__"):
         return operator.index(data)
-    raise TypeError(f"a {type(data).__qualname__} has no length; give its class a __len__, or give the number")
+    kind = with_article(type(data).__qualname__)
+    if isinstance(data, Iterator):
+        raise TypeError(f"{kind} has neither a length nor samples by index: give a dataset, or list(...) of it")
+    raise TypeError(f"{kind} has no length; give its class a __len__ (a ResumableSampler takes the number, too)")
 
 
 def _given(rank: int | None, world_size: int | None) -> tuple[int, int] | None:

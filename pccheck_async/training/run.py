@@ -337,7 +337,9 @@ class TrainingRun(TrainingHooks):
     def _is_due(self, this: TrainingStep) -> bool:
         """Report a step to the policy; return whether to checkpoint after it."""
         core = self.core
-        report = self.last_report = self._report(this, self._policy, "disk")
+        before, report = self.last_report, self._report(this, self._policy, "disk")
+        self.step_seconds = None if before is None else report.now - before.now
+        self.last_report = report
         wanted = (self._metric is not None and self._sets_metric(this, self._metric)) or this.wanted
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
         # One that was torn is made again at once, and not an interval later; in a group that is known at other times.
@@ -434,7 +436,7 @@ class TrainingRun(TrainingHooks):
         self._looked_for_absent = True
         if (values := _seen(state)) is None:
             return
-        absent: list[tuple[str, str, str]] = []
+        absent: list[tuple[str, ...]] = []
         keys = _keys(values)
         optimizers = _optimizers(values)
         strange = partial(_trains_others, _parameters(values))
@@ -469,7 +471,7 @@ class TrainingRun(TrainingHooks):
         groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]  # odd ones have none
         scheduled = any("initial_lr" in group for group in groups)
         if scheduled and "last_epoch" not in keys and not any(isinstance(each, LRScheduler) for each in values):
-            absent.append(("scheduler", "scheduler", "changes the learning rate of an optimizer"))
+            absent.append(("scheduler", "scheduler", "was made for an optimizer of the state", "if it makes steps, "))
         loader = next((each for each, began in [*iterated.items()] if began > self._opened), None)
         kept = any(isinstance(each, ResumableLoader | ResumableSampler) for each in values)  # another is for validation
         kept = kept or "ResumableLoader or its sampler" in {owner for _, owner in state_dicts(state)}
