@@ -168,7 +168,7 @@ def _header(selection: Selection, metadata: dict[str, str], names: dict[str, str
 def _metadata(selection: Selection, connection: Connection, names: dict[str, str]) -> dict[str, str]:
     arrays: list[StoredArray] = []
     first: dict[Any, int] = {}
-    shared: dict[int | None, list[str]] = {}
+    shared: dict[int | None, dict[str, Any]] = {}  # views by path
     renumbered: dict[int, int] = {}
     for path, node in selection.leaves.items():
         if isinstance(node, ArrayNode):
@@ -178,9 +178,13 @@ def _metadata(selection: Selection, connection: Connection, names: dict[str, str
             tied = number if entry.storage is None else first.setdefault(view, number)
             arrays.append(StoredArray(names[path], entry.kind, entry.requires_grad, tied))
             if entry.storage is not None:
-                shared.setdefault(entry.storage, []).append(path)
-    together = [group for group in shared.values() if len(group) > 1]
-    selection.changed += [f"{', '.join(group)} (of one storage, each in full)" for group in together]
+                shared.setdefault(entry.storage, {})[path] = view
+    for group in shared.values():
+        if len(group) > 1:
+            what = (
+                "views of one storage, each in full" if len({*group.values()}) > 1 else "tied: a copy under each name"
+            )
+            selection.changed.append(f"{', '.join(group)} ({what})")
     info = connection.entry.info
     skeleton = replace_arrays(selection.node, lambda node: ArrayNode(renumbered[node.index]))  # type: ignore[union-attr]
     metadata = dict(info.metadata)

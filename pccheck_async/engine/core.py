@@ -353,7 +353,8 @@ class EngineCore:
         self.check_process()
         if self.state in ("new", "opening"):
             raise ClosedError(f"the engine of {self.path} is not open yet; {self._how_to_open}")
-        raise ClosedError(f"the engine of {self.path} {self._unopened or f'is {self.state}'}")
+        over = f"is {self.state}: steps and checkpoints belong inside its block, before it is left; or make a new one"
+        raise ClosedError(f"the engine of {self.path} {self._unopened or over}")
 
     @property
     def _how_to_open(self) -> str:
@@ -797,11 +798,11 @@ class EngineCore:
 
     def _status(self) -> Status:
         """Return the status for other processes."""
-        report, failure = self.training.last_report, self.assembly.store.latch.failure
+        training, failure = self.training, self.assembly.store.latch.failure
         in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
         newest = self.in_flight.newest
         infos = [info for info in self.infos if not info.rejected and "disk" in info.tiers]
-        return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
+        return make_status(self.statistics(), self._began, in_flight, newest, infos, training, failure)
 
 
 class _Admission:

@@ -99,6 +99,9 @@ class TrainingHooks:
     last_report: StepReport | None = None
     """The last training step that went well: for the status file."""
 
+    step_seconds: float | None = None
+    """From the end of the step before that one to its end: of the whole loop, not of the step's context alone."""
+
     decision: Decision = Decision(None, None, "no policy")
     """The policy's last decision: data for statistics, which any thread reads, under locks of the engine."""
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pccheck_async.engine.flight import Flight
-from pccheck_async.engine.policy import StepReport
+from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import CheckpointInfo
@@ -147,14 +147,15 @@ def make_status(
     in_flight: Sequence[Flight],
     newest: Flight | None,
     committed: Sequence[CheckpointInfo],
-    report: StepReport | None,
+    training: TrainingHooks,
     failure: BaseException | None,
 ) -> Status:
     """Return the status to publish.
 
     ``started`` is in seconds since the epoch; ``newest`` was admitted last; ``committed`` are newest first;
-    ``report`` is on the last training step; ``failure`` stopped the store from taking commits.
+    ``training`` has the last training step; ``failure`` stopped the store from taking commits.
     """
+    report = training.last_report
     now, clock, interval = time.time(), time.monotonic(), statistics.interval
     next_step, next_time = None, None
     if newest is not None and report is not None:
@@ -185,7 +186,7 @@ def make_status(
         interval_seconds=interval.seconds,
         reason=interval.reason,
         step=None if report is None else report.step,
-        step_seconds=None if report is None else report.seconds,
+        step_seconds=training.step_seconds,
         next_step=next_step,
         next_time=next_time,
         failure="" if failure is None else f"{type(failure).__name__}: {failure}",

@@ -14,7 +14,7 @@ from typing import Any
 from pccheck_async.integrations.accelerate_loader import AcceleratedLoader, sizes  # first: reports a missing Accelerate
 from pccheck_async.integrations.mismatch import SAME_AGAIN
 from pccheck_async.state import RNGState
-from pccheck_async.training.epochs import Course, Epoch, EpochPlace
+from pccheck_async.training.epochs import Course, Epoch, EpochPlace, unnumbered
 
 # isort: split
 
@@ -124,7 +124,7 @@ class TrackedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._course.iterate(self._batches)
+        return unnumbered(self._course.iterate(self._batches))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
         """Yield the epochs that are left of so many (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
@@ -132,7 +132,9 @@ class TrackedLoader:
             epochs, steps, self.__len__, lambda epoch: self._course.iterate(self._batches, epoch=epoch)
         )
 
-    def _batches(self, place: EpochPlace, steps: int | None, counted: bool) -> Iterator[tuple[int, bool, Any]]:
+    def _batches(
+        self, place: EpochPlace, steps: int | None, counted: bool
+    ) -> Iterator[tuple[int, bool, tuple[int, Any]]]:
         position, saved = place.position, None
         if position and position in (self._end, steps):
             return
@@ -155,7 +157,7 @@ class TrackedLoader:
                 ended = self._loader.end_of_dataloader
                 if counted:
                     self._end = position if ended else None
-                yield position, ended, batch
+                yield position, ended, (position - 1, batch)
                 if position == steps:
                     return
         finally:

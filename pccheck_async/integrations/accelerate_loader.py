@@ -94,24 +94,25 @@ class AcceleratedLoader(DataLoaderStateMixin):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._on_device(iter(self.loader))
+        return (batch for _, batch in self._on_device(enumerate(self.loader)))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
         """Yield the epochs that are left of so many (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
 
-        def begin(epoch: Epoch[Any]) -> Iterator[Any]:
-            return self._on_device(iter(epoch))
+        def begin(epoch: Epoch[Any]) -> Iterator[tuple[int, Any]]:
+            return self._on_device(epoch.enumerate())
 
         for epoch in self.loader.epochs(epochs, steps=steps):
             yield Epoch(epoch.number, len(epoch), partial(begin, epoch))
 
-    def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _on_device(self, numbered: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         self.begin()
         self.remainder = 0
         try:
-            for batch in batches:
+            for number, batch in numbered:
                 self.end_of_dataloader = self.loader.at_end
-                yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
+                there = batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
+                yield number, there
         finally:
             self.end()
 

@@ -110,7 +110,12 @@ async def open_medium(
 
 
 def store_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a store. Raises ValueError for "", "~..." and URLs, which mean another place."""
+    """Return the absolute path of a store.
+
+    Raises ValueError for "", "~..." and URLs, which mean another place, TypeError if it is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"the path of the store is a folder (str or Path), not {path!r}")
     text = str(os.fspath(path))
     if not text:
         raise ValueError("the path of the store is empty; the current folder is '.'")

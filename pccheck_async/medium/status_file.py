@@ -81,7 +81,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         interval_seconds: Seconds between them; None if not known.
         reason: Why.
         step: The last step that ``engine.step`` finished, None before the first.
-        step_seconds: The seconds that it took.
+        step_seconds: From the end of the step before it to its end: the time of the whole loop; None before the second.
         next_step: After which the next checkpoint is due, None if not known.
         next_time: When it is due, in seconds since the epoch, None if not known.
         failure: The error that stopped the store from taking commits; empty while it takes them.

@@ -72,7 +72,8 @@ unrestored          WARNING  a checkpoint without a step, or of a step above the
                              restored; once
 lost_engine         WARNING  an engine that nothing leads to any more was closed, as another one was opened on its store
 stopped             WARNING  a Trainer trains nothing more: the restored training had been stopped early
-inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved
+inside_window       WARNING  a checkpoint that waited for the end of a window for 64 contexts or ten minutes was saved,
+                             or the last step of a run, which is inside one
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
 captured_eagerly    WARNING  the next 100 checkpoints capture values torn again and again, before the step ends

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
-from pccheck_async.training.epochs import Course, Epoch, EpochPlace
+from pccheck_async.state.values import with_article
+from pccheck_async.training.epochs import Course, Epoch, EpochPlace, unnumbered
 
 __all__ = ["Epoch", "KeyedPermutation", "Order", "ResumableLoader", "ResumableSampler", "mix"]
 
@@ -225,7 +226,7 @@ class ResumableSampler(Sampler[list[int]]):
         return max(full + (rest >= shares.world_size), 1)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.deliver(self.rest)
+        return unnumbered(self.deliver(self.rest))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[list[int]]]:
         """Yield the epochs that are left of so many (see :meth:`ResumableLoader.epochs`)."""
@@ -311,20 +312,20 @@ class ResumableSampler(Sampler[list[int]]):
 
     def deliver(
         self, batches: Callable[[EpochPlace, int], Iterable[T]], *, epoch: int | None = None, on: bool = False
-    ) -> Iterator[T]:
-        """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler).
+    ) -> Iterator[tuple[int, T]]:
+        """Hand out a numbered batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler).
 
         See :meth:`Course.iterate` for ``epoch`` and ``on``.
         """
 
-        def passing(place: EpochPlace, steps: int | None, _: bool) -> Iterator[tuple[int, bool, T]]:
+        def passing(place: EpochPlace, steps: int | None, _: bool) -> Iterator[tuple[int, bool, tuple[int, T]]]:
             shares, position = self._shares(), place.position
             end = shares.total if steps is None else min(shares.total, steps * shares.step)
             if shares.total - end < shares.world_size:  # too few samples for a step of their own
                 end = shares.total
             for batch in batches(place, end) if position < end else ():
-                position = self._shares().stop(position)
-                yield position, position >= end, batch
+                number, position = position // shares.step, self._shares().stop(position)
+                yield position, position >= end, (number, batch)
 
         return self.course.iterate(passing, epoch=epoch, on=on)
 
@@ -359,7 +360,10 @@ def _size(data: int | Sized | Dataset[Any]) -> int:
         return len(data)
     if hasattr(data, "__index__"):
         return operator.index(data)
-    raise TypeError(f"a {type(data).__qualname__} has no length; give its class a __len__, or give the number")
+    kind = with_article(type(data).__qualname__)
+    if isinstance(data, Iterator):
+        raise TypeError(f"{kind} has neither a length nor samples by index: give a dataset, or list(...) of it")
+    raise TypeError(f"{kind} has no length; give its class a __len__ (a ResumableSampler takes the number, too)")
 
 
 def _given(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
@@ -386,12 +390,12 @@ class ResumableLoader:
     """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
 
     Loop over :meth:`epochs`, or, for training that counts steps, over :meth:`forever` or the loader itself, whose every
-    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) of some loops over the
-    loader itself that resume wrongly, as after a ``break``, but cannot see that ``for epoch in range(3): for batch in
-    loader`` makes three passes at each start, whatever was restored: write ``loader.epochs(3)``. Order, ranks and the
-    fate of a live iterator: see :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save
-    after the step that used it. Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not
-    from ``torch.manual_seed``.
+    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) of loops that resume
+    wrongly, as far as it sees that: over the loader itself after a ``break``, in a ``for epoch in range(3)`` that makes
+    three passes at each start, and with ``enumerate``, which begins at 0 in the rest of a pass: write
+    ``loader.epochs(3)`` and ``epoch.enumerate()``. Order, ranks and the fate of a live iterator: see
+    :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save after the step that used it.
+    Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not from ``torch.manual_seed``.
 
     Random augmentations come out the same after a resume, with any ``num_workers``: Python's, numpy's and torch's
     global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
@@ -491,7 +495,7 @@ class ResumableLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.sampler.deliver(self._batches)
+        return unnumbered(self.sampler.deliver(self._batches))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
         """Yield the epochs that are left of so many, each to iterate over: ``for batch in epoch``.
@@ -515,7 +519,7 @@ class ResumableLoader:
     def forever(self) -> Iterator[Any]:
         """Yield batches from the position on, pass after pass: for training that counts steps."""
         while True:
-            yield from self.sampler.deliver(self._batches, on=True)
+            yield from unnumbered(self.sampler.deliver(self._batches, on=True))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next ``for`` with ``epoch`` (see :meth:`ResumableSampler.set_epoch`)."""

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Course", "Epoch", "EpochPlace"]
+from pccheck_async.training.callers import count_before, fixed_passes
+
+__all__ = ["Course", "Epoch", "EpochPlace", "unnumbered"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -34,10 +36,14 @@ class EpochPlace(NamedTuple):
 
 
 class Batches(Protocol[T_co]):
-    """Loads one pass: yields, with each batch, the position after it and whether the pass has no more."""
+    """Loads one pass: yields the position after each batch, whether the pass has no more, and the numbered batch."""
 
-    def __call__(self, place: EpochPlace, steps: int | None, counted: bool, /) -> Iterable[tuple[int, bool, T_co]]:
+    def __call__(
+        self, place: EpochPlace, steps: int | None, counted: bool, /
+    ) -> Iterable[tuple[int, bool, tuple[int, T_co]]]:
         """Begin at ``place.position`` and end ``steps`` batches after the start of the pass (None: at its end).
+
+        Batches are numbered from the start of the pass on, from 0.
 
         ``counted``: the place of this pass is saved.
         """
@@ -54,11 +60,19 @@ class Epoch(Generic[T]):
         number: From 0; also ``int(epoch)`` and ``str(epoch)``.
     """
 
-    def __init__(self, number: int, steps: int, begin: Callable[[], Iterator[T]]) -> None:
+    def __init__(self, number: int, steps: int, begin: Callable[[], Iterator[tuple[int, T]]]) -> None:
         self.number, self._steps, self._begin = number, steps, begin
 
     def __iter__(self) -> Iterator[T]:
-        return self._begin()
+        return unnumbered(self._begin())
+
+    def enumerate(self, start: int = 0) -> Iterator[tuple[int, T]]:
+        """Return an iterator over pairs of number and batch, as ``enumerate(epoch, start)`` of an epoch never killed.
+
+        The first batch of a whole pass has the number ``start``; the rest of a pass after a restore continues to
+        count, where the function ``enumerate`` would begin anew.
+        """
+        return ((start + number, batch) for number, batch in self._begin())
 
     def __len__(self) -> int:
         """Batches of a whole pass of the epoch, on this rank."""
@@ -75,6 +89,28 @@ class Epoch(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<epoch {self.number}, {self._steps} batches>"
+
+
+def unnumbered(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
+    """Yield batches without their numbers; warns if ``enumerate`` counts anew in what is left of a pass."""
+    first = True
+    for number, batch in numbered:
+        if first and number and (count := count_before(sys._getframe())) is not None and count < number:
+            warn(
+                f"enumerate begins at {count} in the middle of an epoch, after {number} batches that were trained on "
+                "before the restore: what depends on it (gradient accumulation, say) differs from a run that was not "
+                "killed; use `for epoch in loader.epochs(n): for i, batch in epoch.enumerate()`, which continues"
+            )
+        first = False
+        yield batch
+
+
+def warn(text: str) -> None:
+    """Warn (UserWarning) at the line outside this package that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("pccheck_async."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 class _Together(threading.local):
@@ -109,6 +145,7 @@ class Course:
         self._asides = 0  # iterators underway that leave the place alone
         self._asked = self._started = False  # for the epoch; with a pass
         self._taken = False  # a batch, by a loop over the loader itself
+        self._ended_since: int | None = None  # passes, since a restore in a later epoch than the first; None without it
         self._warned: set[str] = set()
         self._iterator = 0
         self._move(EpochPlace(0, 0))
@@ -177,6 +214,7 @@ class Course:
         self._move(place)
         self._origin = self._restored = place
         self._started = self._asked = self._taken = False
+        self._ended_since = 0 if place.epoch else None
         self._moved = self._loop > 0
         if not self._loop:
             self._counter = "passes"
@@ -200,16 +238,16 @@ class Course:
             self._pending = self.place if self._untouched else EpochPlace(epoch, epoch)
 
     def epochs(
-        self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[T]]
+        self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[tuple[int, T]]]
     ) -> Iterator[Epoch[T]]:
-        """Yield the epochs that are left; ``begin`` makes an iterator over a pass of the epoch of that number."""
+        """Yield the epochs that are left; ``begin`` makes a numbered iterator over a pass of the epoch of a number."""
         epochs, steps = operator.index(epochs), None if steps is None else operator.index(steps)
         if epochs < 0 or (steps is not None and steps < 1):
             raise ValueError(f"epochs is {epochs} and steps {steps}; they are at least 0 and 1")
         return self._epochs(epochs, steps, length, begin)
 
     def _epochs(
-        self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[T]]
+        self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[tuple[int, T]]]
     ) -> Iterator[Epoch[T]]:
         self._leave()  # a loop that was interrupted may not be collected yet
         self._loops += 1
@@ -256,8 +294,8 @@ class Course:
     def _next_epoch(self) -> EpochPlace:
         return EpochPlace(self.place.epoch + 1, self.place.number + 1)
 
-    def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[T]:
-        """Return the iterator of one ``for``. Where it begins is decided now, not at its first ``next``.
+    def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[tuple[int, T]]:
+        """Return the numbered iterator of one ``for``. Where it begins is decided now, not at its first ``next``.
 
         A restore or another ``for`` before that ``next`` changes it. Raises RuntimeError if ``epoch`` is not underway.
 
@@ -282,10 +320,21 @@ class Course:
                 "with a second pass or with epochs that are cut; use `for epoch in loader.epochs(n): for batch in "
                 "epoch:` (a loop that counts steps needs neither)",
             )
+        elif self._counter == "passes" and self._ended_since == 1 and not on:
+            self._warn_of_fixed_passes()
         if on and self._pending is None:
             self._pending = self.place
         self._begin()
         return self._deliver(batches, epoch, self._iterator)
+
+    def _warn_of_fixed_passes(self) -> None:
+        if loop := fixed_passes(sys._getframe()):
+            self._warn(
+                "fixed",
+                f"`{loop}` makes as many passes at each start, whatever was restored: this run resumed in epoch "
+                f"{self._origin.epoch}, and will have trained more epochs than one that was not killed; use `for epoch "
+                "in loader.epochs(n): for batch in epoch:`, which yields those that are left",
+            )
 
     def _check(self, epoch: int | None) -> None:
         if epoch is not None and not (self._loop and epoch == self.place.epoch):
@@ -340,7 +389,7 @@ class Course:
             )
         return EpochPlace(epoch + 1, number + 1)
 
-    def _deliver(self, batches: Batches[T], epoch: int | None, mine: int) -> Iterator[T]:
+    def _deliver(self, batches: Batches[T], epoch: int | None, mine: int) -> Iterator[tuple[int, T]]:
         self._check(epoch)
         if self._pending is not None or mine != self._iterator:
             # An iterator that only was made follows restores and set_epoch, and begins anew after another one.
@@ -367,12 +416,14 @@ class Course:
             if self._loop or self._beside != _together.delivered:  # else it ran within a step of others: a validation
                 _together.ended_last = self
             if self._counter == "passes":
+                if self._ended_since is not None:
+                    self._ended_since += 1
                 self._move(EpochPlace(self.place.epoch + 1, self.place.number + 1))
         finally:
             if mine == self._iterator:
                 self._left_alone, self._live = self._alone, False
 
-    def _aside(self, batches: Batches[T], number: int) -> Iterator[T]:
+    def _aside(self, batches: Batches[T], number: int) -> Iterator[tuple[int, T]]:
         """Yield a whole pass that leaves the place alone: batch statistics, accuracy on the training data."""
         self._asides += 1
         try:
@@ -384,7 +435,4 @@ class Course:
     def _warn(self, which: str, text: str) -> None:
         if which not in self._warned:
             self._warned.add(which)
-            frame, level = sys._getframe(), 1
-            while frame.f_back is not None and frame.f_globals["__name__"].startswith("pccheck_async."):
-                frame, level = frame.f_back, level + 1
-            warnings.warn(text, UserWarning, stacklevel=level)
+            warn(text)

@@ -141,7 +141,8 @@ class TrainingRun(TrainingHooks):
     window is a guess, so after 64 contexts or ten minutes it is made all the same, without overlap, and marked in its
     metadata.
 
-    With ``save_last``, leaving the engine's context saves the last finished step.
+    With ``save_last``, leaving the engine's context saves the last finished step. In an open window that is done, and
+    marked, only if no checkpoint has the weights: it would replace one from which a resumed run computes the same bits.
     """
 
     def __init__(self, core: EngineCore, policy: Policy, in_memory: Policy | None, *, save_last: bool) -> None:
@@ -153,6 +154,7 @@ class TrainingRun(TrainingHooks):
         self._accumulation = Accumulation(core.guard, core.path, self._look_at_stranger)
         self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
         self._last_ended = 0  # the period that began when it ended
+        self._last_whole: tuple[int, int] | None = None  # counter and step, since the start or a restore
         self._reported_stall: dict[Tier, float] = {"disk": 0.0} if in_memory is None else {"disk": 0.0, "memory": 0.0}
         self._due = False
         self._due_in_memory = False
@@ -192,6 +194,7 @@ class TrainingRun(TrainingHooks):
         return self.stopping
 
     def before_restore(self) -> None:
+        self._last_whole = None
         if self._last_finished is not None:
             self._last_finished.mark = None  # a restore may change the state, and that bumps no versions
 
@@ -334,7 +337,9 @@ class TrainingRun(TrainingHooks):
     def _is_due(self, this: TrainingStep) -> bool:
         """Report a step to the policy; return whether to checkpoint after it."""
         core = self.core
-        report = self.last_report = self._report(this, self._policy, "disk")
+        before, report = self.last_report, self._report(this, self._policy, "disk")
+        self.step_seconds = None if before is None else report.now - before.now
+        self.last_report = report
         wanted = (self._metric is not None and self._sets_metric(this, self._metric)) or this.wanted
         save, last = core.peers.due(self._policy, report, preempted=self.preemption.pending)
         # One that was torn is made again at once, and not an interval later; in a group that is known at other times.
@@ -348,8 +353,9 @@ class TrainingRun(TrainingHooks):
         if this.rejections != self._rejections:  # its state may be rejected, or have been restored since
             return False
         if self._save_last:
-            this.mark = self._accumulation.mark() if this.whole else None
+            this.mark = self._accumulation.mark()
             self._last_finished, self._last_ended = this, begin_period()
+            self._last_whole = (this.counter, this.step) if this.whole else self._last_whole
         if this.whole:
             self._told_postponed = False
         elif self._due or self.stopping:
@@ -430,7 +436,7 @@ class TrainingRun(TrainingHooks):
         self._looked_for_absent = True
         if (values := _seen(state)) is None:
             return
-        absent: list[tuple[str, str, str]] = []
+        absent: list[tuple[str, ...]] = []
         keys = _keys(values)
         optimizers = _optimizers(values)
         strange = partial(_trains_others, _parameters(values))
@@ -465,7 +471,7 @@ class TrainingRun(TrainingHooks):
         groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]  # odd ones have none
         scheduled = any("initial_lr" in group for group in groups)
         if scheduled and "last_epoch" not in keys and not any(isinstance(each, LRScheduler) for each in values):
-            absent.append(("scheduler", "scheduler", "changes the learning rate of an optimizer"))
+            absent.append(("scheduler", "scheduler", "was made for an optimizer of the state", "if it makes steps, "))
         loader = next((each for each, began in [*iterated.items()] if began > self._opened), None)
         kept = any(isinstance(each, ResumableLoader | ResumableSampler) for each in values)  # another is for validation
         kept = kept or "ResumableLoader or its sampler" in {owner for _, owner in state_dicts(state)}
@@ -562,27 +568,46 @@ class TrainingRun(TrainingHooks):
         core, last = self.core, self._last_finished
         if os.getpid() != core.pid or not core.is_open or last is None:
             return
-        newest = core.in_flight.newest
-        if newest is not None and newest.counter > last.counter and newest.step >= last.step:
-            await caller.run(core.wait_ended(last=True))
-            if not newest.failed:
-                return
-        if not (why := self._what_changed(last, well=well)):
+        if await self._is_saved(caller, last.counter, last.step):
+            return
+        why = self._what_changed(last, well=well)
+        if not why and not last.whole:
+            if self._last_whole is None or await self._is_saved(caller, *self._last_whole):
+                why = (
+                    f"{last.why_not_whole}; gradients are not saved, and a resumed run repeats the steps of the window"
+                )
+            else:
+                last.inside_window = True
+                text = (
+                    "step %d is saved on leaving although it may be inside a window of gradient accumulation, whose "
+                    "gradients are not saved, because no checkpoint has its weights: %s"
+                )
+                fields = {"step": last.step, "store": core.path}
+                write("inside_window", text, last.step, last.why_not_whole, **fields)
+        if not why:
             if not core.guard.attached:
                 text = (
                     "step %d is saved on leaving, as the state is now: with no optimizer attached (engine.attach), it "
                     "is not seen if code has changed weights since through 'param.data.copy_()' or an array"
                 )
                 write("last_unseen", text, last.step, step=last.step, store=core.path)
-            pending, _ = core.start_checkpoint(last.state, last.step, last.metadata, last=True)
+            pending, _ = core.start_checkpoint(last.state, last.step, last.stored_metadata, last=True)
             await caller.run(core.wait_ended(last=True))
             if isinstance(flight_of(pending).error, ReplicasDifferError):
-                core.start_checkpoint(last.state, last.step, last.metadata, last=True)
+                core.start_checkpoint(last.state, last.step, last.stored_metadata, last=True)
             return  # closing waits for it, and raises its failure
         await caller.run(core.wait_ended(last=True))  # closing would wait, too: the newest one is known then
         there = "nothing is saved" if core.newest_step is None else f"newest saved: step {core.newest_step}"
         text = "the last step, %d, is not saved on leaving (%s): %s"
         write("last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
+
+    async def _is_saved(self, caller: Caller, counter: int, step: int) -> bool:
+        """Return whether a checkpoint after ``counter`` holds a step or a later one, after waiting for its end."""
+        newest = self.core.in_flight.newest
+        if newest is None or newest.counter <= counter or newest.step < step:
+            return False
+        await caller.run(self.core.wait_ended(last=True))
+        return not newest.failed
 
     def _what_changed(self, this: TrainingStep, *, well: bool) -> str:
         """Return why the state is not that of the end of this step any more; empty if it is, by all that can be seen.
@@ -593,8 +618,6 @@ class TrainingRun(TrainingHooks):
                 memory, put there in any way. Without one, code that may have only read the memory (to write a file,
                 say) counts as a reader.
         """
-        if not this.whole:
-            return f"{this.why_not_whole}; gradients are not saved; call engine.checkpoint, which does not wait"
         if this.mark is None or not self._accumulation.is_at(this.mark):
             return (
                 "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "

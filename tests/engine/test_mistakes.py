@@ -89,7 +89,7 @@ def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> 
         ((STATE, True), None, TypeError, "step must be an integer, not True"),
         ((STATE, -1), None, ValueError, "step is -1; the first step is 0"),
         ((7, STATE), None, UnsupportedStateError, r"an int; .* objects and values \(write step\(state, step\)\)$"),
-        ((7, 8), None, UnsupportedStateError, "the state is an int; give a mapping from names to objects and values$"),
+        ((7, 8), None, UnsupportedStateError, r"the state is an int; give a mapping .* values \(state = \{.m"),
         ((nn.Linear(1, 1), 7), None, UnsupportedStateError, "the state is a Linear; give a mapping"),
         ((STATE, 7), 0.5, UnsupportedStateError, r"metadata maps str to .*\(not float\)"),
         ((STATE, 7), ["loss"], UnsupportedStateError, r"metadata maps str to .*\(not list\)"),
@@ -819,8 +819,8 @@ def test_a_scheduler_that_is_not_in_the_state_is_told_of(tmp_path: Path, caplog:
         with SyncCheckpointEngine(tmp_path / str(number)) as engine:
             engine.checkpoint(state | more, step=0).result()
     (line,) = told(caplog, "not_in_state")
-    assert line.startswith("a scheduler changes the learning rate of an optimizer, and is not in the state: what it")
-    assert line.endswith('save {..., "scheduler": scheduler}')
+    assert line.startswith("a scheduler was made for an optimizer of the state, and is not in the state: what it")
+    assert line.endswith('anew; if it makes steps, save {..., "scheduler": scheduler}')
 
 
 def test_objects_that_an_engine_trained_before_are_told_of_where_nothing_is_restored(
@@ -1005,6 +1005,32 @@ def test_a_locked_store_says_what_to_type(tmp_path: Path, monkeypatch: pytest.Mo
                 SyncCheckpointEngine(tmp_path).open()
 
     asyncio.run(main())
+
+
+def test_a_path_that_is_none_is_named(tmp_path: Path) -> None:
+    path: Any = None  # of an option that was not given
+    with pytest.raises(TypeError, match=r"the path of the store is a folder \(str or Path\), not None"):
+        SyncCheckpointEngine(path)
+
+
+def test_a_loop_behind_the_block_of_its_engine_is_told_so(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        pass
+    with (
+        pytest.raises(ClosedError, match="is closed: steps and checkpoints belong inside its block"),
+        engine.step({}, 0),
+    ):
+        pass
+
+
+def test_a_method_in_the_place_of_its_object_is_named(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(
+            UnsupportedStateError, match=r"model: .*put the Linear itself there, not its method state_dict$"
+        ):
+            engine.checkpoint({"model": nn.Linear(1, 1).state_dict}, step=0)
+        with pytest.raises(UnsupportedStateError, match="code is never saved"):
+            engine.checkpoint({"work": tmp_path.exists}, step=0)
 
 
 def test_an_engine_that_is_not_open_says_how_to_open_it(tmp_path: Path) -> None:

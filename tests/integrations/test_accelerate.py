@@ -224,10 +224,10 @@ def saved_after(batches: int, folder: Path, *, size: int = 4, window: int = 4, s
         epochs = state["loader"].epochs(5)
         epoch = next(epochs)
         begun = epoch.number, state["loader"].state_dict()["delivered"]
-        for number, _ in enumerate(epoch, start=1):
+        for number, _ in epoch.enumerate(1):
             with accelerator.accumulate(model):
                 pass
-            if number == batches:
+            if number == begun[1] + batches:
                 engine.checkpoint(state, step=restored.step + 1 if restored else 0).result()
     return begun
 

@@ -379,7 +379,8 @@ def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     save(tmp_path / "s", state)
     out = tmp_path / "all.safetensors"
     changed = "\n".join(stores.export(tmp_path / "s", out, to="safetensors").changed)
-    assert "odd.tied.one, odd.tied.other (of one storage, each in full)" in changed
+    assert "odd.tied.one, odd.tied.other (tied: a copy under each name)" in changed
+    assert "odd.views.0, odd.views.1, odd.views.2 (views of one storage, each in full)" in changed
     assert "odd.transposed (strides (1, 100), in C order)" in changed
     with safetensors.safe_open(out, framework="pt") as file:
         values = json.loads(file.metadata()["pccheck_async.values"])

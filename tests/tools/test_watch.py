@@ -57,6 +57,19 @@ def test_once_of_a_running_engine(tmp_path: Path) -> None:
     assert document["status"]["counts"]["durable"] == 2
 
 
+@pytest.mark.slow
+def test_the_time_of_a_step_is_that_of_the_loop(tmp_path: Path) -> None:
+    state = {"weights": torch.zeros(1000)}
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        for step in range(3):
+            time.sleep(0.2)  # loads the next batch
+            with engine.step(state, step):
+                pass
+        seen = published(tmp_path, lambda each: each.status.step == 2)
+    assert seen.status.step_seconds is not None
+    assert seen.status.step_seconds >= 0.2
+
+
 def test_beside_an_engine_no_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from pccheck_async.cli.watch import Watch; from pathlib import Path; "

@@ -239,6 +239,11 @@ def test_loading_a_position_ends_a_live_iterator_loudly() -> None:
         ({"dataset": Stream()}, TypeError, "StatefulDataLoader"),
         ({"dataset": DataLoader(Numbers(9))}, TypeError, r"not a DataLoader: ResumableLoader\(dataset, batch_size="),
         ({"dataset": Dataset[int]()}, TypeError, "has no length"),
+        (
+            {"dataset": iter([1, 2])},
+            TypeError,
+            r"a list_iterator has neither .* give a dataset, or list\(\.\.\.\) of it",
+        ),
     ],
 )
 def test_arguments_that_the_loader_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

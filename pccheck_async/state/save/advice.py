@@ -92,9 +92,17 @@ def _advice(value: Any) -> str:
         return f"give an instance: {value.__name__}()"
     if isinstance(value, Collection):
         return "save list(x)"
+    if (owner := _owner_of_method(value)) is not None:
+        return f"put the {type(owner).__qualname__} itself there, not its method {value.__name__}"
     if callable(value):
         return "leave it out: code is never saved"
     return "give it state_dict() and load_state_dict(), save what it consists of, or leave it out"
+
+
+def _owner_of_method(value: Any) -> Any:
+    """Return the object with state_dict() whose method this is, else None."""
+    owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
+    return owner if hasattr(owner, "state_dict") else None
 
 
 def _is_class_with_state(value: Any) -> bool:
@@ -104,8 +112,9 @@ def _is_class_with_state(value: Any) -> bool:
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
     """Return the error that refuses a value, with advice."""
     text = f"{path}: {values.with_article(full_name(value))} cannot be saved; {_advice(value)}"
-    # A pickled loader would not keep its position, and a class has no state.
-    if not isinstance(value, torch.utils.data.DataLoader) and not _is_class_with_state(value):
+    # A pickled loader would not keep its position, a method would bring a copy of its object, a class has no state.
+    whole = isinstance(value, torch.utils.data.DataLoader) or _owner_of_method(value) is not None
+    if not whole and not _is_class_with_state(value):
         text += " (an engine with allow_pickle=True pickles it)"
     return UnsupportedStateError(text)
 

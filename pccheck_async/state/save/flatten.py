@@ -135,9 +135,10 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
 def check_outermost(state: object, advice: str = "") -> None:
     """Raise UnsupportedStateError, with the advice, for anything but a mapping whose keys are strings."""
     if not isinstance(state, (dict, Mapping)):  # dict first: it takes no time
+        advice = advice or 'state = {"model": model, "optimizer": optimizer}'
         raise UnsupportedStateError(
             f"the state is {values.with_article(type(state).__qualname__)}; give a mapping from names to objects and "
-            f"values{advice and f' ({advice})'}"
+            f"values ({advice})"
         )
     if not {*map(type, state)} <= {str}:
         key = next(key for key in state if type(key) is not str)
