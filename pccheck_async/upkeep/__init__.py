@@ -23,6 +23,7 @@ from pccheck_async.upkeep.reading import (
     forbidden_files,
     lost_records,
     lost_slots,
+    newer_in_slots,
     overwritten,
     replaced_slots,
 )
@@ -46,6 +47,7 @@ __all__ += [
     "list_leaves",
     "lost_records",
     "lost_slots",
+    "newer_in_slots",
     "overwritten",
     "pin_checkpoint",
     "recover_store",

@@ -690,7 +690,9 @@ def test_a_ranks_newest_record_may_be_lost(folder: Path) -> None:
     assert parsed("recover", folder, status=4)["record_lost"]
     assert "LOST?: rank-00001: both copies" in pccheck("ls", folder, status=4)
     assert f"`pccheck recover {folder} --search`" in " ".join(pccheck("ls", folder, status=4).split())
-    assert "--search --write` the store names steps 3, 2, 1" in pccheck("recover", folder, "--search", status=4)
+    said = pccheck("recover", folder, "--search", status=4)
+    assert "--search --write` the store names steps 3, 2, 1" in said
+    assert "the commit records of rank-00001 are damaged." in said
     assert "Written: rank-00001/commit" in pccheck("recover", folder, "--search", "--write")
     assert [(info.step, info.pinned) for info in list_checkpoints(folder)] == [(3, False), (2, False), (1, True)]
     assert stores.verify(folder, every=True).whole
@@ -709,7 +711,12 @@ def test_a_rank_whose_records_are_older_than_its_slots_is_made_again(folder: Pat
     said = " ".join(pccheck("ls", folder, status=4).split())
     assert f"`pccheck recover {folder} --search` finds the newest parts there" in said
     before = commit.read_bytes()
-    assert "--search --write` the store names steps 6, 5" in pccheck("recover", folder, "--search", status=4)
+    said = pccheck("recover", folder, "--search", status=4)
+    assert "--search --write` the store names steps 6, 5" in said
+    assert f"commit records of {rank_name(rank)} are whole, and older than those of other ranks." in said
+    assert "damaged" not in said
+    found = parsed("recover", folder, "--search", status=4)
+    assert (found["record"], found["older"]) == ("older", [rank_name(rank)])
     assert commit.read_bytes() == before
     pccheck("recover", folder, "--search", "--write")
     assert [info.step for info in list_checkpoints(folder)][:2] == [6, 5]
