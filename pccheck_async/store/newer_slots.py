@@ -93,9 +93,8 @@ def newer_in_words(found: Sequence[NewerSlot], path: str | os.PathLike[str]) -> 
     if any(one.is_named for one in found):
         why = f"also in the places of those: {older}"
     else:
-        why = (
-            f"a save was killed just before its record (then nothing is lost), or what it saved was removed, or {older}"
-        )
+        killed = "a save was killed before its record was durable (then nothing is lost)"
+        why = f"{killed}, or it was removed, or {older}"
     are = "are newer checkpoints" if len(found) > 1 else "is a newer checkpoint"
     return (
         f"in {slots} {are} than {COMMIT_NAME} names: {why}. The next saves may write over that: to look, let no "
