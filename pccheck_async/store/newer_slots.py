@@ -48,11 +48,12 @@ async def newer_slots(medium: Medium, record: Record, block_bytes: int) -> list[
     removed = {(entry.counter, entry.slot) for entry in record.before}
     offsets = sorted({entry.manifest_offset for entry in (*record.entries, *record.before)})
     found: dict[int, NewerSlot] = {}
-    for name in await medium.names():
-        if (number := slot_number(name)) is None:
-            continue
+    numbers = [number for name in await medium.names() if (number := slot_number(name)) is not None]
+    for number in sorted(numbers, key=lambda number: (number in named, number)):
+        if number in named and not found:
+            break  # saves take the free slots before those that an older record names
         try:
-            file = await medium.open(name, writable=False)
+            file = await medium.open(slot_name(number), writable=False)
         except (CorruptStoreError, OSError) as error:
             if is_exhausted(error):
                 raise
