@@ -82,7 +82,7 @@ def copy(
 
 @reporting
 def remove(
-    path: StoreFolder,
+    path: AnyFolder,
     old: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
     steps: Annotated[
         list[int] | None, typer.Option("--step", metavar="STEP", help="A step to remove; may be repeated.")
@@ -100,12 +100,13 @@ def remove(
 ) -> Report | int:
     """Remove checkpoints, and free their space.
 
-    All of these steps, names and counters, pinned or not, or none, in one commit. No trainer has PATH open.
+    All of these steps, names and counters, pinned or not, or none, in one commit. No trainer has PATH open. Of a
+    group's folder on all ranks, also what lacks parts: a crash in between leaves that, and the same command ends it.
 
     Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps, or
     with one of the names or counters, 4 the store is damaged.
     """
-    from pccheck_async.upkeep import to_remove  # and torch
+    from pccheck_async.upkeep import removable, to_remove  # and torch
 
     if old:
         _note_old(*old)
@@ -113,9 +114,8 @@ def remove(
     if not steps and not names and not counters:
         raise typer.BadParameter(f"{_WHICH}, or --counter")
     place = read_place(path)
-    if not (infos := place.infos):
+    if not (infos := list(removable(place))):
         raise place.nothing(None)
-    place.check_one_process()
     doomed = to_remove(path, infos, steps, names, counters)
     what, nbytes = _told_apart(doomed, infos), size(sum(info.nbytes for info in doomed))
     if json and not yes:

@@ -32,7 +32,7 @@ from pccheck_async.cli.output import (
     size,
     table,
 )
-from pccheck_async.cli.ranks import describe_incomplete, group_fault, newer_lost, rank_of_store, read_place
+from pccheck_async.cli.ranks import describe_incomplete, group_fault, newer_lost, newer_notes, rank_of_store, read_place
 from pccheck_async.errors import first_few, in_shell
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def verify(
         verification = pccheck.stores.verify(path, step=step, name=name, every=every, progress=progress)
     place = read_place(path)
     fault = group_fault(place)
+    newer_slots, is_older = newer_notes(place)
     document = {
-        "whole": verification.whole and not fault,
+        "whole": verification.whole and not fault and not is_older,
         "records": [pick(copy, "offset", "generation", "state", "rank", copy="name") for copy in verification.records],
         "checkpoints": [
             as_json(each.info)
@@ -75,7 +76,7 @@ def verify(
         ],
         **pick(verification, "nbytes", "seconds", "direct"),
     }
-    lines = [*_verified(verification, path)]
+    lines = [*_verified(verification, path), *newer_slots]
     if not rank_of_store(place):
         lines += describe_incomplete(place) if (newer := newer_lost(place)) else ()
         lines.append(f"{fault}." if fault else restart(place, *outcomes(verification)))
@@ -83,7 +84,7 @@ def verify(
     elif not verification.whole:
         look = in_shell("verify", os.path.normpath(path / ".."), "--all")
         lines.append(f"One rank's parts of a group's checkpoints: {look} says what a restart restores, and what to do.")
-    return Report(document, lines, 0 if verification.whole and not fault else DIFFERENT)
+    return Report(document, lines, 0 if document["whole"] and not fault else DIFFERENT)
 
 
 def _verified(verification: pccheck.stores.Verification, path: Path) -> Iterator[str | Table]:
@@ -190,6 +191,7 @@ def recover(
             "kept",
             "unnamed",
             "unrecorded",
+            "older",
         ),
         "dropped": [as_json(info) for info in recovery.dropped],
         "slots": [
@@ -230,16 +232,22 @@ def _found(recovery: pccheck.stores.Recovery) -> Table:
     return rows
 
 
+def _records(recovery: pccheck.stores.Recovery) -> Iterator[str]:
+    """Yield in words the states of the commit records; of a group, of those of some ranks."""
+    lost = [name for name in recovery.unrecorded if name not in recovery.older]
+    of = f" of {first_few(lost, 5)}" if lost else ""
+    if lost or not recovery.older:
+        yield f"the commit records{of} are {recovery.record}{', but for one that is lost' * recovery.record_lost}"
+    if recovery.older:
+        yield f"the commit records of {first_few(recovery.older, 5)} are whole, and older than those of other ranks"
+
+
 def _recovered(
     recovery: pccheck.stores.Recovery, path: Path, forbidden: Sequence[str], to_write: str
 ) -> Iterator[str | Table]:
     if recovery.found:
         yield _found(recovery)
-    yield (
-        f"{recovery.identity_name} is {recovery.identity}, the commit records"
-        f"{' of ' * bool(recovery.unrecorded)}{first_few(recovery.unrecorded, 5)} are {recovery.record}"
-        f"{', but for one that is lost' * recovery.record_lost}."
-    )
+    yield f"{recovery.identity_name} is {recovery.identity}, {', '.join(_records(recovery))}."
     if recovery.unnamed:
         yield f"store.json of {', '.join(recovery.unnamed)} is missing, damaged, or of a store of one process."
     steps = f"{noun_for(recovery.named)} {steps_of(recovery.named)}"
@@ -253,7 +261,8 @@ def _recovered(
     if recovery.missing:
         slots_lost, names = ", ".join(recovery.missing), "named" if recovery.named_anew else "names"
         yield f"LOST: {slots_lost}, which the newest record {names}: gone, cut short, or no regular file."
-    yield from recovery.problems
+    openable = not (recovery.needed or recovery.found)
+    yield from recovery.problems or (newer_notes(read_place(path))[0] if openable else ())
     if not recovery.written:
         yield from (_damaged_copy(copy, path) for copy in recovery.copies)
     if (recovery.missing or recovery.problems) and not recovery.named_anew:

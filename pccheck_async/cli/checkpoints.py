@@ -92,11 +92,6 @@ def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) 
         )
     steps = sorted({info.step for info in damaged} - kept)
     beside = [info for info in damaged if info.step in kept]  # a step would mean a whole one, too
-    if place.of_group:
-        calls = ", ".join(f"engine.remove(step={step})" for step in steps)
-        text = f" What is damaged is dropped by {calls} on all ranks." if steps else ""
-        later = f" Of {noun_for(beside)} {steps_of(beside)} the damaged one goes once newer ones take its place."
-        return text + (later if beside else "")
     options = [part for step in steps for part in ("--step", str(step))]
     options += [part for info in beside for part in ("--counter", str(info.counter))]
     return f" {in_shell('remove', place.path, *options)} drops what is damaged."

@@ -133,7 +133,21 @@ def problems(place: Place, *, running: bool = False) -> tuple[list[str], bool]:
             "have named a newer checkpoint: before the next save, copy the folder and see "
             f"{in_shell('recover', place.path, '--search')}."
         )
-    return notes, bool(fault or torn) or (newer_lost(place) and not running)
+    newer, is_older = newer_notes(place)
+    return [*notes, *newer], bool(fault or torn or is_older) or (newer_lost(place) and not running)
+
+
+def newer_notes(place: Place) -> tuple[list[str], bool]:
+    """Return a sentence on slots with newer checkpoints than the record names, if any, and whether it is an older one.
+
+    Else that is no damage: a save that is killed just before its record leaves such a slot.
+    """
+    from pccheck_async.store import newer_in_words  # and torch
+    from pccheck_async.upkeep import newer_in_slots
+
+    found = newer_in_slots(place)
+    notes = [f"NEWER: {newer_in_words(found, place.path)}."] if found else []
+    return notes, any(one.is_named for one in found)
 
 
 # -- which rank has which box

@@ -19,10 +19,10 @@ from pccheck_async.engine.peers import Peers
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.errors import CheckpointError
-from pccheck_async.format.record import MIN_BLOCK
+from pccheck_async.format.record import FORMAT_VERSION, MIN_BLOCK
 from pccheck_async.medium.open_medium import OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
-from pccheck_async.store import KnownBytes, can_hash, open_store
+from pccheck_async.store import KnownBytes, can_hash, open_store, warn_of_newer
 from pccheck_async.telemetry import Stream
 from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
@@ -86,6 +86,8 @@ class EngineParts:
                 known=_known_bytes(config, opened),
             )
             block_bytes = store.block_bytes
+            if peers.record_version == FORMAT_VERSION:  # a group's ranks agree on which of their parts count
+                await warn_of_newer(store, path)
             if config.memory is None and store.committed.record.line is not None:
                 warn_of_memory(path, store, partial(peers.memory_folder, path))
             if config.memory is not None:

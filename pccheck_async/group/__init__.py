@@ -10,6 +10,7 @@ from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.folder import (
     domain_of,
+    drop_checkpoints,
     mark_rejected,
     parts_of,
     record_of,
@@ -52,6 +53,7 @@ __all__ = [
     "decode_decision",
     "decode_message",
     "domain_of",
+    "drop_checkpoints",
     "encode",
     "mark_rejected",
     "members_digest",

@@ -29,7 +29,7 @@ from pccheck_async.errors import (
     in_shell,
     read_error,
 )
-from pccheck_async.format import Entry, Identity, Line, Membership, Parts, Record
+from pccheck_async.format import Entry, Identity, Key, Line, Membership, Parts, Record
 from pccheck_async.format.record import (
     GROUP_NAME,
     IDENTITY_NAME,
@@ -43,6 +43,7 @@ from pccheck_async.store import Store, StoreReader, at_once, rank_folders, rank_
 
 __all__ = [
     "domain_of",
+    "drop_checkpoints",
     "mark_rejected",
     "parts_of",
     "read_stores",
@@ -196,14 +197,14 @@ def parts_of(record: Record) -> tuple[Part, ...]:
     )
 
 
-def record_of(parts: tuple[Part, ...], applied: Applied, before: Record, line: Line | None = None) -> Record:
+def record_of(parts: tuple[Part, ...], applied: Applied | None, before: Record, line: Line | None = None) -> Record:
     """Return the record that comes after ``before`` and names these parts, newest first; with this ``line``."""
     memberships = tuple(Membership(part.run, part.rank, part.world, part.committed) for part in parts)
     entries = tuple(part.entry for part in parts)
     return Record(before.generation + 1, entries, before.entries, Parts(applied, memberships), line)
 
 
-async def write_parts(store: Store, parts: tuple[Part, ...], applied: Applied) -> None:
+async def write_parts(store: Store, parts: tuple[Part, ...], applied: Applied | None) -> None:
     """Write the record of a rank that names these parts, newest first. Raises StoreFailedError: no further records."""
     await store.rewrite(partial(record_of, parts, applied, line=store.committed.line))
 
@@ -228,6 +229,26 @@ async def mark_rejected(store: Store, chosen: Collection[int]) -> None:
         pairs = zip(parts_of(record), marked(record.entries), strict=True)
         parts = tuple(structs.replace(part, entry=entry) for part, entry in pairs)
         await write_parts(store, parts, record.parts.applied)
+
+
+async def drop_checkpoints(store: Store, keys: Collection[Key]) -> None:
+    """Drop checkpoints for good from the record of one store, which is open for writing, and free their slots.
+
+    Of a group a crash between two ranks' stores leaves one that lacks parts: the same call drops the others.
+
+    Durability: when this returns they are gone also after a power failure. Raises StoreFailedError.
+    """
+    record = store.committed.record
+    if record.parts is None:
+        counters = {key.counter for key in keys}
+        await store.amend(lambda entries: [each for each in entries if each.counter not in counters], for_good=True)
+    elif len(kept := tuple(part for part in parts_of(record) if part.key not in keys)) < len(record.entries):
+        await store.take_over_once()
+        applied = record.parts.applied
+        if applied is not None:
+            applied = structs.replace(applied, pinned=tuple(key for key in applied.pinned if key not in keys))
+        await write_parts(store, kept, applied)
+    await store.slots.remove_surplus()
 
 
 def remove_store(folder: Path, rank: int) -> None:

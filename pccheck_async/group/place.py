@@ -380,9 +380,8 @@ class Place:
         """Raise StoreError if the stores of a group's ranks are in it: for a change that only ranks make together."""
         if self.of_group:
             raise StoreError(
-                f"{self.path} holds a group's checkpoints, which only its ranks can change together: engine.pin(), "
-                "engine.unpin() and engine.remove() on all of them; keep_last and the other rules drop checkpoints "
-                "that are neither pinned nor kept"
+                f"{self.path} holds a group's checkpoints, which only its ranks can pin together: engine.pin() "
+                "and engine.unpin() on all of them"
             )
 
     async def close(self) -> None:

@@ -41,6 +41,7 @@ from pccheck_async.store.fallback import (
     unreadable_errors,
 )
 from pccheck_async.store.known_bytes import KnownBytes, SlotLease, can_hash
+from pccheck_async.store.newer_slots import NewerSlot, newer_in_words, newer_slots, warn_of_newer
 from pccheck_async.store.part_reader import PartReader, Source, read_encoded_manifest, read_manifest
 from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
 from pccheck_async.store.retention import Best, Keep, KeepAll, MetricWatch, Retention, SpaceNeeded
@@ -62,6 +63,7 @@ __all__ = [
     "KeepAll",
     "KnownBytes",
     "MetricWatch",
+    "NewerSlot",
     "OwnSlot",
     "PartReader",
     "Retention",
@@ -83,6 +85,8 @@ __all__ = [
     "is_group_folder",
     "lock_commit",
     "may_lack_the_newest",
+    "newer_in_words",
+    "newer_slots",
     "no_store",
     "of_another_store",
     "only_rejected",
@@ -98,5 +102,6 @@ __all__ = [
     "stored_identity",
     "unread_record",
     "unreadable_errors",
+    "warn_of_newer",
     "warn_of_others",
 ]  # fmt: skip

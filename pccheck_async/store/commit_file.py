@@ -220,7 +220,8 @@ class CommitFile:
         if may_lack_the_newest(view, identity=self.identity, record=record):
             text = (
                 "both copies of a commit record are damaged, or were cut short by a power failure: it may have named a "
-                "newer checkpoint than %s; before the next save, copy the folder and see %s"
+                "newer checkpoint than %s, and the next save of this process may write over that: to look, end the "
+                "process before it saves, copy the folder, and see %s"
             )
             there = f"step {record.entries[0].step}" if record.entries else "any that is known"
             write("record_lost", text, there, recovery(path, "--search"))

@@ -95,6 +95,9 @@ no_metric           WARNING  none of 16 checkpoints, or of all until the engine 
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 record_lost         WARNING  no copy of a commit record is valid, and it may have been the newest; when it is opened
+newer_slots         WARNING  slots hold newer checkpoints than the record names: a save was killed just before its
+                             record, or the record is older than the slots; step and counter are those of the newest;
+                             when it is opened
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes; in memory it is left out instead
 incomplete          WARNING  a checkpoint of a group was complete once, and lacks parts now: which ranks, on which hosts

@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import TypeVar
 
 from pccheck_async.engine import call_once
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError, in_shell
 from pccheck_async.format import (
     CheckpointInfo,
     Entry,
+    Key,
     check_name,
     describe_which,
     formerly,
@@ -24,7 +24,7 @@ from pccheck_async.format import (
     whole_step,
 )
 from pccheck_async.format.record import FORMAT_VERSION, GROUP_VERSION, MIN_BLOCK, slot_name, slot_number
-from pccheck_async.group import Place, mark_rejected, open_place
+from pccheck_async.group import Place, drop_checkpoints, mark_rejected, open_place
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, OpenMedium
@@ -33,11 +33,9 @@ from pccheck_async.upkeep.reading import LOCK_SECONDS, holds_other
 from pccheck_async.upkeep.salvage import find_in_slot
 
 __all__ = [
-    "Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "remove_checkpoints", "to_remove",
-    "unpin_checkpoint",
+    "Removal", "open_for_writing", "pin_checkpoint", "reject_checkpoints", "removable", "remove_checkpoints",
+    "to_remove", "unpin_checkpoint",
 ]  # fmt: skip
-
-_T = TypeVar("_T", CheckpointInfo, Entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +63,13 @@ def remove_checkpoints(
 ) -> Removal:
     """Drop every checkpoint of these steps, and those with these names or counters, pinned or not, in one commit.
 
-    As many slots are removed.
+    As many slots are removed. In the folder of a group that does not run, on all ranks that have their folders in it;
+    there also those that lack parts of such ranks.
 
     Durability: when this returns they are gone also after a power failure.
 
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group.
         step: A step, or several: all of them are there, or nothing is dropped.
         name: A name, or several: the same.
         counter: A counter, or several, the same: of two checkpoints of one step it tells which.
@@ -79,30 +78,47 @@ def remove_checkpoints(
 
     Raises:
         NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names or counters.
-        StoreError: no checkpoint would be left, a slot holds a newer one, or it is the folder of a group.
+        StoreError: no checkpoint would be left, or a slot holds a newer one.
         StoreLockedError: a trainer has the store open.
         StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
         TypeError: neither ``step`` nor ``name`` nor ``counter`` is given.
     """
-    removed: list[Entry] = []
+    removed: list[CheckpointInfo] = []
 
-    def change(entries: tuple[Entry, ...]) -> list[Entry]:
-        removed[:] = to_remove(path, entries, step, name, counter)
-        kept = [entry for entry in entries if entry not in removed]
-        if not force:
-            Retention.check_left(kept, entries)
-        return kept
+    async def drop() -> int:
+        async with _writing(path, io, by_ranks_alone=False) as (place, stores):
+            await place.look()  # only now, when none of the records can change any more
+            folders = [place.path / place.folder(rank) for rank in place.stores]
+            before, there = sum(map(slot_bytes, folders)), removable(place)
+            removed[:] = to_remove(path, list(there), step, name, counter)
+            keys = {there[info] for info in removed}
+            doomed = [one.entry for one in place.complete if one.key in keys]
+            if not force and doomed:
+                if not place.of_group:
+                    await _check_contents(place, doomed)
+                Retention.check_left(
+                    [one.entry for one in place.complete if one.key not in keys], [one.entry for one in place.complete]
+                )
+            for store in stores:
+                await drop_checkpoints(store, keys)
+            return max(0, before - sum(map(slot_bytes, folders)))
 
-    async def drop() -> None:
-        async with _writing(path, io) as (place, (store,)):
-            if not force:
-                await _check_contents(place, to_remove(path, store.committed.entries, step, name, counter))
-            await store.amend(change, for_good=True)
-            await store.slots.remove_surplus()
+    freed_nbytes = call_once(drop())
+    return Removal(tuple(removed), freed_nbytes)
 
-    before = slot_bytes(Path(path))
-    call_once(drop())
-    return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
+
+def removable(place: Place) -> dict[CheckpointInfo, Key]:
+    """Return the checkpoints of a place that may be removed, newest first.
+
+    Of a group also those that lack parts of ranks all of whose stores are here: a removal that was cut short leaves
+    such ones. Parts in other folders are not seen, and would stay.
+    """
+    found = [(one.key, place.info(one)) for one in place.complete]
+    for one in place.incomplete:
+        if one.missing == len(one.ranks) and place.stores.keys() >= {*one.ranks}:
+            parts = place.parts(one.key)
+            found.append((one.key, parts[min(parts)].entry.info))
+    return {info: key for key, info in sorted(found, key=lambda each: each[0], reverse=True)}
 
 
 async def _check_contents(place: Place, removed: Sequence[Entry]) -> None:
@@ -122,11 +138,11 @@ async def _check_contents(place: Place, removed: Sequence[Entry]) -> None:
 
 def to_remove(
     path: str | os.PathLike[str],
-    infos: Sequence[_T],
+    infos: Sequence[CheckpointInfo],
     step: int | Collection[int],
     name: str | Collection[str],
     counter: int | Collection[int],
-) -> list[_T]:
+) -> list[CheckpointInfo]:
     """Return the checkpoints of a store that :func:`remove_checkpoints` drops. Raises NoCheckpointError, TypeError."""
     steps: Collection[int] = step if isinstance(step, Collection) else (step,)
     counters: Collection[int] = counter if isinstance(counter, Collection) else (counter,)

@@ -78,6 +78,7 @@ class RankStores:
         seen: By their newest records.
         lost: Identities of those that have no valid record of a rank.
         gone: Those of ``lost`` that have no file of records.
+        older: Those of ``lost`` whose records are whole, and older than those of other ranks.
         unnamed: Identities of those whose ``store.json`` is to be written anew: it is missing or damaged, or says that
             one process made the store.
     """
@@ -86,6 +87,7 @@ class RankStores:
     lost: dict[int, Identity] = field(default_factory=dict)
     unnamed: dict[int, Identity] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
+    older: set[int] = field(default_factory=set)
 
 
 async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) -> RankStores:
@@ -115,9 +117,12 @@ async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) 
             stores.seen[rank], identities[rank] = seen_store(rank, identity, record), identity
             if may_lack_the_newest(commit[0], identity=identity, record=record):
                 torn.append(rank)
-    for rank in {*_older(stores.seen.values()), *torn} & identities.keys() if search else ():
-        stores.lost[rank] = identities[rank]
-        del stores.seen[rank]
+    if search:
+        older = {*_older(stores.seen.values())} & identities.keys()
+        stores.older = older.difference(torn)
+        for rank in older.union(torn):
+            stores.lost[rank] = identities[rank]
+            del stores.seen[rank]
     return stores
 
 

@@ -17,9 +17,10 @@ from pccheck_async.format import CheckpointInfo, Entry, crc32, which_one
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import COMMIT_NAME, newest_record, slot_name
 from pccheck_async.group import Place, open_place
-from pccheck_async.medium.open_medium import IO
+from pccheck_async.medium.open_medium import IO, OpenMedium
+from pccheck_async.medium.status_file import read_status
 from pccheck_async.state.restore.parts import stored_boxes
-from pccheck_async.store import CheckpointReader, may_lack_the_newest
+from pccheck_async.store import CheckpointReader, NewerSlot, StoreReader, at_once, may_lack_the_newest, newer_slots
 from pccheck_async.upkeep.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "lost_parts",
     "lost_records",
     "lost_slots",
+    "newer_in_slots",
     "replaced_slots",
 ]
 
@@ -78,6 +80,26 @@ def holds_other(path: Path, entry: Entry) -> bool:
     """Whether a slot, which is no link, holds other bytes than the manifest of ``entry``."""
     end = entry.manifest_offset + entry.manifest_nbytes
     return not path.is_symlink() and path.is_file() and path.stat().st_size >= end and bool(_slot_fault(path, entry))
+
+
+def newer_in_slots(place: Place) -> list[NewerSlot]:
+    """Return the slots of one process's store that hold newer checkpoints than its record names; none beside a writer.
+
+    Of a group, the records of all ranks together tell.
+    """
+
+    async def look(opened: OpenMedium) -> list[NewerSlot]:
+        found = await StoreReader.newest(opened)
+        if found is None:
+            return []
+        identity, record = found
+        newer = await newer_slots(opened.medium, record, identity.block_bytes)
+        again = await StoreReader.newest(opened) if newer else None
+        return [] if again is None or again[1].generation != record.generation else newer
+
+    if place.of_group or place.is_part or ((published := read_status(place.path)) is not None and published.alive):
+        return []
+    return at_once(place.path, look)
 
 
 def overwritten(place: Place) -> set[int]:

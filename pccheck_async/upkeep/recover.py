@@ -73,6 +73,7 @@ from pccheck_async.upkeep.verify import RecordCopy, Verification, check_place, d
 __all__ = ["Recovery", "recover_store"]
 
 FileState = Literal["valid", "missing", "damaged"]
+RecordsState = Literal[FileState, "older"]
 _BOTH_COPIES = (
     "Both copies of a record in {} are damaged, or were cut short by a power failure. It may have been the newest: "
     "then what is named here is older"
@@ -86,7 +87,8 @@ class Recovery:
 
     Attributes:
         identity: State of ``store.json``, or of a group's folder of ``group.json``.
-        record: State of the commit records: ``valid`` if any of the four copies is.
+        record: State of the commit records: ``valid`` if any of the four copies is; of a group that was searched
+            ``older`` if all are, and the only fault is that those of some ranks are older than those of others.
         found: The contents of each slot; empty if the slots were not searched, because a record is valid.
         named: The checkpoints that the record names, or would name, newest first.
         written: Names of the files that were written.
@@ -98,14 +100,15 @@ class Recovery:
         dropped: Checkpoints that a valid record named, and that the one of a search does not: no slot holds them whole.
         unnamed: Of a group, the folders of ranks whose ``store.json`` is missing or damaged.
         refusal: Why ``write`` writes nothing; empty if it may.
-        unrecorded: Of a group, the folders of ranks whose records are missing or damaged.
+        unrecorded: Of a group, the folders of ranks whose records are missing or damaged, or older.
+        older: Those of them whose records are whole, and older than those of other ranks.
         verification: The records and checkpoints as they were found, with every checksum; None if the files that a
             trainer needs are not all valid, or the slots were searched.
         record_lost: Whether a record is valid and the one beside it has no valid copy: that may have been the newest.
     """
 
     identity: FileState
-    record: FileState
+    record: RecordsState
     found: tuple[FoundCheckpoint, ...]
     named: tuple[CheckpointInfo, ...]
     written: tuple[str, ...] = ()
@@ -119,6 +122,7 @@ class Recovery:
     unrecorded: tuple[str, ...] = ()
     verification: Verification | None = None
     record_lost: bool = False
+    older: tuple[str, ...] = ()
 
     @property
     def copies(self) -> tuple[RecordCopy, ...]:
@@ -377,10 +381,16 @@ async def _verify(place: Place, progress: Progress) -> Verification:
 
 def _not_found(record: Record | None, found: Sequence[FoundCheckpoint]) -> Iterator[str]:
     """Yield a sentence for each checkpoint that a record names and that a search of its slot did not find whole."""
-    whole = {(one.entry.counter, one.slot) for one in found if one.entry}
+    whole = {one.slot: one.entry for one in found if one.entry}
     there = {one.slot for one in found}
     for entry in record.entries if record else ():
-        if entry.slot in there and (entry.counter, entry.slot) not in whole:
+        other = whole.get(entry.slot)
+        if other is not None and other.counter > entry.counter:
+            yield (
+                f"{slot_name(entry.slot)} holds step {other.step} in the place of step {entry.step}, which the newest "
+                f"record names there: {COMMIT_NAME} is older than the slots."
+            )
+        elif entry.slot in there and (other is None or other.counter != entry.counter):
             yield f"DAMAGED: step {entry.step}, in {slot_name(entry.slot)}."
 
 
@@ -413,15 +423,17 @@ def _without_records(identity: FileState, ranks: RankStores, found: Mapping[int,
     slots = tuple(one for each in found.values() for one in each.found)
     names = ", ".join(rank_name(rank) for rank in found)
     problems = () if infos else (f"The slots of {names} hold no part of a checkpoint that all other ranks have.",)
+    states: dict[RecordsState, set[int]] = {"valid": set(), "missing": ranks.gone, "older": ranks.older}
     return Recovery(
         identity,
-        "valid" if not ranks.lost else "missing" if ranks.gone == {*ranks.lost} else "damaged",
+        next((state for state, those in states.items() if those == {*ranks.lost}), "damaged"),
         slots,
         tuple(infos),
         identity_name=GROUP_NAME,
         problems=problems if found else (),
         unnamed=tuple(rank_name(rank) for rank in ranks.unnamed),
         unrecorded=tuple(rank_name(rank) for rank in ranks.lost),
+        older=tuple(rank_name(rank) for rank in sorted(ranks.older)),
     )
 
 

@@ -10,6 +10,7 @@ import shutil
 import time
 import warnings
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import replace as replace_fields
 from itertools import count, product
 from pathlib import Path
@@ -42,10 +43,10 @@ from pccheck_async.errors import (
     StoreError,
     StoreLockedError,
 )
-from pccheck_async.format import Identity, Record
+from pccheck_async.format import Identity, Key, Record
 from pccheck_async.format.record import decode_identity, newest_record, region_offsets
 from pccheck_async.group import Applied, Group, Part, Place, place, read_place
-from pccheck_async.group.folder import record_of, seen_stores, write_parts
+from pccheck_async.group.folder import drop_checkpoints, parts_of, record_of, seen_stores, write_parts
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
@@ -574,9 +575,8 @@ def test_a_copy_is_complete_once_all_records_name_its_parts(
     assert [info.step for info in list_checkpoints(target)] == [3, 2]
 
 
-def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
+def test_only_the_ranks_pin_a_groups_checkpoints(folder: Path) -> None:
     for change in (
-        lambda: stores.remove(folder, step=[1]),
         lambda: stores.pin(folder, step=2),
         lambda: stores.remove(folder / "rank-00000", step=[1]),
         lambda: stores.pin(folder / "rank-00000", step=2),
@@ -584,6 +584,41 @@ def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
         with pytest.raises(StoreError, match="a group's checkpoints"):
             change()
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
+
+
+def test_a_groups_checkpoints_are_removed_on_all_ranks(folder: Path) -> None:
+    """Pinned or not; beside ranks that run nothing is, and the last one is removed by force alone."""
+    with (folder / "rank-00001" / "commit").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StoreLockedError, match="rank-00001 open for writing"):
+            stores.remove(folder, step=1)
+    removal = stores.remove(folder, step=[1, 3])
+    assert [info.step for info in removal.removed] == [3, 1]
+    assert [info.step for info in list_checkpoints(folder)] == [2]
+    assert stores.verify(folder, every=True).whole
+    with pytest.raises(StoreError, match="no checkpoint would be left"):
+        stores.remove(folder, step=2)
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3"):
+        stores.remove(folder, step=3)
+    assert [info.step for info in stores.remove(folder, step=2, force=True).removed] == [2]
+    assert not list_checkpoints(folder)
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_the_same_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cut_short(store: Store, keys: Collection[Key]) -> None:
+        if parts_of(store.committed.record)[0].rank == 1:
+            raise RuntimeError("ends here")
+        await drop_checkpoints(store, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pccheck_async.upkeep.change.drop_checkpoints", cut_short)
+        with pytest.raises(RuntimeError, match="ends here"):
+            stores.remove(folder, step=3)
+    assert [info.step for info in list_checkpoints(folder)] == [2, 1]
+    assert "step 3 (counter 2) lacks the parts of rank 0" in " ".join(pccheck("ls", folder, status=4).split())
+    assert "Removed step 3; " in pccheck("remove", folder, "--step=3", "--yes")
+    assert not read_place(folder).incomplete
+    assert "Nothing is missing" in pccheck("recover", folder)
 
 
 @pytest.mark.slow
@@ -690,7 +725,9 @@ def test_a_ranks_newest_record_may_be_lost(folder: Path) -> None:
     assert parsed("recover", folder, status=4)["record_lost"]
     assert "LOST?: rank-00001: both copies" in pccheck("ls", folder, status=4)
     assert f"`pccheck recover {folder} --search`" in " ".join(pccheck("ls", folder, status=4).split())
-    assert "--search --write` the store names steps 3, 2, 1" in pccheck("recover", folder, "--search", status=4)
+    said = pccheck("recover", folder, "--search", status=4)
+    assert "--search --write` the store names steps 3, 2, 1" in said
+    assert "the commit records of rank-00001 are damaged." in said
     assert "Written: rank-00001/commit" in pccheck("recover", folder, "--search", "--write")
     assert [(info.step, info.pinned) for info in list_checkpoints(folder)] == [(3, False), (2, False), (1, True)]
     assert stores.verify(folder, every=True).whole
@@ -709,7 +746,12 @@ def test_a_rank_whose_records_are_older_than_its_slots_is_made_again(folder: Pat
     said = " ".join(pccheck("ls", folder, status=4).split())
     assert f"`pccheck recover {folder} --search` finds the newest parts there" in said
     before = commit.read_bytes()
-    assert "--search --write` the store names steps 6, 5" in pccheck("recover", folder, "--search", status=4)
+    said = pccheck("recover", folder, "--search", status=4)
+    assert "--search --write` the store names steps 6, 5" in said
+    assert f"commit records of {rank_name(rank)} are whole, and older than those of other ranks." in said
+    assert "damaged" not in said
+    found = parsed("recover", folder, "--search", status=4)
+    assert (found["record"], found["older"]) == ("older", [rank_name(rank)])
     assert commit.read_bytes() == before
     pccheck("recover", folder, "--search", "--write")
     assert [info.step for info in list_checkpoints(folder)][:2] == [6, 5]
@@ -751,7 +793,7 @@ def test_what_is_said_to_drop_a_damaged_one_drops_it(rank: int, folder: Path) ->
 @pytest.mark.slow
 def test_verify_of_a_damaged_group_ends_with_what_to_do(folder: Path, tmp_path: Path) -> None:
     flip(slot_of(folder, 1, 2), 100)
-    advice = "What is damaged is dropped by engine.remove(step=2) on all ranks."
+    advice = f"`pccheck remove {folder} --step 2` drops what is damaged."
     assert pccheck("verify", folder, "--all", status=4).endswith(f"{advice}\n")
     said = pccheck("verify", folder / "rank-00001", "--all", status=4)
     assert f"`pccheck verify {folder} --all` says what a restart restores, and what to do." in said.splitlines()[-1]
@@ -761,7 +803,12 @@ def test_verify_of_a_damaged_group_ends_with_what_to_do(folder: Path, tmp_path: 
     for step in (3, 1):
         flip(slot_of(tmp_path / "other", 1, step), 100)
     said = pccheck("verify", folder, "--all", status=4)
-    assert "Of step 3 the damaged one goes once newer ones take its place." in said.splitlines()[-1]
+    assert f"`pccheck remove {folder} --step 2 --counter 3` drops what is damaged." in said.splitlines()[-1]
+    assert "Removed steps 3, 2; " in pccheck("remove", folder, "--step=2", "--counter=3", "--yes")
+    assert stores.verify(folder, every=True).whole
+    assert [info.step for info in list_checkpoints(folder)] == [3, 1]
+    save_in_group(folder, 2, 4, keep_last=4)
+    assert [info.step for info in list_checkpoints(folder)] == [4, 3, 1]
     said = pccheck("verify", tmp_path / "other", "--all", status=4)
     assert said.endswith(f"No checkpoint can be restored: all are rejected, lost or damaged. {BACKUP}\n")
 
@@ -961,8 +1008,8 @@ def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
 
 
 def test_what_changes_a_store_is_refused(folder: Path) -> None:
-    for command in (("remove", folder, "--step=1"), ("pin", folder, "--step=2"), ("unpin", folder, "--step=1")):
-        assert "which only its ranks can change together" in pccheck(*command, status=1)
+    for command in (("pin", folder, "--step=2"), ("unpin", folder, "--step=1")):
+        assert "which only its ranks can pin together" in pccheck(*command, status=1)
     assert "Nothing is missing" in pccheck("recover", folder)
     assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")
 

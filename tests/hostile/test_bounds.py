@@ -13,6 +13,7 @@ from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, sto
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import Record
 from pccheck_async.format import record as layout_of
+from pccheck_async.format.found_manifest import SIGNATURES
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.format.skeleton import (
     MOST_ALIKE,
@@ -32,7 +33,6 @@ from pccheck_async.state import flatten
 from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.testing import Access, WrappingWriter
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.upkeep.salvage import SIGNATURES
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 T = TypeVar("T")

@@ -673,6 +673,7 @@ def test_a_newest_record_that_may_be_lost_is_told(tmp_path: Path, caplog: pytest
     with SyncCheckpointEngine(tmp_path):
         pass
     assert "it may have named a newer checkpoint than step 2" in caplog.text
+    assert "end the process before it saves" in caplog.text  # "before the next save" cannot be followed beside it
     stores.recover(tmp_path, search=True, write=True)
     assert list_checkpoints(tmp_path)[0].step == 3
 

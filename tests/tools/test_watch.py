@@ -122,10 +122,11 @@ def test_a_lost_record_is_noted_as_by_ls(tmp_path: Path) -> None:
     for offset in (70, 70 + (1 << 16)):
         data[offset] ^= 1
     (tmp_path / "commit").write_bytes(data)
-    (note,) = re.findall(r"^LOST\?: .*$", runner.invoke(app, ["ls", str(tmp_path)]).stdout, re.MULTILINE)
-    assert json.loads(look(tmp_path, "--json").stdout)["problems"] == [note]
-    assert "".join(note.split()) in "".join(look(tmp_path).stdout.split())
-    assert note in runner.invoke(app, ["watch", str(tmp_path)]).stdout
+    lost, newer = re.findall(r"^(?:LOST\?|NEWER): .*$", runner.invoke(app, ["ls", str(tmp_path)]).stdout, re.MULTILINE)
+    assert json.loads(look(tmp_path, "--json").stdout)["problems"] == [lost, newer]
+    for note in (lost, newer):
+        assert "".join(note.split()) in "".join(look(tmp_path).stdout.split())
+        assert note in runner.invoke(app, ["watch", str(tmp_path)]).stdout
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

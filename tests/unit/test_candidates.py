@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccheck_async.errors import CorruptStoreError
+from pccheck_async.format.found_manifest import SIGNATURES, find_signatures, manifest_at, object_length
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, encode, version_of
 from pccheck_async.format.record import MIN_BLOCK
 from pccheck_async.format.skeleton import DictNode, Node, OrderedDictNode
-from pccheck_async.upkeep.salvage import SIGNATURES, find_signatures, manifest_at, object_length
 
 values = st.recursive(
     st.none()

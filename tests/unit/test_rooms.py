@@ -34,7 +34,7 @@ FLOORS = (
 """From the ground up. A room may import what is below it; ``""`` is the package itself, what ``import`` gives users."""
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OPEN = {
-    "format.checksum", "format.dtypes", "format.manifest", "format.record", "format.skeleton",
+    "format.checksum", "format.dtypes", "format.found_manifest", "format.manifest", "format.record", "format.skeleton",
     "group.actions", "group.messages",
     "medium.files", "medium.filesystem", "medium.folder", "medium.mapped", "medium.mapping", "medium.open_medium",
     "medium.renaming", "medium.status_file",
