@@ -36,6 +36,12 @@ static int64_t perform_chain(struct op *chain)
     return 0;
 }
 
+static void op_checksum(void *argument)
+{
+    struct op *op = argument;
+    crc32_pieces(op->data, op->size, op->sums);
+}
+
 static void perform(struct op *op)
 {
     int64_t fault;
@@ -58,8 +64,7 @@ static void perform(struct op *op)
             op->result = fault;
         return;
     case OP_CHECKSUM:
-        crc32_pieces(op->data, op->size, op->sums);
-        op->result = 0;
+        op->result = guard_run(op_checksum, op);
         return;
     case OP_CHAIN:
         op->result = perform_chain(op);

@@ -138,7 +138,11 @@ class EngineCore:
             state = f"{self._unopened or 'is closed'}; make a new one" if over else "is open already"
             raise ClosedError(f"the engine of {self.path} {state}")
         self.state = "opening"
-        self.loop = EngineLoop()
+        try:
+            self.loop = EngineLoop()
+        except BaseException:  # no thread can be had, say
+            self.state = "new"
+            raise
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             self.peers.meet(self.config)

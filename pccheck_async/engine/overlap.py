@@ -400,10 +400,8 @@ class Guard:
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for captures that a step of an optimizer which is not attached tears."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
-            for capture in self._captures:
-                if capture.compared and capture.running:
-                    # Its step may use other streams than the attached one that came before.
-                    capture.order_after_copies()
+            # Its step may use other streams than the attached one that came before.
+            self.order_after_copies([capture for capture in self._captures if capture.compared])
             self._detect(optimizer)
 
     def _detect(self, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,7 @@ from pccheck_async.telemetry import ReadProgress, events, reading_progress, writ
 
 __all__ = ["restore"]
 
-_HOLDS_PARTS = "reading a damaged checkpoint filled arrays: the state may hold parts of it"
+_HOLDS_PARTS = "arrays were being filled when this failed: the state may hold parts of a checkpoint"
 """A note on errors."""
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
@@ -84,11 +84,11 @@ async def restore(
                 begun += [each.path for each in one.restoration.resharded]
                 error = None
                 differing: Collection[int] = ()
+                damaged = bool(begun)  # until all chunks, on every rank, are known to be whole
                 try:
                     differing = await one.fill(caller, state, owners)
                 except UnreadableError as failure:
                     error = failure
-                damaged = bool(begun)  # until all chunks, on every rank, are known to be whole
                 if not await candidates.filled(caller, error, differing):
                     continue
                 damaged = False

@@ -256,8 +256,10 @@ class Scheduler:
         try:
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self.in_flight.note_end(flight, error, superseded, info)
-            self.peers.ended(flight.counter, error)
+            try:
+                self.in_flight.note_end(flight, error, superseded, info)
+            finally:
+                self.peers.ended(flight.counter, error)
         except BaseException as failure:  # noqa: BLE001 - also of a handler of the log that exits
             with suppress(BaseException):
                 write("miscounted", "the end of a checkpoint is not counted right: %r", failure)

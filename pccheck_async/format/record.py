@@ -367,7 +367,10 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
 
 
 def _decode_line(data: bytes | bytearray | memoryview, seed: int) -> Line | None:
-    """Return the line behind a record's body; None without one, and if it is damaged: then no memory counts."""
+    """Return the :class:`Line` that follows a record's body; None if there is none, or it is damaged.
+
+    Without one, no checkpoint of the tier in memory is restored.
+    """
     if len(data) < _LINE.size:
         return None
     magic, nbytes, value = _LINE.unpack_from(data)

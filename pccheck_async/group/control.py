@@ -81,9 +81,9 @@ class Meeting:
         abandoned_in_child.add(self)
 
     def abandon(self) -> None:
-        """Keep the store for ever, in a forked child: its destructor joins a thread that does not exist there.
+        """Never destroy the TCPStore, in a forked child: its destructor joins the server's thread, which is not there.
 
-        In that thread's place may be a thread of the child's own: it would abort, or never end.
+        Joining it, or a thread of the child's own that has got its number, aborts the child or never ends.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 

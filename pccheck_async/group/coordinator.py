@@ -225,7 +225,10 @@ class Coordinator:
         return _in_memory(self.memory.schedule.publish(step, save=save))
 
     def _restorable(self) -> list[tuple[Run, Entry]]:
-        """Return the checkpoints that may be restored from any tier, newest first; the disk's pins and rejections."""
+        """Return the checkpoints of both tiers, newest first; of one that is in both, the disk's entry.
+
+        Only that says whether it is pinned or rejected.
+        """
         there = self.committed if self.disk is None else self.committed | self.disk.committed
         return [there[counter] for counter in sorted(there, reverse=True)]
 

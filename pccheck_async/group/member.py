@@ -607,10 +607,11 @@ class Member:
 def apply_decisions(
     parts: Mapping[Key, Part], run: Run, keep: Mapping[Key, bool], unproven: Collection[Key], settled: Settled
 ) -> dict[Key, Part]:
-    """Return the parts that a record names once all decisions so far are applied.
+    """Return those of a rank's ``parts`` that its next record names, after all decisions of the group so far.
 
-    Parts that this run has not decided stay, and so do unproven ones. All else that is not on the keep-list
-    goes: aborted, superseded, kept formerly, or of dead runs.
+    They are those of the checkpoints that the group keeps (``keep``; the value: whether it is pinned), those about which
+    this run has not decided yet, and those that it cannot decide about (``unproven``). All other parts are left out:
+    of checkpoints that were aborted, superseded, no longer kept, or begun by a run that ended.
     """
     named: dict[Key, Part] = {}
     for key, part in parts.items():

@@ -154,14 +154,14 @@ class Known:
         self._values: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
     def get(self, name: str, of: tuple[Any, ...]) -> Any:
-        """Return the value that was set for these others; None if there is none."""
+        """Return the value that :meth:`set` was given with this name and the same ``of``; None if there is none."""
         last = self._values.get(name)
         if last is None or len(last[0]) != len(of):
             return None
         return last[1] if all(map(is_, last[0], of)) or all(map(_alike, last[0], of)) else None
 
     def set(self, name: str, of: tuple[Any, ...], value: _T) -> _T:
-        """Remember a value that follows from these others, and return it."""
+        """Remember ``value`` for the values ``of`` from which it was computed, and return it."""
         self._values[name] = of, value
         return value
 

@@ -374,7 +374,9 @@ class PartReader:
             await self.backend.scatter(view, run.checksum, run.segments, keepalive)
         except OSError as error:
             if error.errno != errno.EBADMSG:
-                raise error if mapped is None else read_error(error, self._file.name) from error
+                if mapped is None:
+                    raise
+                raise read_error(error, self._file.name) from error
             raise self._damaged(run.chunk, run.offset, run.nbytes, error.strerror) from None
         advance(run.nbytes)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pccheck_async.errors import write_error
+from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.format import align
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Piece
@@ -31,12 +31,17 @@ class ChunkPlace(NamedTuple):
     lease: BufferLease | None
     slot: File | None
 
-    def explained(self, error: OSError) -> OSError:
+    def explained(self, error: OSError) -> OSError | CheckpointError:
         """Return the error of a copy into this memory; in a mapped slot it is the storage's, as a WriteError.
 
-        Its file was truncated then, or the memory that holds it is broken.
+        Its file was truncated then, or the memory that holds it is broken. Else what is copied was: a memory map.
         """
-        return error if self.slot is None else write_error(error, self.slot.name)
+        if self.slot is not None:
+            return write_error(error, self.slot.name)
+        return CheckpointError(
+            f"memory of the state cannot be read ({error.strerror}): the file of a memory map (numpy.memmap, "
+            "torch.from_file) was cut off, or the memory is broken"
+        )
 
 
 class SlotWriter:

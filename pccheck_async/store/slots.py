@@ -150,12 +150,12 @@ class SlotTable:
         """Take a slot back from a checkpoint that will not commit; nothing writes to it any more."""
         self.leased.remove(slot)
 
-    def note_committed(self, slots: Iterable[int]) -> None:
+    def note_committed(self, slots: Iterable[int], before: Iterable[int]) -> None:
         """Set the slots that the newest record names; all others become free. Called when that record is durable.
 
-        Of the free ones, those that the record before it names are written last.
+        Of the free ones, those that the record ``before`` it names are written last.
         """
-        self._before, self._committed = self._committed, set(slots)
+        self._before, self._committed = set(before), set(slots)
         self.leased -= self._committed
 
     def start_reading(self, slot: int) -> None:

@@ -429,7 +429,7 @@ class Store:
             if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
                 self.committed.adopted += (entry,)
                 kept = (*self.committed.record.entries, *self.committed.adopted)
-                self.slots.table.note_committed([one.slot for one in kept])
+                self.slots.table.note_committed(_slots(kept), _slots(self.committed.record.before))
 
     async def take_over_once(self) -> None:
         """Take the store over, unless that was done. Raises StoreFailedError."""
@@ -492,7 +492,7 @@ class Store:
         """Make ``record`` the newest one, and free the slots that it does not name (I3). Called when it is durable."""
         self.committed.publish(record)
         self.commits += 1
-        self.slots.table.note_committed([entry.slot for entry in record.entries])
+        self.slots.table.note_committed(_slots(record.entries), _slots(record.before))
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""
@@ -505,3 +505,7 @@ class Store:
             reader_waits=self.slots.reader_waits,
             unchanged_bytes=0 if self.slots.known is None else self.slots.known.unchanged_nbytes,
         )
+
+
+def _slots(entries: Iterable[Entry]) -> list[int]:
+    return [entry.slot for entry in entries]

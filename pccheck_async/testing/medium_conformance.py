@@ -54,7 +54,7 @@ def _block(nbytes: int, text: bytes) -> memoryview:
 
 
 async def _begins(medium: Medium, file: File, offset: int, nbytes: int) -> bytes:
-    """Return the text that a block begins with."""
+    """Return the text before the first zero byte of ``nbytes`` of a file."""
     into = aligned_buffer(nbytes)
     _require(await medium.read(file, offset, into) == nbytes, "read fills the buffer where the file is long enough")
     return bytes(into).split(b"\0")[0]

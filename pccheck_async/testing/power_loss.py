@@ -55,7 +55,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resized:
-    """The size of a new file that is not durable."""
+    """A change that gives a new file its size, and that a power loss may undo: it was not flushed."""
 
     nbytes: int
     completed: bool = False

@@ -534,7 +534,7 @@ class ResumableLoader:
         self.sampler.load_state_dict(state_dict)
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Raise ValueError for a position that is not to go to (see :meth:`ResumableSampler.check_state_dict`)."""
+        """Check a saved position without going there. Raises ValueError: ``load_state_dict`` would refuse it."""
         self.sampler.check_state_dict(state_dict)
 
     def _batches(self, place: EpochPlace, end: int) -> Iterator[Any]:

@@ -77,7 +77,7 @@ def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def free_first(self: Store, record: Record, data: Sequence[Part] = ()) -> None:
-        self.slots.table.note_committed(entry.slot for entry in record.entries)
+        self.slots.table.note_committed((entry.slot for entry in record.entries), ())
         await write_record(self, record, data)
 
     write_record = Store.write_record

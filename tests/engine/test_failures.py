@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -35,7 +36,7 @@ from pccheck_async import (
     load_sync,
     stores,
 )
-from pccheck_async.engine import Alone, Peers, flight_of
+from pccheck_async.engine import Alone, EngineLoop, Peers, flight_of
 from pccheck_async.engine.flight import Waiting
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.errors import (
@@ -1082,14 +1083,16 @@ def test_who_waits_is_told_whatever_goes_wrong_in_counting(
     def fail(self: InFlight, *_: object) -> None:
         raise MemoryError("no room to count")
 
-    device = Device()
+    device, told = Device(), list[int]()
     with SyncCheckpointEngine(tmp_path, storage=StorageOptions(io=device)) as engine:
         device.breaking.broken = ("write",) if end == "failed" else ()
         monkeypatch.setattr(InFlight, "note_end", fail)
+        monkeypatch.setattr(Alone, "ended", lambda peers, counter, error: told.append(counter))
         pending = engine.checkpoint({"a": torch.ones(30)}, step=1)
         with pytest.raises(WriteError, match="broken") if end == "failed" else nullcontext():
             assert pending.result(30).step == 1
         engine.drain()
+    assert told == [pending.counter]
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         "the end of a checkpoint is not counted right: MemoryError('no room to count')"
     ]
@@ -1124,3 +1127,31 @@ def test_who_waits_for_the_closing_is_told_where_it_fails_at_its_end(
     assert not closing.is_alive()
     with SyncCheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0)) as again:
         assert again.checkpoints() == []
+
+
+def test_a_map_of_the_state_that_is_cut_off_fails_the_checkpoint(tmp_path: Path) -> None:
+    def work() -> list[int]:
+        file = tmp_path / "weights"
+        weights = np.asarray(np.memmap(file, np.uint8, "w+", shape=(1 << 20,)))
+        with SyncCheckpointEngine(tmp_path / "run") as engine:
+            engine.checkpoint({"x": weights}, step=0).result(30)
+            os.truncate(file, 4096)
+            with pytest.raises(CheckpointError, match="memory of the state cannot be read") as failed:
+                engine.checkpoint({"x": weights}, step=1).result(30)
+            assert failed.value.__cause__ is not failed.value
+            return [info.step for info in engine.checkpoints()]
+
+    assert in_child(work) == [0]
+
+
+def test_an_engine_that_gets_no_thread_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: EngineLoop, *_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = SyncCheckpointEngine(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineLoop, "__init__", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.open()
+    with engine:
+        assert engine.checkpoint({"x": torch.ones(3)}, step=0).result(30).step == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import itertools
 import math
 import os
 import re
@@ -213,6 +214,27 @@ def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_pa
         with pytest.warns(RuntimeWarning, match="falling back"), pytest.raises(StateMismatchError) as mismatch:
             engine.restore(state_of(9))
         assert any("may hold parts" in note for note in mismatch.value.__notes__)
+
+
+def test_a_failure_while_arrays_are_filled_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No damage, and so no fall-back: but some arrays are new, and others are not."""
+    with SyncCheckpointEngine(tmp_path, storage=StorageOptions(chunk_bytes=4096)) as engine:
+        engine.checkpoint(state_of(1), step=1).result(60)
+        read, reads = Files.read, itertools.count()
+
+        async def fail(files: Files, file: File, offset: int, into: memoryview) -> int:
+            if next(reads) == 2:
+                raise ReadError(errno.ENOMEM, "no memory", file.name)
+            return await read(files, file, offset, into)
+
+        monkeypatch.setattr(Files, "read", fail)
+        with pytest.raises(ReadError) as failed:
+            engine.restore(state_of(9))
+        assert any("may hold parts" in note for note in failed.value.__notes__)
+        error: BaseException | None = failed.value
+        while error is not None:
+            assert error.__cause__ is not error
+            error = error.__cause__
 
 
 def test_an_object_is_asked_for_its_state_once_for_all_candidates(tmp_path: Path) -> None:

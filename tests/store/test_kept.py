@@ -36,7 +36,7 @@ from pccheck_async import (
 )
 from pccheck_async.engine import capture
 from pccheck_async.errors import StoreError, StoreFailedError, StoreFullError, WriteError
-from pccheck_async.format import Record
+from pccheck_async.format import Line, Record
 from pccheck_async.format.record import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, encode_record, region_offsets
 from pccheck_async.medium import File
 from pccheck_async.store.commit_file import open_commit, read_record
@@ -792,3 +792,16 @@ def test_remains_of_either_copy_of_a_torn_record_are_erased(torn: int) -> None:
         await writer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("saves", range(3, 7))
+def test_a_line_leaves_superseded_checkpoints_for_last(tmp_path: Path, saves: int) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=2) as engine:
+        for step in range(saves):
+            engine.checkpoint({"x": torch.full((9,), float(step))}, step=step).result(60)
+        core = probe(engine).core
+        store = core.assembly.store
+        core.loop.call(store.begin_line(Line(bytes(16), saves)))
+        superseded = [entry.slot for entry in store.committed.record.superseded]
+        assert superseded
+        assert store.slots.table.decide(0).slot not in superseded

@@ -180,9 +180,12 @@ def test_every_device_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert it.engine.statistics().guard_fences == 1
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("attached", [True, False])
-def test_steps_on_other_streams_wait_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attached: bool) -> None:
-    """The first step let its own stream wait, and no other."""
+def test_steps_on_other_streams_wait_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attached: bool, refused: bool
+) -> None:
+    """The first step let its own stream wait, and no other; where that stream cannot wait, the host does."""
     with training(tmp_path, monkeypatch) as it:
         first, second = LaterOptimizer([torch.zeros(1)], it.queue), it.optimizer
         it.engine.attach(first)
@@ -191,11 +194,14 @@ def test_steps_on_other_streams_wait_too(tmp_path: Path, monkeypatch: pytest.Mon
         pending, want = it.checkpoint(0)
         first.step()
         it.use_another_stream()
+        it.devices[0].refuse_to_wait = refused
+        if refused:
+            it.resume_soon()
         if attached:
             second.step()
         else:
             other.step()
-        assert not flight_of(pending).is_captured
+        assert flight_of(pending).is_captured == refused
         it.resume()
         pending.result(60)
         it.check(0, want)

@@ -30,23 +30,20 @@ def test_the_smallest_fitting_slot_is_reused() -> None:
 def test_what_was_superseded_last_is_written_over_last() -> None:
     """It takes the newest one's place where that is damaged."""
     table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
-    table.note_committed([1])
-    table.note_committed([0])
+    table.note_committed([0], before=[1])
     assert table.decide(100) == SlotDecision(2)
     assert table.decide(100, passed_over=[2]) == SlotDecision(1)
     assert table.decide(300) == SlotDecision(3, create=True, remove=2)
-    table.note_committed([2])
+    table.note_committed([2], before=[0])
     assert table.decide(100) == SlotDecision(1)
 
 
 def test_what_was_superseded_last_is_removed_last() -> None:
     """A slot beyond those needed is left where a reader held one."""
     table = SlotTable({0: 100, 1: 100, 2: 100}, (), in_flight=1, kept=1)
-    table.note_committed([0])
-    table.note_committed([1])
+    table.note_committed([1], before=[0])
     assert table.surplus() == [2]
-    table.note_committed([2])
-    table.note_committed([1])
+    table.note_committed([1], before=[2])
     assert table.surplus() == [0]
 
 
@@ -61,7 +58,7 @@ def test_committed_leased_and_read_slots_are_never_chosen() -> None:
     table.lease(1)
     assert table.decide(100) == SlotDecision(2)
     table.lease(2)
-    table.note_committed([2])
+    table.note_committed([2], before=[0])
     assert table.free() == []  # 0 is read, 1 leased, 2 committed
     table.stop_reading(0)
     assert table.free() == [0]
@@ -137,8 +134,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(slot=consumes(leases))
     def commit(self, slot: int) -> None:
         self.leased.discard(slot)
-        self.committed = [slot, *self.committed][: self.keep_last]
-        self.table.note_committed(self.committed)
+        before, self.committed = self.committed, [slot, *self.committed][: self.keep_last]
+        self.table.note_committed(self.committed, before)
         for surplus in self.table.surplus():
             assert surplus not in {*self.committed, *self.leased, *self.read}
             self.table.removed(surplus)

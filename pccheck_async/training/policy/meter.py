@@ -212,7 +212,7 @@ class OverheadMeter:
 
     @property
     def step_seconds(self) -> float:
-        """Time of a clean step; 0 where none was seen."""
+        """Seconds that a step takes while no checkpoint is in flight (median); 0 before the first such step."""
         return self._clean.median
 
     @property
