@@ -609,9 +609,9 @@ def apply_decisions(
 ) -> dict[Key, Part]:
     """Return those of a rank's ``parts`` that its next record names, after all decisions of the group so far.
 
-    They are those of the checkpoints that the group keeps (``keep``; the value: whether it is pinned), those about which
-    this run has not decided yet, and those that it cannot decide about (``unproven``). All other parts are left out:
-    of checkpoints that were aborted, superseded, no longer kept, or begun by a run that ended.
+    They are those of the checkpoints that the group keeps (``keep``; the value: whether it is pinned), those about
+    which this run has not decided yet, and those that it cannot decide about (``unproven``). All other parts are left
+    out: of checkpoints that were aborted, superseded, no longer kept, or begun by a run that ended.
     """
     named: dict[Key, Part] = {}
     for key, part in parts.items():
