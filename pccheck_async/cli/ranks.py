@@ -97,9 +97,12 @@ def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
 def describe_incomplete(place: Place) -> Iterator[str]:
     """Yield for each checkpoint that is not complete the ranks that lack their parts, and its fate; then advice."""
     advice = dict[str, None]()  # the same for many of them
+    newest = max((one.key for one in place.complete), default=None)
     for one in place.incomplete:
         fate = "it is being saved, or was when the ranks ended"
-        if one.committed:
+        if one.committed and newest is not None and one.key < newest:
+            fate = "it was complete once, and a newer one is: no loss, a rank that was killed had not dropped it yet"
+        elif one.committed:
             fate = "it was complete once"
             advice.update(dict.fromkeys(place.put_back(one.ranks)))
         elif one.proven:

@@ -37,6 +37,7 @@ from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_sto
 from pccheck_async.integrations.versions import require
 from pccheck_async.state import RNGState
 from pccheck_async.store import Keep
+from pccheck_async.telemetry import write
 from pccheck_async.training import StepContext, TrainingStep
 from pccheck_async.training.data import ResumableLoader
 from pccheck_async.training.policy import EverySteps
@@ -282,6 +283,8 @@ class PCcheckCallback(TrainerCallback):
             self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
             more: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
+            if resume is not _STORE:  # the state comes from elsewhere, as the user wants
+                more["overwrite"] = True
             engine = self._make_engine(**more)
             self.engine = self._open.enter_context(engine)
             latest, step = engine.latest, trainer.state.global_step
@@ -448,6 +451,12 @@ class _Progress:
         for name in PROGRESS:
             setattr(state, name, saved[name])
         if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
+            if self._trainer.args.load_best_model_at_end:
+                text = (
+                    "the best model, of step %s (%s), was in %s, which is gone: load_best_model_at_end leaves the last "
+                    "model, unless a better one comes"
+                )
+                write("best_model_gone", text, state.best_global_step, state.best_metric, state.best_model_checkpoint)
             state.best_model_checkpoint = None  # as the Trainer does where it is gone
         self.generators = state_dict.get("generators", {})
         if state.max_steps <= saved["max_steps"]:

@@ -24,6 +24,7 @@ Invariants, as comments name them:
 from pccheck_async.store.checkpoint_reader import CheckpointReader, check_descriptors
 from pccheck_async.store.chunks import ChunkRun, Staging, check_chunks
 from pccheck_async.store.commit_file import (
+    held_by_other,
     lock_commit,
     may_lack_the_newest,
     of_another_store,
@@ -82,6 +83,7 @@ __all__ = [
     "check_chunks",
     "check_descriptors",
     "choose",
+    "held_by_other",
     "is_group_folder",
     "lock_commit",
     "may_lack_the_newest",

@@ -53,7 +53,7 @@ from pccheck_async.store.rank_folders import is_group_folder, recovery
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 
-__all__ = ["CommitFile", "lock_commit", "open_commit", "read_commit", "read_identity", "read_record"]
+__all__ = ["CommitFile", "held_by_other", "lock_commit", "open_commit", "read_commit", "read_identity", "read_record"]
 __all__ += ["may_lack_the_newest", "stored_identity", "unread_record"]
 
 
@@ -259,13 +259,8 @@ async def open_commit(
     facts = await medium.prepare(create=True)
     file = await lock_commit(medium, lambda: _open(medium, path), lock_timeout, lambda: _refuse_own(path))
     if file is None:
-        holder = "another process"
-        with suppress(OSError):
-            if (published := read_status(path)) is not None and published.alive:
-                holder = f"process {published.status.pid} on {published.status.host!r}"  # probably
         raise StoreLockedError(
-            f"waited {lock_timeout} s: {holder} has {os.fspath(path)} open for writing: close it first, or {_ELSEWHERE}"
-            f"{_forgotten_group(version)}"
+            f"waited {lock_timeout} s: {held_by_other(path)}, or {_ELSEWHERE}{_forgotten_group(version)}"
         )
     # Read only now, when no one else can change it any more, not even a dying writer's last request.
     found = await read_identity(medium, path)
@@ -273,6 +268,15 @@ async def open_commit(
         raise StoreError(f"{os.fspath(path)} {_OTHER_KIND[found.format]}")
     identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES), version, path)
     return CommitFile(file, identity, is_new=found is None)
+
+
+def held_by_other(path: str | os.PathLike[str]) -> str:
+    """Return a text that says who has the lock of a store, as far as its engine says that, and what to do."""
+    holder = "another process"
+    with suppress(OSError):
+        if (published := read_status(path)) is not None and published.alive:
+            holder = f"process {published.status.pid} on {published.status.host!r}"  # probably
+    return f"{holder} has {os.fspath(path)} open for writing: close it first"
 
 
 def _forgotten_group(version: int) -> str:

@@ -90,21 +90,27 @@ async def _numbers(medium: Medium, file: File, offsets: Sequence[int], block_byt
 def newer_in_words(found: Sequence[NewerSlot], path: str | os.PathLike[str]) -> str:
     """Return in a sentence what these slots hold, why that may be, and what to do."""
     slots = first_few([f"{slot_name(one.slot)} (step {one.step})" for one in found], 5)
-    older = f"{COMMIT_NAME} is older than the slots, as in a backup that was put back in part"
-    if any(one.is_named for one in found):
-        why = f"also in the places of those: {older}"
-    else:
-        killed = "a save was killed before its record was durable (then nothing is lost)"
-        why = f"{killed}, or it was removed, or {older}"
     are = "are newer checkpoints" if len(found) > 1 else "is a newer checkpoint"
+    there = f"in {slots} {are} than {COMMIT_NAME} names"
+    older = f"{COMMIT_NAME} is older than the slots, as in a backup that was put back in part"
+    look = f"{recovery(path, '--search')} says what is whole"
+    if any(one.is_named for one in found):
+        return (
+            f"{there}, also in the places of those: {older}. The next saves may write over that: let no trainer save "
+            f"before the folder is copied, and {look}"
+        )
     return (
-        f"in {slots} {are} than {COMMIT_NAME} names: {why}. The next saves may write over that: to look, let no "
-        f"trainer save before the folder is copied, and {recovery(path, '--search')} says what is whole"
+        f"{there}: that is normal after a kill, of which a save was not finished, or after a removal, and nothing is "
+        f"lost. Only if files were put back or exchanged by hand: {older}; copy the folder before the next save, and "
+        f"{look}"
     )
 
 
 async def warn_of_newer(store: Store, path: str | os.PathLike[str]) -> None:
     """Log that slots of a store that was just opened hold newer checkpoints than its record names."""
     if found := await newer_slots(store.medium, store.committed.record, store.block_bytes):
-        newest = found[-1]
-        write("newer_slots", "%s", newer_in_words(found, path), step=newest.step, counter=newest.counter)
+        text, fields = newer_in_words(found, path), {"step": found[-1].step, "counter": found[-1].counter}
+        if any(one.is_named for one in found):
+            write("older_record", "%s", text, **fields)
+        else:
+            write("unrecorded_slots", "%s", text, **fields)

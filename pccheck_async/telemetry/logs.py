@@ -76,6 +76,7 @@ inside_window       WARNING  a checkpoint that waited for the end of a window fo
                              or the last step of a run, which is inside one
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
+step_outside        WARNING  an optimizer makes its steps between the blocks of ``engine.step``: none is saved; once
 captured_eagerly    WARNING  the next 100 checkpoints capture values torn again and again, before the step ends
 pickled             WARNING  with ``allow_pickle``: values were pickled; which ones
 unpickled           WARNING  with ``allow_pickle``: values are unpickled, which runs code; which ones
@@ -95,9 +96,10 @@ no_metric           WARNING  none of 16 checkpoints, or of all until the engine 
 metric_each_step    INFO     many steps in a row set the metric of ``Keep(best=...)``: none is saved for that any more
 identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
 record_lost         WARNING  no copy of a commit record is valid, and it may have been the newest; when it is opened
-newer_slots         WARNING  slots hold newer checkpoints than the record names: a save was killed just before its
-                             record, or the record is older than the slots; step and counter are those of the newest;
-                             when it is opened
+older_record        WARNING  slots hold newer checkpoints than the record names, also in the places of those: it is an
+                             older one; step and counter are those of the newest; when it is opened
+unrecorded_slots    INFO     the same, but only in other slots: a save was killed just before its record
+best_model_gone     WARNING  a restored Trainer loads the best model at its end, and its folder is not there any more
 unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes; in memory it is left out instead
 incomplete          WARNING  a checkpoint of a group was complete once, and lacks parts now: which ranks, on which hosts

@@ -56,6 +56,8 @@ PATIENCE_SECONDS, _FEWEST = 600.0, 3
 """After so many seconds they are ignored sooner, but not before so many contexts: a context may be a whole epoch."""
 _MOST_ITEMS, _MOST_LOOKS = 64, 256
 """Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
+_OUTSIDE = 2
+"""Steps of optimizers between contexts that had none: a single one may be another loss's."""
 _MOST_IDLE = 3
 """Steps without any gradient after which an optimizer that had none before counts as one that trains nothing."""
 _SAMPLE = 32
@@ -120,6 +122,9 @@ class Accumulation:
         self._unused_contexts, self._unused_first, self._unused_since = 0, 0, 0.0
         self._unseen: set[type] = set()
         self._steps = 0
+        self._is_inside = False  # a context
+        self._outside: list[str] = []  # optimizers that made a step outside of all since one had a step
+        self._told_outside = False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch its steps from now on. Idempotent. Raises TypeError if it has no hooks."""
@@ -142,6 +147,7 @@ class Accumulation:
     def begin(self, state: Mapping[str, Any]) -> int:
         """Called when a step context begins; returns its number. Watches the optimizers in its state, too."""
         self._context += 1
+        self._is_inside = True
         self._see_steps()
         attached = self._guard.attached
         for found in optimizers_in(state):
@@ -160,6 +166,7 @@ class Accumulation:
     def end(self, step: int, context: int) -> str:
         """Called when a step context ends; returns why it may be inside a window, empty if it is outside all."""
         watched, attached = list(self._watched.values()), self._guard.attached
+        self._is_inside = False
         made, without = [], []
         for each in watched:
             if each.last >= context:
@@ -169,17 +176,19 @@ class Accumulation:
                 if not each.ignored:
                     without.append(each)
         if attached and watched and not made:
-            return (
+            return self._say_outside(step) or (
                 "no attached optimizer made a step in it: a window of gradient accumulation is open, or the step was "
                 "left out (by a gradient scaler), or made by code that no hook sees"
             )
+        if made:
+            self._outside.clear()
         alone = attached and len(watched) == 1  # then it is enough that it made a step
         for each in made:
             if not each.ignored:
                 each.note_used(1 if alone else _SAMPLE if each.in_each else None)
         waiting = [each for each in without if not all(map(_is_used, each.gradients()))] if without else without
         if waiting and not self._lose_patience(waiting, step):
-            return (
+            return ("" if made else self._say_outside(step)) or (
                 f"there are gradients that no step of the {_names(waiting)} has used: a window of gradient "
                 "accumulation is open, or they are left over from another loss (that of a generator leaves some in the "
                 "discriminator)"
@@ -187,6 +196,20 @@ class Accumulation:
         if not waiting and self._unused_contexts:
             self._begin_patience()
         return ""
+
+    def _say_outside(self, step: int) -> str:
+        """Return why a context is inside a window if steps come behind contexts, and none in them; else nothing."""
+        if len(self._outside) < _OUTSIDE:
+            return ""
+        optimizer = self._outside[-1]
+        if not self._told_outside:
+            self._told_outside = True
+            text = (
+                "a step of the %s was made outside of engine.step, between two of its blocks, and the block of step %d "
+                "made none: steps are not saved that way; move optimizer.step() into the block"
+            )
+            write("step_outside", text, optimizer, step, step=step, store=self._store)
+        return f"the {optimizer} makes its steps outside of the block of engine.step: move optimizer.step() into it"
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the steps of this very optimizer are seen."""
@@ -263,6 +286,8 @@ class Accumulation:
                 each.ignored, each.patience = False, max(2 * length, PATIENCE + 1)
             each.last = self._context
             self._steps += 1
+            if self._context and not self._is_inside:
+                self._outside = [*self._outside[-1:], type(optimizer).__qualname__]
 
     def _look_at_gradients(self, this: _Watched, optimizer: torch.optim.Optimizer) -> None:
         """Warn, once, if the first steps of an optimizer find no gradient: it may be of a model that does not train."""

@@ -28,6 +28,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_sizes
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import (
+    held_by_other,
     lock_commit,
     may_lack_the_newest,
     rank_folders,
@@ -156,7 +157,7 @@ async def lock_ranks(opened: OpenMedium, folder: Path, names: Collection[str]) -
         except FileNotFoundError:
             continue
         if locked is None:
-            raise StoreLockedError(f"another process has {folder / name} open for writing: close it first")
+            raise StoreLockedError(held_by_other(folder / name))
 
 
 async def find_parts(

@@ -53,6 +53,7 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import (
+    held_by_other,
     is_group_folder,
     lock_commit,
     no_store,
@@ -207,7 +208,7 @@ def recover_store(
         alone = write and COMMIT_NAME not in await medium.names()  # no trainer opens it so
         opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the folder is closed
         if write and not alone and await lock_commit(medium, opening, LOCK_SECONDS) is None:
-            raise StoreLockedError(f"another process has {name} open for writing: close it first")
+            raise StoreLockedError(held_by_other(path))
         names = await medium.names()  # only now: the previous holder of the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
         commit = await read_commit(medium)
@@ -344,8 +345,11 @@ async def _with_records(identity: FileState, place: Place, progress: Progress) -
     """Return the recovery of a group of which all ranks have their records."""
     verification = await _verify(place, progress)
     faults, torn = lost_slots(place), lost_records(place)
-    lacking = [f"Step {one.step} lacks the parts of {one.lacking}." for one in place.incomplete if not one.proven]
-    if lacking and not place.complete:
+    newest = max((one.key for one in place.complete), default=None)
+    # Older ones are nothing to mend: some rank that was killed had not dropped its part yet.
+    newer = [one for one in place.incomplete if not one.proven and (newest is None or one.key > newest)]
+    lacking = [f"Step {one.step} lacks the parts of {one.lacking}." for one in newer]
+    if lacking and newest is None:
         lacking = [f"{place.nothing(None)}."]  # says what to do, too
     problems = (
         *lacking,

@@ -621,6 +621,30 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_same_call(folder: Path, mo
     assert "Nothing is missing" in pccheck("recover", folder)
 
 
+def test_an_old_checkpoint_that_one_rank_has_dropped_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the records of two ranks leaves that."""
+
+    async def cut_short(store: Store, keys: Collection[Key]) -> None:
+        if parts_of(store.committed.record)[0].rank == 1:
+            raise RuntimeError("ends here")
+        await drop_checkpoints(store, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pccheck_async.upkeep.change.drop_checkpoints", cut_short)
+        with pytest.raises(RuntimeError, match="ends here"):
+            stores.remove(folder, step=1)
+    assert [info.step for info in list_checkpoints(folder)] == [3, 2]
+    said = " ".join(pccheck("ls", folder).split())
+    assert "Incomplete: step 1 (counter 0) lacks the parts of rank 0; it was complete once, and a newer one is" in said
+    assert "To do" not in said
+    assert "Nothing is missing" in pccheck("recover", folder)
+    (folder / "group.json").write_bytes(b"x")
+    assert "Written: group.json" in pccheck("recover", folder, "--write")
+    assert "Nothing is missing" in pccheck("recover", folder)
+
+
 @pytest.mark.slow
 def test_recover_of_a_ranks_store(folder: Path) -> None:
     """Its records alone said of which checkpoints of the group its slots hold parts."""

@@ -220,6 +220,40 @@ def test_a_folder_of_the_trainers_own_wins_but_replaces_no_later_step(tmp_path: 
     assert [info.step for info in list_checkpoints(tmp_path / "store")] == [9]
 
 
+@pytest.mark.slow
+def test_a_best_model_that_is_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {
+        "save_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "greater_is_better": True, "num_train_epochs": 2,
+    }  # fmt: skip
+    live(kit.Training(tmp_path, options=options), tmp_path / "journal")
+    shutil.rmtree(tmp_path / "output")
+    caplog.clear()
+    trainer, callback = kit.Training(tmp_path, options=options | {"num_train_epochs": 3}).make(
+        Journal(tmp_path / "more")
+    )
+    assert callback is not None
+    trainer.train()
+    (line,) = [record for record in caplog.records if getattr(record, "event", "") == "best_model_gone"]
+    assert "the best model, of step " in line.getMessage()
+    assert "which is gone: load_best_model_at_end leaves the last model, unless a better one" in line.getMessage()
+
+
+@pytest.mark.slow
+def test_the_same_step_from_a_folder_of_the_trainers_own_is_nothing_to_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    live(kit.Training(tmp_path, options=options), tmp_path / "journal")
+    assert [info.step for info in list_checkpoints(tmp_path / "store")] == [4]
+    caplog.clear()
+    trainer, callback = kit.Training(tmp_path, options=options | {"max_steps": 6}).make(Journal(tmp_path / "more"))
+    assert callback is not None
+    trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-4"))
+    assert [info.step for info in list_checkpoints(tmp_path / "store")] == [6]
+    assert not [record for record in caplog.records if getattr(record, "event", "") == "unrestored"]
+
+
 # -- faults
 
 

@@ -722,3 +722,36 @@ def test_closing_lets_go(tmp_path: Path) -> None:
         assert hooks.after
     assert not hooks.before
     assert not hooks.after
+
+
+@pytest.mark.parametrize("attach", [(), ("a",)], ids=["not attached", "attached"])
+def test_an_optimizer_that_makes_its_steps_behind_the_block_is_named(
+    tmp_path: Path, attach: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    part = Part()
+    with SyncCheckpointEngine(tmp_path, interval=1, save_last=False) as engine:
+        if attach:
+            engine.attach(part.optimizer)
+        for step in range(5):
+            with engine.step(state_of({"a": part}), step):
+                part.backward(step)
+            part.apply()
+    (line,) = [record for record in caplog.records if record.event == "step_outside"]  # type: ignore[attr-defined]
+    assert "block of step 2 made none: steps are not saved that way; move optimizer.step() into" in line.getMessage()
+
+
+def test_a_step_between_blocks_that_make_steps_is_nothing_to_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = Part()
+    with SyncCheckpointEngine(tmp_path, interval=1, save_last=False) as engine:
+        engine.attach(part.optimizer)
+        for step in range(9):
+            with engine.step(state_of({"a": part}), step):
+                part.backward(step)
+                if step % 3 == 2:  # windows of three
+                    part.apply()
+            if step % 3 == 2:
+                part.backward(step)
+                part.apply()
+    assert not [record for record in caplog.records if record.event == "step_outside"]  # type: ignore[attr-defined]
