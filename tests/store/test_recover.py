@@ -211,7 +211,7 @@ def test_a_store_of_a_newer_format_is_left_alone(tmp_path: Path, records: str) -
 def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=CHUNK)) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
-        with pytest.raises(StoreLockedError, match=f"another process has {re.escape(str(tmp_path))} open"):
+        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on .* has {re.escape(str(tmp_path))} open"):
             stores.recover(tmp_path, write=True, search=True)
         assert [info.step for info in stores.recover(tmp_path, search=True).named] == [1]
         engine.checkpoint(state_of(2), step=2).result(60)
