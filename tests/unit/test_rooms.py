@@ -19,6 +19,7 @@ FLOORS = (
     ("transfer",),
     ("medium",),
     ("store", "shelf"),
+    ("bucket",),
     ("engine",),
     ("training",),
     ("tuning",),
