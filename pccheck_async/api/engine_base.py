@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pccheck_async.api.old_keywords import OldKeywords, refuse_unknown, renamed
 from pccheck_async.engine import (
+    Drain,
     EngineConfig,
     EngineCore,
     EngineStatistics,
@@ -71,6 +72,7 @@ class EngineBase:
         group: ProcessGroup | Group | None = None,
         storage: StorageOptions = StorageOptions(),
         memory: MemoryTier | None = None,
+        drain: Drain | None = None,
         **old: Unpack[OldKeywords],
     ) -> None:
         """Make an engine; opening it creates or locks the store.
@@ -115,6 +117,8 @@ class EngineBase:
                 :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
             storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
             memory: Keep the newest ones in memory, too (:class:`pccheck_async.MemoryTier`); on all ranks or none.
+            drain: Copy them to object storage, too (:class:`pccheck_async.Drain`), and restore from there on an empty
+                folder. For one process, not for groups.
 
         Raises:
             ValueError: a setting is out of range.
@@ -135,6 +139,7 @@ class EngineBase:
             on_error=on_error,
             storage=storage,
             memory=memory,
+            drain=drain,
         )
         policy = make_policy(interval, max_in_flight)
         in_memory = None if memory is None else make_policy(memory.interval, max_in_flight=1)  # one at a time

@@ -8,6 +8,7 @@ replace the steps by wrong ones. A run has one owner, and calls one method at a 
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from pccheck_async.bucket.record import (
     decode_index,
     encode_commit,
 )
-from pccheck_async.errors import CorruptStoreError, DamagedError, StoreLockedError
+from pccheck_async.errors import CorruptStoreError, DamagedError, StoreLockedError, WriteError
 from pccheck_async.format import Line
 
 __all__ = ["Owner", "read_commit", "read_index"]
@@ -202,7 +203,7 @@ class Owner:
             if found is not None:
                 return found
             await self.objects.pause(attempt)
-        raise failure or StoreLockedError(f"record {number} of {self.objects.url} is neither there nor can be created")
+        raise failure or WriteError(errno.EAGAIN, f"record {number} of {self.objects.url} is neither there nor created")
 
     async def higher(self, number: int) -> int:
         """Return the highest number of a record above ``number``, 0 for none (B4)."""
