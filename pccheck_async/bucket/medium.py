@@ -23,7 +23,7 @@ from pccheck_async.bucket.objects import MissingObjectError, Objects
 from pccheck_async.bucket.owner import read_commit, read_index
 from pccheck_async.bucket.record import CommitRecord, Kept, PartIndex
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, WriteError
-from pccheck_async.format import Entry, Identity, Record
+from pccheck_async.format import Entry, Identity, Line, Record
 from pccheck_async.format import checksum as checksums
 from pccheck_async.format.record import (
     COMMIT_NAME,
@@ -48,10 +48,15 @@ _LOOKS = 5
 
 
 class BucketMedium(Medium):
-    """The commits of a bucket, read-only. Errors of the store itself are RefusedError."""
+    """The commits of a bucket, read-only. Errors of the store itself are RefusedError.
+
+    Attributes:
+        line: That of the newest record, as of the last look.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
+        self.line: Line | None = None
         self._clock = StageClock("write", "read", "flush")
         self._records: dict[Kept, CommitRecord] = {}  # they never change
         self._now: dict[int, tuple[Kept, CommitRecord]] = {}
@@ -72,6 +77,7 @@ class BucketMedium(Medium):
             newest = await self._newest(number)
             if newest is None:
                 continue  # superseded, and deleted, meanwhile
+            self.line = newest.line
             found = [(kept, record) for kept in protocol.live(number, newest) if (record := await self._kept(kept))]
             self._records = {kept: record for kept, record in self._records.items() if kept.number >= number} | dict(
                 found

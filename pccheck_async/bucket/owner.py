@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from msgspec import structs
+
 from pccheck_async.bucket import protocol
 from pccheck_async.bucket.names import COMMITS, DATA, commit_key, commit_number
 from pccheck_async.bucket.objects import MissingObjectError, Objects, RefusedError
@@ -75,6 +77,7 @@ class Owner:
         spare: Targets whose data this run may still name.
         adoptable: Those data objects, with their bytes.
         line: Of the store, for the next record.
+        line_there: That of the newest record when this run took over, which its fence has, too.
     """
 
     def __init__(self, objects: Objects, store: bytes, keep_last: int, run: bytes | None = None) -> None:
@@ -86,6 +89,7 @@ class Owner:
         self.spare: tuple[int, ...] = ()
         self.adoptable: dict[str, int] = {}
         self.line: Line | None = None
+        self.line_there: Line | None = None
         self._store, self._keep_last = store, keep_last
         self._named: dict[str, Collection[str]] = {}  # by index
 
@@ -121,7 +125,8 @@ class Owner:
                 continue  # it was superseded meanwhile
             now = () if newest is None else protocol.live(listing.newest, newest)
             number, spare = protocol.next_number(listing), protocol.drafts(listing, newest)
-            fence = self._record(now, spare=spare)
+            line = self.line if newest is None else newest.line
+            fence = structs.replace(self._record(now, spare=spare), line=line)
             if protocol.outcome(await self.settle(number, fence), fence) != "mine":
                 await self.objects.pause(attempt)
                 continue
@@ -130,7 +135,7 @@ class Owner:
                 if overtaken > 1:
                     raise StoreLockedError(f"another run takes {self.objects.url} over at the same time: end one")
                 continue
-            self.base, self.now, self.spare = number, now, spare
+            self.base, self.now, self.spare, self.line_there = number, now, spare, line
             self.adoptable = protocol.adoptable(listing, spare)
             self.records = await self.read(now)
             return

@@ -33,30 +33,32 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _RUN = Run(0, 0, 0)
 
 
-def counting(records: Sequence[tuple[Kept, CommitRecord]], line: Line | None, newest: int | None) -> list[Entry] | None:
+def _accepted(line: Line | None, record: CommitRecord) -> bool:
+    return line is not None and record.run is not None and line.accepts(record.run, record.entry.counter)
+
+
+def counting(
+    records: Sequence[tuple[Kept, CommitRecord]], there: Line | None, line: Line | None, newest: int | None
+) -> list[Entry] | None:
     """Return those commits that count beside a store, newest first, with their numbers as slots; None: another branch.
 
     Args:
         records: What counts in the bucket, newest first.
+        there: The line of the newest record in the bucket.
         line: Of the store on disk.
         newest: The largest counter of a checkpoint on disk; None: it has none, and the bucket's newest is the line.
     """
-    with_parts = [(kept, record) for kept, record in records if record.parts]
-    if not with_parts:
+    found = [(kept, record) for kept, record in records if record.parts]
+    if not found:
         return []
-    first = with_parts[0][1]
-
-    def accepted(by: Line | None, record: CommitRecord) -> bool:
-        return by is not None and record.run is not None and by.accepts(record.run, record.entry.counter)
-
-    if newest is not None and not accepted(line, first):
+    if newest is not None and not _accepted(line, found[0][1]):
         run = None if line is None else line.run_of(newest)
-        if run is None or first.line is None or not first.line.accepts(run, newest):
+        if run is None or there is None or not there.accepts(run, newest):
             return None
     return [
         replace(record.entry, slot=kept.number)
-        for kept, record in with_parts
-        if record is first or accepted(first.line, record) or (newest is not None and accepted(line, record))
+        for number, (kept, record) in enumerate(found)
+        if _accepted(there, record) or _accepted(line, record) or (number == 0 and newest is None)
     ]
 
 
@@ -89,7 +91,7 @@ class Draining:
         self._opened = OpenMedium(operations, BucketMedium(owner.objects), "a bucket", owner.objects.url)
         self._base = max((disk.committed.largest_counter, *self.counters))
         self._restored: int | None = None
-        self._begun = False
+        self._begun = self._begins = False
         self._turn = asyncio.Lock()
         self._wake = asyncio.Event()
         self._closing = False
@@ -118,12 +120,13 @@ class Draining:
         """
         objects = open_objects(drain.url, drain.options, deadline=drain.deadline, writes=True)
         disk.committed.line = disk.committed.record.line
-        _, records = await BucketMedium(objects).look()
-        _check_branch(records, path, disk, objects.url)  # before another run is fenced off for nothing
+        bucket = BucketMedium(objects)
+        _, records = await bucket.look()
+        _check_branch(records, bucket.line, path, disk, objects.url)  # before another run is fenced off for nothing
         owner = Owner(objects, disk.file.identity.id_bytes, drain.keep_last)
         owner.line = disk.committed.line
         await owner.take_over()
-        _check_branch([*owner.records.items()], path, disk, objects.url)
+        _check_branch([*owner.records.items()], owner.line_there, path, disk, objects.url)
         draining = cls(drain, path, owner, disk, memory, operations, backend)
         rejected = {entry.counter for entry in disk.committed.record.entries if entry.rejected}
         draining._dropped |= rejected & {*draining.counters}
@@ -163,7 +166,8 @@ class Draining:
     def entries(self) -> list[Entry]:
         """The checkpoints in the bucket that may be restored, newest first; their slots are numbers of commits."""
         newest = self._disk.committed.entries[0].counter if self._disk.committed.entries else None
-        found = counting([*self._owner.records.items()], self._disk.committed.line, newest) or []
+        records = [*self._owner.records.items()]
+        found = counting(records, self._owner.line_there, self._disk.committed.line, newest) or []
         return [entry for entry in found if entry.counter not in self._dropped]
 
     def source(self, entry: Entry) -> Source:
@@ -195,7 +199,8 @@ class Draining:
                 before, run = self._disk.committed.line, self._owner.run
                 line = Line(run, self._base) if before is None else before.descend(run, self._base, self._restored)
                 await self._disk.begin_line(line)
-            self._begun = True
+            self._begun = self._begins = True
+            self._wake.set()
 
     # -- what comes
 
@@ -302,9 +307,14 @@ class Draining:
                 await self._owner.collect()
             self._dropped = self._dropped - dropped
             return True
+        if self._begins:
+            await self._tell_line()
+            self._begins = False
+            return True
         entry = self._next()
         if entry is None:
-            self._settle_flights()
+            self._end_flights(CheckpointError("it was rejected, or removed, or is damaged, before it was copied"))
+            self._durable_at.clear()
             return False
         if not self._closing and self._seconds_to_next():
             return False
@@ -312,6 +322,13 @@ class Draining:
         if await self._send(entry):
             self._sent_at = began
         return True
+
+    async def _tell_line(self) -> None:
+        """Write this run's line into the bucket, if that is of another branch: after a crash it would be refused."""
+        line, newest = self._disk.committed.line, next((each for each in self._owner.records.values()), None)
+        if newest is not None and not _accepted(line, newest):
+            self._owner.line = line
+            await self._owner.amend(())
 
     async def _send(self, entry: Entry) -> bool:
         """Copy one checkpoint; False: it was dropped meanwhile, or is damaged."""
@@ -391,17 +408,19 @@ class Draining:
             await asyncio.wait((self._task,))
 
 
-def _check_branch(records: Sequence[tuple[Kept, CommitRecord]], path: str, disk: Store, url: str) -> None:
+def _check_branch(
+    records: Sequence[tuple[Kept, CommitRecord]], there: Line | None, path: str, disk: Store, url: str
+) -> None:
     """Raise StoreError if the newest commit is of another branch than the newest checkpoint on disk."""
     entries, line = disk.committed.entries, disk.committed.line
     newest = entries[0] if entries else None
-    if counting(records, line, None if newest is None else newest.counter) is not None:
+    if counting(records, there, line, None if newest is None else newest.counter) is not None:
         return
     assert newest is not None
-    there = next(record for _, record in records if record.parts)
+    other = next(record for _, record in records if record.parts)
     raise StoreError(
         f"{path} and {url} hold checkpoints of different runs, and neither goes on from the other: step {newest.step} "
-        f"(counter {newest.counter}) on disk, step {there.entry.step} (counter {there.entry.counter}, of store "
-        f"{there.store.hex()[:8]}) in the bucket. To go on from the disk, give Drain another prefix; to go on from the "
+        f"(counter {newest.counter}) on disk, step {other.entry.step} (counter {other.entry.counter}, of store "
+        f"{other.store.hex()[:8]}) in the bucket. To go on from the disk, give Drain another prefix; to go on from the "
         "bucket, open the engine on an empty folder"
     )

@@ -220,7 +220,7 @@ class Flight:
         self._captured: Promise[None] = Promise()
         self._in_memory: Promise[None] | None = Promise() if memory is not None else None
         self._in_replicas: Promise[None] | None = Promise() if memory is not None and memory.replicas else None
-        self._remote: Promise[None] | None = Promise() if drained else None
+        self._remote: Promise[None] | None = Promise() if drained and on_disk else None
         self._durable: Promise[CheckpointInfo] = Promise()
         self._waiters: set[Waiting] = set()
 
@@ -263,7 +263,7 @@ class Flight:
             if self._remote is not None:
                 return self._remote
             what = f"the checkpoint of step {self.step} is not copied to a bucket"
-            raise CheckpointError(f"{what}: that needs an engine with drain=Drain(...)")
+            raise CheckpointError(f"{what}: that needs an engine with drain=Drain(...), and a checkpoint for the disk")
         where, needed = ("the memory of other hosts", "replicas=1") if tier == "replicas" else ("memory", "...")
         what = f"the checkpoint of step {self.step} is not saved in {where}"
         raise CheckpointError(f"{what}: that needs an engine with memory=MemoryTier({needed})")

@@ -307,6 +307,31 @@ def test_damage_on_disk_is_made_good_by_the_bucket(tmp_path: Path, url: str) -> 
     assert steps(url) == [2]
 
 
+def test_a_run_that_went_back_restarts_after_a_crash(tmp_path: Path, lying: LyingObjects) -> None:
+    drain = Drain("s3://lying/run", keep_last=3, closing=0.05)
+    with SyncCheckpointEngine(tmp_path / "run", keep_last=3, drain=drain) as engine:
+        for step in (1, 2, 3):
+            engine.checkpoint(state(step), step=step).wait_reached("remote", 20)
+    with SyncCheckpointEngine(tmp_path / "run", keep_last=3, drain=drain, overwrite=True) as engine:
+        engine.restore(state(0), step=1)
+        original = lying.put
+
+        async def put(key: str, data: Any) -> None:
+            await asyncio.sleep(60)
+
+        lying.put = put  # type: ignore[method-assign]
+        engine.checkpoint(state(2), step=2).result()
+        time.sleep(0.2)
+    lying.put = original  # type: ignore[method-assign]
+    assert steps_in(lying) == [3, 2, 1], "the new branch has not come there"
+    with SyncCheckpointEngine(tmp_path / "run", keep_last=3, drain=drain) as engine:
+        restored = engine.restore(state(0))
+        assert restored is not None
+        assert (restored.step, restored.source) == (2, "disk")
+        engine.checkpoint(state(3), step=3).wait_reached("remote", 20)
+    assert steps_in(lying)[0] == 3
+
+
 # -- dropping
 
 
