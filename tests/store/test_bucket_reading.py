@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("obstore")
 
 import torch
+from typer.testing import CliRunner
 
 from pccheck_async import (
     NoCheckpointError,
@@ -19,8 +21,9 @@ from pccheck_async import (
     stores,
 )
 from pccheck_async.bucket import Draft, Owner, open_objects, send_part
+from pccheck_async.cli import app
 from pccheck_async.engine import call_once
-from pccheck_async.errors import DamagedError
+from pccheck_async.errors import DamagedError, StoreError
 from pccheck_async.group import open_place
 from pccheck_async.store import Staging
 
@@ -115,3 +118,28 @@ def test_a_commit_is_read_while_newer_ones_come(places: tuple[Path, str]) -> Non
         assert checkpoint["step"] == 3, "the index was read before"
     assert load_sync(url)["step"] == 4
     assert [info.step for info in list_checkpoints(url)] == [4]
+
+
+def test_a_copy_goes_into_an_empty_prefix(places: tuple[Path, str], tmp_path: Path) -> None:
+    folder, url = places
+    copy = f"file://{tmp_path}/copy"
+    assert stores.copy(folder, copy, step=2).tiers == ("remote",)
+    assert [info.step for info in list_checkpoints(copy)] == [2]
+    assert not stores.compare(folder, copy, step=2).differences
+    assert stores.copy(url, f"file://{tmp_path}/third").step == 3
+    with pytest.raises(StoreError, match="empty prefix"):
+        stores.copy(folder, copy)
+
+
+def test_commands_take_urls(places: tuple[Path, str], tmp_path: Path) -> None:
+    _, url = places
+    for command in (["ls", url], ["show", url], ["verify", url, "--all"], ["copy", url, str(tmp_path / "back")]):
+        ran = CliRunner().invoke(app, command)
+        assert ran.exit_code == 0, ran.output
+        assert "3" in ran.output
+    ran = CliRunner().invoke(app, ["ls", url, "--json"])
+    assert [each["step"] for each in json.loads(ran.output)] == [3, 2]
+    ran = CliRunner().invoke(app, ["ls", f"file://{tmp_path}/nothing"])
+    assert ran.exit_code == 3
+    ran = CliRunner().invoke(app, ["remove", url, "--step", "3"])
+    assert ran.exit_code == 2
