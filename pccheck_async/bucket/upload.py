@@ -71,6 +71,16 @@ class Draft:
         return PartName(key, len(data), replace(entry, slot=0))
 
 
+class _FreshLease(BufferLease):
+    def __init__(self, pool: BufferPool, index: int) -> None:
+        super().__init__(pool, index)
+        self.view = aligned_buffer(pool.buffer_bytes)
+
+    def release(self) -> None:
+        self.view = memoryview(b"")  # whoever still has the lease has no memory
+        super().release()
+
+
 class _FreshBuffers(BufferPool):
     """Buffers that are never used twice: a request that was given up may still be sending from one."""
 
@@ -79,9 +89,7 @@ class _FreshBuffers(BufferPool):
         self._view = memoryview(b"")
 
     async def lease(self) -> BufferLease:
-        lease = await super().lease()
-        lease.view = aligned_buffer(self.buffer_bytes)
-        return lease
+        return _FreshLease(self, (await super().lease()).index)
 
 
 async def send_part(

@@ -30,7 +30,7 @@ from pccheck_async.bucket.record import (
     encode_commit,
     encode_index,
 )
-from pccheck_async.bucket.upload import Draft
+from pccheck_async.bucket.upload import Draft, _FreshBuffers
 from pccheck_async.errors import (
     CorruptStoreError,
     DamagedError,
@@ -442,3 +442,22 @@ def test_a_refusal_is_not_repeated() -> None:
     with pytest.raises(RefusedError):
         run(Patient(objects, deadline=60).put("a", b""))
     assert len(objects.requests) == 1
+
+
+def test_a_buffer_for_uploads_is_never_used_twice() -> None:
+    """A request that was given up may still be sending from it: another content under that name would be damage."""
+
+    async def work() -> None:
+        pool = _FreshBuffers(2 * 4096, 4096)
+        first, second = await pool.lease(), await pool.lease()
+        sending = first.view
+        sending[:] = b"1" * 4096
+        first.release()
+        assert not len(first.view), "a worker that keeps the lease keeps no memory"
+        third = await pool.lease()
+        third.view[:] = b"3" * 4096
+        assert bytes(sending) == b"1" * 4096
+        second.release()
+        third.release()
+
+    run(work())
