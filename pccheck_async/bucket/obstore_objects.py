@@ -116,6 +116,9 @@ def open_objects(
             client.setdefault("timeout", timedelta(hours=1))  # each request has a deadline of its own
             if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):  # which client options would hide
                 client.setdefault("allow_http", True)
+            given = "AWS_CHECKSUM_ALGORITHM" in os.environ or any("checksum" in name.lower() for name in options)
+            if scheme in ("s3", "s3a") and not given:  # the server compares it; the signature needs it, too
+                options["checksum_algorithm"] = "SHA256"
             retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=deadline)}
             store = from_url(url, config=options or None, client_options=client or None, retry_config=retry)
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:

@@ -233,10 +233,12 @@ class Owner:
         Raises StoreLockedError: another run took the prefix over; WriteError, ReadError: the checkpoint may be
         committed, or may be later; call it again, or go on with another one.
         """
-        counter = parts[0].entry.counter
+        counter, came_late = parts[0].entry.counter, False
         while True:
             if not protocol.may_send(counter, self.counters):
-                return False
+                if came_late:  # an earlier attempt for this checkpoint: what is spared was for that
+                    self.spare, self.adoptable = (), {}
+                return came_late
             number = self.base + 1
             made = self._record(protocol.retained(self.now, self._keep_last - 1), parts)
             found = await self.settle(number, made)
@@ -245,6 +247,7 @@ class Owner:
                 await self._stop(number)
             if came == "earlier":
                 await self._rebase(number, found)
+                came_late = True
                 continue
             await self._own(number, made)
             return True

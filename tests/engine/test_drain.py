@@ -21,6 +21,7 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
     Drain,
+    Group,
     MemoryTier,
     NoCheckpointError,
     SyncCheckpointEngine,
@@ -400,6 +401,11 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         SyncCheckpointEngine(tmp_path / "run", drain="s3://bucket/run")  # type: ignore[arg-type]
     with SyncCheckpointEngine(tmp_path / "run") as engine, pytest.raises(CheckpointError, match="drain=Drain"):
         engine.checkpoint(state(1)).wait_reached("remote")
+
+
+def test_groups_are_refused_for_now(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Drain.* is for one process"):
+        SyncCheckpointEngine(tmp_path / "run", group=Group(0, 1, None), drain=Drain("s3://bucket/run"))
 
 
 def test_secrets_are_not_shown() -> None:

@@ -14,10 +14,12 @@ pytest.importorskip("obstore")
 
 from obstore.store import MemoryStore
 
-from pccheck_async.bucket import Objects, RefusedError, is_location, open_objects, shown
+from pccheck_async.bucket import BucketMedium, Draft, Objects, Owner, RefusedError, is_location, open_objects, shown
+from pccheck_async.bucket.names import digest
 from pccheck_async.bucket.objects import MissingObjectError
-from pccheck_async.errors import NoCheckpointError
-from tests.support.lying_objects import LyingObjects
+from pccheck_async.bucket.owner import read_index
+from pccheck_async.errors import NoCheckpointError, StoreLockedError
+from tests.support.lying_objects import LyingObjects, entry_of
 from tests.support.object_server import BUCKET, OPTIONS_OF_READER, find_server, options_for, served
 
 T = TypeVar("T")
@@ -25,7 +27,7 @@ Make = Callable[..., Objects]
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, 300))
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +147,40 @@ def test_without_the_libraries_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(RefusedError, match=r"pccheck-async\[bucket\]"):
         open_objects("s3://bucket/run")
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.campaign)])
+def test_of_two_runs_that_begin_together_one_goes_on(objects: Objects, rounds: int) -> None:
+    async def life(counter: int, owner: Owner) -> int:
+        """Take over and copy three checkpoints; return the counter of the last one that is there."""
+        done = -1
+        try:
+            await owner.take_over()
+            for number in range(3):
+                draft, data = Draft(owner), b"%d" % (counter + number)
+                await draft.send(0, data, digest(data))
+                await asyncio.sleep(0)
+                part = await draft.finish(entry_of(counter + number, len(data)), 512, b"manifest")
+                if await owner.commit([part]):
+                    done = counter + number
+                await owner.collect()
+        except StoreLockedError:  # the other one took over
+            pass
+        return done
+
+    async def work() -> None:
+        reported = -1
+        for each in range(rounds):
+            lives = [life(10 * (each + 1), Owner(objects, bytes([side]) * 16, keep_last=2)) for side in (1, 2)]
+            reported = max(reported, *await asyncio.gather(*lives))
+            _, found = await BucketMedium(objects).look()
+            counters = [record.entry.counter for _, record in found if record.parts]
+            assert counters == sorted(counters, reverse=True)
+            assert reported == -1 or counters[0] >= reported
+            for _, record in found:
+                for part in record.parts:
+                    index = await read_index(objects, part)
+                    assert [await objects.get(key, 100) for key, _ in index.objects] == [b"%d" % part.entry.counter]
+        assert reported > 0
+
+    run(work())

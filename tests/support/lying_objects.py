@@ -314,8 +314,8 @@ class World:
         if last.state == "done" and not self.flying and last.first and last.first == max(r.first for r in self.runs):
             newest = self.record(self.top)
             assert newest is not None
-            if newest.owner != self.owners[-1].run:
-                return
+            if newest.owner != self.owners[-1].run or self.owners[-1].base != self.top:
+                return  # a creation that was given up came late: the next record goes on from there
             collecting: Coroutine[Any, Any, int] = self.owners[-1].collect()  # what arrived late, the next one deletes
             answer = None
             try:
