@@ -124,7 +124,10 @@ class BucketMedium(Medium):
     def _commit_file(self, record: Record) -> bytes:
         data = bytearray(COMMIT_NBYTES)
         for generation in (record.generation, record.generation - 1):  # nothing is superseded: both name the same
-            encoded = encode_record(replace(record, generation=generation), self._identity.id_bytes, MIN_BLOCK)
+            try:
+                encoded = encode_record(replace(record, generation=generation), self._identity.id_bytes, MIN_BLOCK)
+            except ValueError as error:
+                raise CorruptStoreError(f"the commits in {self.objects.url} are impossible: {error}") from None
             for offset in region_offsets(generation):
                 data[offset : offset + len(encoded)] = encoded
         return bytes(data)

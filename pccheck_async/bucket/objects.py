@@ -71,10 +71,10 @@ class Objects(ABC):
         """Wait before a request is sent again, longer for each ``attempt``."""
 
 
-_SLOWEST: Final = 1 << 20
-"""Bytes per second: an upload that is slower counts as hanging."""
 _ANSWER_SECONDS: Final = 10.0
-"""For which one request without data may go unanswered."""
+"""For which a request that carries little may go unanswered until it is sent again."""
+_LITTLE: Final = 1 << 20
+"""Bytes. One that carries more, over a slow network, has all the time until the deadline."""
 
 
 class Patient(Objects):
@@ -135,7 +135,7 @@ class Patient(Objects):
         while True:
             attempt += 1
             left = end - clock()
-            seconds = left if nbytes is None else min(left, _ANSWER_SECONDS + nbytes / _SLOWEST)
+            seconds = left if nbytes is None or nbytes > _LITTLE else min(left, _ANSWER_SECONDS)
             try:
                 async with asyncio.timeout(max(0.0, seconds)):
                     return await send()

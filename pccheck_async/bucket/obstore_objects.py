@@ -22,7 +22,7 @@ __all__ = ["Location", "ObstoreObjects", "is_location", "open_objects", "shown"]
 
 Location: TypeAlias = Any
 """A URL (``s3://bucket/run``), or a store of obstore's."""
-_SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file", "memory")
+_SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
 _CLIENT_OPTIONS: Final = frozenset((
     "allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "default_headers",
     "http1_only", "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_only",
@@ -78,8 +78,8 @@ def open_objects(
     """Return the objects at a URL; the environment has what ``options`` do not give.
 
     Args:
-        location: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///``, or a store of
-            obstore's, which has its own options.
+        location: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, or a store of obstore's, which has
+            its own options.
         options: Of obstore, by name: those of the provider and those of the HTTP client.
         deadline: Seconds for each request, repetitions included.
         writes: Make the folder of a ``file://`` URL, if there is none.
@@ -121,9 +121,11 @@ def open_objects(
                 options["checksum_algorithm"] = "SHA256"
             retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=deadline)}
             store = from_url(url, config=options or None, client_options=client or None, retry_config=retry)
-    except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
-        first = str(error).partition("\n")[0] if "key" in str(error).lower() and "=" not in str(error) else ""
-        raise RefusedError(f"{shown(url)} cannot be opened: {first or 'the URL or an option is wrong'}") from None
+    except obstore.exceptions.UnknownConfigurationKeyError as error:
+        raise RefusedError(f"{shown(url)} cannot be opened: {str(error).partition(chr(10))[0]}") from None
+    except (obstore.exceptions.BaseError, OSError, ValueError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "the URL or an option is wrong"
+        raise RefusedError(f"{shown(url)} cannot be opened: {why}") from None
     return Patient(ObstoreObjects(store, shown(url)), deadline)
 
 

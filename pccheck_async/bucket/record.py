@@ -20,7 +20,7 @@ import msgspec
 from pccheck_async.bucket.names import MOST_NUMBER, data_name
 from pccheck_async.errors import CorruptStoreError, NewerFormatError
 from pccheck_async.format import Entry, Line, crc32
-from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, REGION_NBYTES, is_sane_entry
+from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, MOST_METADATA_NBYTES, REGION_NBYTES, is_sane_entry
 
 __all__ = [
     "MOST_INDEX_NBYTES", "MOST_RECORD_NBYTES", "CommitRecord", "Kept", "PartIndex", "PartName", "decode_commit",
@@ -180,6 +180,7 @@ def _trouble(record: CommitRecord, number: int) -> str:
         name = data_name(part.key)
         if name is None or name.rank != rank or not 0 < name.target <= number or not 0 < part.nbytes <= _LARGEST:
             return f"the part of rank {rank}"
-        if not is_sane_entry(part.entry):
+        nbytes = len(msgspec.msgpack.encode(part.entry.metadata))
+        if not is_sane_entry(part.entry) or nbytes > 2 * MOST_METADATA_NBYTES:  # it may be marked as rejected
             return f"the entry of rank {rank}"
     return ""

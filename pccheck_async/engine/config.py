@@ -159,7 +159,8 @@ class Drain:
         keep_last: How many of the newest checkpoints are kept there.
         options: Those of obstore for the provider and the HTTP client, by name: ``{"region": "eu-west-1"}``.
         rate_limit: The bytes per second that are sent at the most.
-        deadline: Seconds for each request, repetitions included; then the copy is begun again, later.
+        deadline: Seconds for each request, repetitions included; then the copy is gone on with later. Two objects of
+            32 MiB have to come through in that time, so a network of less than 1 MiB per second needs more.
         closing: Most seconds that closing the engine waits until the newest checkpoint is there; the log says what is
             left.
 

@@ -114,7 +114,9 @@ def test_no_strange_record_is_believed(body: object) -> None:
         {"spare": (4,)}, {"spare": (0,)}, {"parts": (PartName("../x", 1, entry_of(5, 1)),)},
         {"parts": (PartName(data_key(4, 0, 0, "ab" * 16), 1, entry_of(5, 1)),)},
         {"parts": (PartName(data_key(1, 1, 0, "ab" * 16), 1, entry_of(5, 1)),)},
-        {"parts": (PartName(KEY, 1, entry_of(-1, 1)),)}, {"line": Line(b"short", 3)},
+        {"parts": (PartName(KEY, 1, entry_of(-1, 1)),)},
+        {"parts": (PartName(KEY, 1, msgspec.structs.replace(entry_of(5, 1), metadata={"x": "y" * 2000})),)},
+        {"line": Line(b"short", 3)},
     ],
 )  # fmt: skip
 def test_an_impossible_record_is_neither_written_nor_read(change: dict[str, Any]) -> None:
