@@ -248,6 +248,15 @@ def key_without_target(patch: Patch) -> None:
     patch.setattr(upload, "data_key", lambda target, rank, number, digits: original(1, rank, number, digits))
 
 
+def number_above_data(patch: Patch) -> None:
+    """A run that takes over gets a number above all data in sight, and may pass over a commit that comes meanwhile."""
+
+    def next_number(listing: protocol.Listing) -> int:
+        return 1 + max([listing.newest, *map(target_of, listing.data)])
+
+    patch.setattr(protocol, "next_number", next_number)
+
+
 BROKEN: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "local-numbers": (local_numbers, (4, 1)),
     "no-fence": (no_fence, (1, 4)),
@@ -262,6 +271,7 @@ BROKEN: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "send-older": (send_older, (3, 9)),
     "adopt-any": (adopt_any, (3, 13)),
     "highest-deleted": (highest_deleted, (2, 10)),
+    "number-above-data": (number_above_data, (1, 4)),
     "listed-is-live": (listed_is_live, (2, 14)),
     "data-first": (data_first, (1, 3)),
     "no-fence-renumber": (no_fence_renumber, (1, 4)),
