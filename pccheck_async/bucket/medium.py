@@ -102,6 +102,11 @@ class BucketMedium(Medium):
             return None
         return record if record is not None and record.put == kept.put else None
 
+    @property
+    def counting(self) -> list[int]:
+        """The numbers of the commits that count, as of the last look at the records."""
+        return [*self._now]
+
     async def _record(self) -> Record | None:
         """Return a record as a store of one process has it; None if there is no commit at all."""
         number, found = await self.look()
@@ -168,7 +173,7 @@ class BucketMedium(Medium):
         with self._clock.timed("read", len(into)):
             if file not in self._slots:
                 return await self._read_commit(offset, into)
-            index, starts, kept = self._slots[file]
+            index, starts, _ = self._slots[file]
             end = min(offset + len(into), file.nbytes)
             if end > starts[-1]:
                 tail = bytes(file.nbytes - starts[-1] - len(index.manifest)) + index.manifest
@@ -183,7 +188,7 @@ class BucketMedium(Medium):
                             break
                         tasks.create_task(self.objects.read(key, low - start, into[low - offset : high - offset]))
             except MissingObjectError as error:
-                raise await self._lost(kept, f"in the bucket {error}") from None
+                raise await self.lost(file, f"in the bucket {error}") from None
             return max(0, end - offset)
 
     async def _read_commit(self, offset: int, into: memoryview) -> int:
@@ -192,8 +197,15 @@ class BucketMedium(Medium):
         into[: len(data)] = data
         return len(data)
 
+    def objects_of(self, file: File) -> tuple[tuple[str, int], ...]:
+        """Return the names of the data objects of an open commit, with their bytes."""
+        return self._slots[file][0].objects
+
+    async def lost(self, file: File, why: str) -> DamagedError | ReadError:
+        """Return the error for an object of an open commit that is missing: damage only if that still counts."""
+        return await self._lost(self._slots[file][2], why)
+
     async def _lost(self, kept: Kept, why: str) -> DamagedError | ReadError:
-        """Return the error for an object that is missing: damage only if its commit still counts."""
         _, found = await self.look()
         if any(kept == now for now, _ in found):
             return DamagedError(f"commit {kept.number}: {why}, though the commit counts")

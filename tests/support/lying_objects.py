@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from pccheck_async.bucket import protocol
+from pccheck_async.bucket import BucketMedium, protocol
 from pccheck_async.bucket.names import commit_number, data_name, digest
 from pccheck_async.bucket.objects import Data, MissingObjectError, Objects, RefusedError
 from pccheck_async.bucket.owner import Owner
 from pccheck_async.bucket.record import CommitRecord, PartIndex, PartName, decode_commit, decode_index
 from pccheck_async.bucket.upload import Draft
-from pccheck_async.errors import ReadError, StoreLockedError, WriteError
+from pccheck_async.errors import DamagedError, ReadError, StoreLockedError, WriteError
 from pccheck_async.format import Entry, crc32
+from pccheck_async.format.record import slot_name
 
 MAY_BE_LATE = ("put", "create", "delete")
 MOST_ATTEMPTS = 2
@@ -302,16 +303,17 @@ class World:
 
     def check_end(self) -> None:
         """Raise BrokenError if a run stopped for nothing, or nobody collects what does not count."""
-        for number, run in enumerate(self.runs):
+        writers = [run for run in self.runs if run.disk != "reader"]
+        for number, run in enumerate(writers):
             newest = self.record(self.top)
             is_newest = newest is not None and newest.owner == self.owners[number].run
             if run.state == "stopped" and run.first and is_newest:
                 raise BrokenError(f"STUCK: run {number} stops, though nobody took over")
-            later = any(other.state != "off" for other in self.runs[number + 1 :])
+            later = any(other.state != "off" for other in writers[number + 1 :])
             if run.state == "stopped" and not run.first and not run.lost_opening and not later:
                 raise BrokenError(f"STUCK: run {number} stops, though no later run began")
-        last = self.runs[-1]
-        if last.state == "done" and not self.flying and last.first and last.first == max(r.first for r in self.runs):
+        last = writers[-1]
+        if last.state == "done" and not self.flying and last.first and last.first == max(r.first for r in writers):
             newest = self.record(self.top)
             assert newest is not None
             if newest.owner != self.owners[-1].run or self.owners[-1].base != self.top:
@@ -396,6 +398,8 @@ class World:
     only = ""
 
     def may_start(self, number: int) -> bool:
+        if self.runs[number].disk == "reader":
+            return self.top > 0
         before = self.runs[number - 1]
         return before.state != "off" and (self.rush or before.state != "runs" or before.first > 0)
 
@@ -509,6 +513,25 @@ async def send_one(world: World, owner: Owner, counter: int, content: Callable[[
     await owner.collect()
 
 
+async def reading(objects: Objects, times: int) -> None:
+    """Read the newest checkpoint some times, as a reader of the bucket does; it tells what is damaged."""
+    medium = BucketMedium(objects)
+    for _ in range(times):
+        await medium.names()
+        for name in [slot_name(number) for number in sorted(medium.counting, reverse=True)][:1]:
+            try:
+                file = await medium.open(name, writable=False)
+                for key, nbytes in medium.objects_of(file):
+                    data = await objects.get(key, nbytes)
+                    if data is None:
+                        raise await medium.lost(file, f"there is no object {key}")
+                    assert key.endswith(digest(data))
+            except DamagedError as error:
+                raise BrokenError(f"READER: {error}") from error
+            except (ReadError, FileNotFoundError):
+                continue  # it was replaced meanwhile
+
+
 def given_up(world: World) -> bool:
     if world.gives and world.random.random() < 0.2:
         world.gives -= 1
@@ -530,6 +553,7 @@ class Scenario:
     ranks: int = 1
     keep_last: int = 1
     only: str = ""  # the one kind of request that is late
+    readers: int = 0
 
 
 SCENARIOS = (
@@ -548,6 +572,8 @@ SCENARIOS = (
     Scenario(("own", "clone"), (2, 3), late=2, deaths=0, ranks=2),
     Scenario(counts=(4, 2), late=4, deaths=1, keep_last=3, gives=1),
     Scenario(counts=(3, 1), late=6, deaths=0, gives=3, only="create"),
+    Scenario(counts=(3, 2), late=2, readers=2),
+    Scenario(("own", "empty"), (3, 2), late=1, keep_last=2, readers=2),
 )
 
 
@@ -568,6 +594,9 @@ def played(scenario: Scenario, seed: int) -> World:
 
         world.owners.append(owner)
         world.runs.append(Run(life(world, number, owner, counters, content, scenario.ranks), disk))
+    for reader in range(scenario.readers):
+        number = len(scenario.disks) + reader
+        world.runs.append(Run(reading(PatientPlayed(number), 4), "reader"))
     try:
         for _ in range(4000):
             if not world.step():

@@ -1,7 +1,7 @@
 """Each rule of the protocol on object storage, broken: histories must find it.
 
-The names are those of the model that the protocol was checked with before it was written. Of its 21 broken rules two
-are tested elsewhere: "keep-by-number" and "no-reread" (``test_bucket.py``). "sweep-clock" has nothing to break here: no
+The names are those of the model that the protocol was checked with before it was written. Of its 21 broken rules
+"keep-by-number" is tested elsewhere (``test_bucket.py``). "sweep-clock" has nothing to break here: no
 line of the protocol asks a clock; what a wrong one would do is "sweep-all". "vote-by-list" is about a group's ranks.
 """
 
@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from pccheck_async.bucket import protocol, upload
+from pccheck_async.bucket import BucketMedium, protocol, upload
 from pccheck_async.bucket.names import commit_key, commit_number, data_key, data_name
 from pccheck_async.bucket.owner import Owner
 from pccheck_async.bucket.record import CommitRecord, Kept
+from pccheck_async.errors import DamagedError
 from tests.support import lying_objects
 from tests.support.lying_objects import SCENARIOS, BrokenError, Scenario, World, played
 
@@ -257,6 +258,15 @@ def number_above_data(patch: Patch) -> None:
     patch.setattr(protocol, "next_number", next_number)
 
 
+def no_reread(patch: Patch) -> None:
+    """A reader that misses an object says damage, without listing again."""
+
+    async def lost(self: BucketMedium, kept: Kept, why: str) -> DamagedError:
+        return DamagedError(why)
+
+    patch.setattr(BucketMedium, "_lost", lost)
+
+
 BROKEN: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "local-numbers": (local_numbers, (4, 1)),
     "no-fence": (no_fence, (1, 4)),
@@ -272,6 +282,7 @@ BROKEN: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "adopt-any": (adopt_any, (3, 13)),
     "highest-deleted": (highest_deleted, (2, 10)),
     "number-above-data": (number_above_data, (1, 4)),
+    "no-reread": (no_reread, (15, 16)),
     "listed-is-live": (listed_is_live, (2, 14)),
     "data-first": (data_first, (1, 3)),
     "no-fence-renumber": (no_fence_renumber, (1, 4)),
