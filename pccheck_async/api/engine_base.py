@@ -106,7 +106,7 @@ class EngineBase:
                 and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
             overwrite: Save any step without a :meth:`restore` first: a run begins anew over another, or its state is
                 newer than those of the store. By default such a step has to be larger than the newest that the store
-                holds.
+                holds. With a ``drain``: what is in the bucket, of another run than the disk's, is replaced.
             on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
             on_error: "raise" a failure that was not awaited at the next call, or "warn" of it.
             group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.

@@ -105,7 +105,9 @@ class EngineParts:
                 block_bytes = max(block_bytes, self.memory.store.block_bytes)
             self.backend = backend = make_backend(opened.operations, options.gpu_capture)
             if config.drain is not None:
-                self.drain = await Draining.open(config.drain, path, store, self.memory, opened.operations, backend)
+                self.drain = await Draining.open(
+                    config.drain, path, store, self.memory, opened.operations, backend, overwrite=config.overwrite
+                )
             pinning = backend.pinning
             self.decisions = decisions = decide(
                 options, block_bytes=block_bytes, cores=cores, memory=memory, cuda=pinning is not None

@@ -112,21 +112,25 @@ class Draining:
         memory: Memory | None,
         operations: Operations,
         backend: CopyBackend,
+        *,
+        overwrite: bool,
     ) -> Draining:
         """Take the bucket over, and find out what counts there.
 
-        Raises StoreError: what is there is of another branch than the disk; StoreLockedError: another run takes it over
-        at the same time; RefusedError, ReadError, WriteError.
+        Raises StoreError: what is there is of another branch than the disk, and not to be overwritten;
+        StoreLockedError: another run takes it over at the same time; RefusedError, ReadError, WriteError.
         """
         objects = open_objects(drain.url, drain.options, deadline=drain.deadline, writes=True)
         disk.committed.line = disk.committed.record.line
         bucket = BucketMedium(objects)
         _, records = await bucket.look()
-        _check_branch(records, bucket.line, path, disk, objects.url)  # before another run is fenced off for nothing
+        if not overwrite:  # before another run is fenced off for nothing
+            _check_branch(records, bucket.line, path, disk, objects.url)
         owner = Owner(objects, disk.file.identity.id_bytes, drain.keep_last)
         owner.line = disk.committed.line
         await owner.take_over()
-        _check_branch([*owner.records.items()], owner.line_there, path, disk, objects.url)
+        if not overwrite:
+            _check_branch([*owner.records.items()], owner.line_there, path, disk, objects.url)
         draining = cls(drain, path, owner, disk, memory, operations, backend)
         rejected = {entry.counter for entry in disk.committed.record.entries if entry.rejected}
         draining._dropped |= rejected & {*draining.counters}
@@ -418,9 +422,16 @@ def _check_branch(
         return
     assert newest is not None
     other = next(record for _, record in records if record.parts)
+    why = ""
+    if line is None:
+        why = (
+            " (since it was copied there, an engine without drain= and memory=, or a command such as `pccheck remove`, "
+            "has written to the folder, which no longer says what it goes on from)"
+        )
     raise StoreError(
         f"{path} and {url} hold checkpoints of different runs, and neither goes on from the other: step {newest.step} "
         f"(counter {newest.counter}) on disk, step {other.entry.step} (counter {other.entry.counter}, of store "
-        f"{other.store.hex()[:8]}) in the bucket. To go on from the disk, give Drain another prefix; to go on from the "
-        "bucket, open the engine on an empty folder"
+        f"{other.store.hex()[:8]}) in the bucket{why}. To go on from the disk, give Drain another prefix, or the "
+        "engine overwrite=True, and the bucket's are replaced; to go on from the bucket, open the engine on an empty "
+        "folder"
     )

@@ -27,6 +27,7 @@ from pccheck_async import (
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
+    stores,
 )
 from pccheck_async.bucket import Objects
 from pccheck_async.bucket.objects import Patient
@@ -274,6 +275,28 @@ def test_other_branches_are_refused_and_left_alone(tmp_path: Path, url: str) -> 
             other.open()
         engine.checkpoint(state(2), step=2).wait_reached("remote", 20)
     assert steps(url) == [2]
+
+
+def test_a_folder_that_a_command_wrote_to_is_another_branch_until_it_is_said_to_be_right(
+    tmp_path: Path, url: str
+) -> None:
+    with SyncCheckpointEngine(tmp_path / "run", keep_last=2, drain=Drain(url, keep_last=2)) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state(step), step=step).wait_reached("remote", 20)
+    stores.remove(tmp_path / "run", step=2)
+    with pytest.raises(StoreError, match=r"such as `pccheck remove`, has written .* overwrite=True"):
+        SyncCheckpointEngine(tmp_path / "run", keep_last=2, drain=Drain(url, keep_last=2)).open()
+    with SyncCheckpointEngine(tmp_path / "run", drain=Drain(url, keep_last=2), overwrite=True) as engine:
+        restored = engine.restore(state(0))
+        assert restored is not None
+        assert (restored.step, restored.source) == (1, "disk"), "the removed one is not brought back"
+        engine.checkpoint(state(2), step=2).wait_reached("remote", 20)
+    with SyncCheckpointEngine(tmp_path / "run", drain=Drain(url, keep_last=2)) as engine:
+        restored = engine.restore(state(0))
+        assert restored is not None
+        assert restored.step == 2
+        engine.checkpoint(state(3), step=3).result()
+    assert steps(url) == [3, 2]
 
 
 def test_of_two_runs_the_last_to_begin_copies(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
