@@ -143,3 +143,17 @@ def test_commands_take_urls(places: tuple[Path, str], tmp_path: Path) -> None:
     assert ran.exit_code == 3
     ran = CliRunner().invoke(app, ["remove", url, "--step", "3"])
     assert ran.exit_code == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_a_bucket(places: tuple[Path, str]) -> None:
+    from torch.distributed.checkpoint import state_dict_loader as dcp
+
+    from pccheck_async.integrations.dcp import StorageReader
+
+    _, url = places
+    state = {"weights": torch.zeros(1 << 20, dtype=torch.int64)}
+    dcp.load(state, storage_reader=StorageReader(url))
+    assert torch.equal(state["weights"], torch.arange(1 << 20) + 3)
+    dcp.load(state, storage_reader=StorageReader(url + "/"), checkpoint_id=f"{url}/step-2")
+    assert torch.equal(state["weights"], torch.arange(1 << 20) + 2)
