@@ -26,4 +26,4 @@ def test_no_history_loses_anything(scenario: Scenario) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: "-".join(each.disks))
 def test_no_long_history_loses_anything(scenario: Scenario) -> None:
-    play(scenario, range(EACH, EACH + 5000))
+    play(scenario, range(EACH, EACH + 1000))
