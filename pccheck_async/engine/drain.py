@@ -98,6 +98,7 @@ class Draining:
         self._flights: set[Flight] = set()
         self._durable_at: dict[int, float] = {}  # checkpoints that are not there, nor newer ones
         self._dropped: set[int] = set()  # counters that were rejected or removed
+        self._foreign: set[int] = set()  # commits of another branch, whose counters mean nothing here
         self._damaged: set[int] = set()
         self._sent_at: float | None = None
         self._draft: tuple[int, Draft] | None = None
@@ -132,8 +133,11 @@ class Draining:
         if not overwrite:
             _check_branch([*owner.records.items()], owner.line_there, path, disk, objects.url)
         draining = cls(drain, path, owner, disk, memory, operations, backend)
-        rejected = {entry.counter for entry in disk.committed.record.entries if entry.rejected}
-        draining._dropped |= rejected & {*draining.counters}
+        entries = disk.committed.record.entries
+        newest = entries[0].counter if entries else None
+        if counting([*owner.records.items()], owner.line_there, disk.committed.line, newest) is None:
+            draining._foreign = {kept.number for kept in owner.now}
+        draining._dropped |= {entry.counter for entry in entries if entry.rejected} & {*draining.counters}
         if memory is not None:
             memory.raise_base(draining._base)
         return draining
@@ -304,7 +308,11 @@ class Draining:
         """Do the next thing; False: there is nothing to do now."""
         if self._dropped:
             dropped = frozenset(self._dropped)  # more may come meanwhile
-            numbers = {kept.number for kept, record in self._owner.records.items() if record.entry.counter in dropped}
+            numbers = {
+                kept.number
+                for kept, record in self._owner.records.items()
+                if record.entry.counter in dropped and kept.number not in self._foreign
+            }
             if numbers:
                 self._owner.line = self._disk.committed.line
                 await self._owner.amend(numbers)

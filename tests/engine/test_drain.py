@@ -443,3 +443,18 @@ def test_a_drain_slower_than_its_rate_limit(tmp_path: Path, url: str) -> None:
         start = time.monotonic()
         engine.checkpoint(state(2, 1 << 20), step=2).wait_reached("remote", 20)
         assert time.monotonic() - start < 10
+
+
+def test_a_rejection_means_nothing_for_another_branch(tmp_path: Path, url: str) -> None:
+    """Counters repeat on other disks: what is rejected here is not what has its counter there."""
+    with SyncCheckpointEngine(tmp_path / "one", drain=Drain(url, keep_last=5)) as engine:
+        for step in (0, 1):
+            engine.checkpoint(state(step), step=step).wait_reached("remote", 20)
+    with SyncCheckpointEngine(tmp_path / "two", keep_last=3) as engine:
+        for step in (7, 8):
+            engine.checkpoint(state(step), step=step).result()
+        engine.reject(step=8)
+    assert list_checkpoints(tmp_path / "two")[0].counter == list_checkpoints(url)[0].counter
+    with SyncCheckpointEngine(tmp_path / "two", drain=Drain(url, keep_last=5), overwrite=True) as engine:
+        engine.checkpoint(state(9), step=9).wait_reached("remote", 20)
+    assert steps(url) == [9, 1, 0]
