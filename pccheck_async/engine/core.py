@@ -660,7 +660,7 @@ class EngineCore:
         """Committed checkpoints, newest first; also those in memory alone."""
         _ = self.assembly  # raises ClosedError
         on_disk, in_memory = self.peers.entries, {entry.counter: entry for entry in self.peers.in_memory}
-        remote = set() if (drain := self._assembly.drain) is None else {*drain.counters}
+        remote: set[int] = set() if (drain := self._assembly.drain) is None else drain.copied
         if not in_memory and not remote:
             return [entry.info for entry in on_disk]
         both = {entry.counter: replace(entry.info, tiers=("memory",)) for entry in in_memory.values()}

@@ -161,6 +161,12 @@ class Draining:
         return self._owner.counters
 
     @property
+    def copied(self) -> set[int]:
+        """The counters of this store's checkpoints in the bucket."""
+        records = self._owner.records.items()
+        return {record.entry.counter for kept, record in records if kept.number not in self._foreign}
+
+    @property
     def newest(self) -> int:
         """The largest counter of a checkpoint that is there; -1 for none."""
         return max(self.counters, default=-1)

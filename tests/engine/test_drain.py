@@ -456,5 +456,6 @@ def test_a_rejection_means_nothing_for_another_branch(tmp_path: Path, url: str) 
         engine.reject(step=8)
     assert list_checkpoints(tmp_path / "two")[0].counter == list_checkpoints(url)[0].counter
     with SyncCheckpointEngine(tmp_path / "two", drain=Drain(url, keep_last=5), overwrite=True) as engine:
+        assert {info.tiers for info in engine.checkpoints()} == {("disk",)}
         engine.checkpoint(state(9), step=9).wait_reached("remote", 20)
     assert steps(url) == [9, 1, 0]
