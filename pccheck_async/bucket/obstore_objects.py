@@ -96,6 +96,7 @@ def open_objects(
         raise RefusedError(
             f'object storage needs {error.name or "obstore"}: pip install "pccheck-async[bucket]"'
         ) from error
+    check_process()
     options = dict(options or {})
     if not isinstance(location, (str, os.PathLike)):
         if options:
@@ -129,6 +130,19 @@ def open_objects(
     return Patient(ObstoreObjects(store, shown(url)), deadline)
 
 
+_used_in: set[int] = set()
+"""Processes: this one, once it has used obstore, and those that it was forked from by then."""
+
+
+def check_process() -> None:
+    """Raise RefusedError in a fork of a process that used obstore: its threads are not here, nothing would answer."""
+    if _used_in - {os.getpid()}:
+        raise RefusedError(
+            "this process was forked from one that uses object storage, whose threads it does not have: start it by "
+            '"spawn" (multiprocessing.get_context("spawn"))'
+        )
+
+
 class ObstoreObjects(Objects):
     """The objects of one store of obstore's: each call is one request, of LIST one for each thousand names."""
 
@@ -137,6 +151,7 @@ class ObstoreObjects(Objects):
 
         self.url = url
         self._store, self._obstore = store, obstore
+        _used_in.add(os.getpid())
 
     def _error(self, error: Exception, kind: type[ReadError | WriteError]) -> Exception:
         """Return the error to raise for one of the library's, without its text."""

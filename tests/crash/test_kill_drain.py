@@ -13,10 +13,15 @@ import pytest
 pytest.importorskip("obstore")
 
 from tests.support.object_server import BUCKET, find_server, options_for, served
-from tests.support.warm import run_warm, start_warm
+from tests.support.warm import start_warm
 
 pytestmark = pytest.mark.usefixtures("machine_asked_once")
 PROGRAM = ("-m", "tests.support.drained_training")
+
+
+def started(*words: object, env: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the program."""
+    return start_warm(*PROGRAM, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def killed_again_and_again(folder: Path, url: str, kills: int, env: dict[str, str] = {}) -> None:  # noqa: B006
@@ -25,14 +30,14 @@ def killed_again_and_again(folder: Path, url: str, kills: int, env: dict[str, st
     for seed in range(kills):
         if seed % 3 == 2:
             shutil.rmtree(folder, ignore_errors=True)
-        command = [*PROGRAM, "train", folder, url, seed]
-        with start_warm(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as life:
+        with started("train", folder, url, seed, env=env) as life:
             output, errors = life.communicate(timeout=120)
         assert life.returncode == -signal.SIGKILL, f"seed {seed}: {life.returncode} {output} {errors}"
         reported = max([reported, *map(int, output.split())])
-        found = run_warm(*PROGRAM, "check", url, text=True, env=env)
-        assert found.returncode == 0, f"seed {seed}: {found.stderr}"
-        assert int(found.stdout) >= reported, f"seed {seed}: step {reported} was reported, {found.stdout} is there"
+        with started("check", url, env=env) as check:
+            output, errors = check.communicate(timeout=120)
+        assert check.returncode == 0, f"seed {seed}: {errors}"
+        assert int(output) >= reported, f"seed {seed}: step {reported} was reported, {output} is there"
     assert reported > 0
 
 

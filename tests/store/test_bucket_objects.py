@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -184,3 +185,14 @@ def test_of_two_runs_that_begin_together_one_goes_on(objects: Objects, rounds: i
         assert reported > 0
 
     run(work())
+
+
+def test_a_fork_of_a_process_that_used_obstore_says_so() -> None:
+    run(open_objects(MemoryStore()).list("commits/"))
+    if (child := os.fork()) == 0:
+        try:
+            open_objects(MemoryStore())
+        except RefusedError as error:
+            os._exit(7 if "spawn" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
