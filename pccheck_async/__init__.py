@@ -9,7 +9,7 @@ Saving: :class:`CheckpointEngine` (``async with``) and :class:`SyncCheckpointEng
 :class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy`
 decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state. :class:`Keep` has rules for
 what stays, :class:`StorageOptions` how bytes get to the storage, :class:`MemoryTier` keeps the newest in memory, too,
-and :class:`Group` is the ranks that save together.
+:class:`Drain` copies them to object storage, and :class:`Group` is the ranks that save together.
 
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         load_sync,
         open_checkpoint,
     )
-    from pccheck_async.engine import MemoryTier, PendingCheckpoint, StorageOptions
+    from pccheck_async.engine import Drain, MemoryTier, PendingCheckpoint, StorageOptions
     from pccheck_async.errors import (
         CheckpointError,
         GroupError,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pccheck_async.training.policy import Adaptive, Policy
 
 __all__ = [
-    "Adaptive", "CheckpointEngine", "CheckpointError", "CheckpointInfo", "FlatShard", "Group", "GroupError",
+    "Adaptive", "CheckpointEngine", "CheckpointError", "CheckpointInfo", "Drain", "FlatShard", "Group", "GroupError",
     "Keep", "MemoryTier", "NoCheckpointError", "PendingCheckpoint", "Policy", "RNGState", "Restored", "ResumableLoader",
     "ResumableSampler", "Shelf", "StateMismatchError", "Stateful", "StorageOptions", "SyncCheckpointEngine",
     "TornCaptureError", "TrainingStep", "list_checkpoints", "load", "load_sync", "open_checkpoint",
@@ -82,6 +82,7 @@ _import = importer(
             "open_checkpoint": "open_checkpoint",
         },
         "engine": {
+            "Drain": "Drain",
             "MemoryTier": "MemoryTier",
             "PendingCheckpoint": "PendingCheckpoint",
             "StorageOptions": "StorageOptions",

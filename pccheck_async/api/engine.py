@@ -87,6 +87,8 @@ class CheckpointEngine(EngineBase):
 
         Args:
             deadline: Seconds after which to give up. Checkpoints still being written then are left behind, and named.
+                With a ``drain`` it also waits until the newest one is in the bucket, within the same time; the log says
+                what is left, and the next engine copies it.
 
         Cancellation: aborts the checkpoints in flight, waits for their operations, closes. If another task called it
         first: only stops the waiting.

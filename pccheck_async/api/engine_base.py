@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pccheck_async.api.old_keywords import OldKeywords, refuse_unknown, renamed
 from pccheck_async.engine import (
+    Drain,
     EngineConfig,
     EngineCore,
     EngineStatistics,
@@ -71,6 +72,7 @@ class EngineBase:
         group: ProcessGroup | Group | None = None,
         storage: StorageOptions = StorageOptions(),
         memory: MemoryTier | None = None,
+        drain: Drain | None = None,
         **old: Unpack[OldKeywords],
     ) -> None:
         """Make an engine; opening it creates or locks the store.
@@ -104,7 +106,7 @@ class EngineBase:
                 and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
             overwrite: Save any step without a :meth:`restore` first: a run begins anew over another, or its state is
                 newer than those of the store. By default such a step has to be larger than the newest that the store
-                holds.
+                holds. With a ``drain``: what is in the bucket, of another run than the disk's, is replaced.
             on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
             on_error: "raise" a failure that was not awaited at the next call, or "warn" of it.
             group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
@@ -115,6 +117,8 @@ class EngineBase:
                 :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
             storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
             memory: Keep the newest ones in memory, too (:class:`pccheck_async.MemoryTier`); on all ranks or none.
+            drain: Copy them to object storage, too (:class:`pccheck_async.Drain`), and restore from there on an empty
+                folder. For one process, not for groups.
 
         Raises:
             ValueError: a setting is out of range.
@@ -135,6 +139,7 @@ class EngineBase:
             on_error=on_error,
             storage=storage,
             memory=memory,
+            drain=drain,
         )
         policy = make_policy(interval, max_in_flight)
         in_memory = None if memory is None else make_policy(memory.interval, max_in_flight=1)  # one at a time

@@ -58,6 +58,8 @@ class SyncCheckpointEngine(EngineBase):
 
         Args:
             deadline: Seconds after which to give up. Checkpoints still being written then are left behind, and named.
+                With a ``drain`` it also waits until the newest one is in the bucket, within the same time; the log says
+                what is left, and the next engine copies it.
 
         Interrupts: a KeyboardInterrupt aborts the checkpoints in flight, and is raised when the engine is closed.
 

@@ -25,7 +25,7 @@ from pccheck_async.cli.output import (
     as_json,
     at_least,
     complain,
-    path_argument,
+    place_argument,
     progress_bar,
     reporting,
     size,
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 
 @reporting
 def copy(
-    source: Annotated[Path, path_argument("SOURCE", "Store that has the checkpoint, or the folder of a group.")],
-    target: Annotated[Path, path_argument("TARGET", "Store that gets it; made where there is none.")],
+    source: Annotated[Path, place_argument("SOURCE", "Store that has the checkpoint, a group's folder, or a bucket.")],
+    target: Annotated[
+        Path, place_argument("TARGET", "Store that gets it; made where there is none. Or an empty prefix of a bucket.")
+    ],
     step: Step = None,
     name: Name = None,
     rank: Annotated[

@@ -19,6 +19,7 @@ from pccheck_async.cli.output import (
     FAILED,
     NOTHING,
     AnyFolder,
+    AnyPlace,
     Json,
     Name,
     Report,
@@ -44,7 +45,7 @@ _MOST_LEAVES = 8
 
 @reporting
 def verify(
-    path: AnyFolder,
+    path: AnyPlace,
     step: Step = None,
     name: Name = None,
     every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,

@@ -45,7 +45,7 @@ def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None 
     found = [info for info in newest_first if not info.rejected and info.counter not in lost]
     if not found:
         text = "No checkpoint can be restored: all are rejected, lost or damaged."
-        look = f" {in_shell('recover', place.path, '--search')} looks for whole ones that no record names."
+        look = f" {in_shell('recover', place.name, '--search')} looks for whole ones that no record names."
         return f"{text} {BACKUP}" if place.of_group else text + look
     newest = found[0]
     what = ", which a newer one superseded and a save may have written over" if newest in superseded else ""
@@ -55,7 +55,7 @@ def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None 
             "next save may write over it."
         )
     if whole is None:
-        look = f"no tensor was read here ({in_shell('verify', place.path, '--all')} checks all bytes)"
+        look = f"no tensor was read here ({in_shell('verify', place.name, '--all')} checks all bytes)"
         text = f"A restart tries step {newest.step}{what}: {look}."
     elif newest.counter not in whole:
         text = f"A restart tries step {newest.step}, which was not checked (--all checks it)."
@@ -88,13 +88,13 @@ def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) 
         return (
             f" The slots of {noun_for(others)} {steps_of(others)} hold other bytes than the record names: newer "
             "checkpoints, if the record is older, as in a backup that was put back in part. Copy the folder, and "
-            f"{in_shell('recover', place.path, '--search')} says what is there."
+            f"{in_shell('recover', place.name, '--search')} says what is there."
         )
     steps = sorted({info.step for info in damaged} - kept)
     beside = [info for info in damaged if info.step in kept]  # a step would mean a whole one, too
     options = [part for step in steps for part in ("--step", str(step))]
     options += [part for info in beside for part in ("--counter", str(info.counter))]
-    return f" {in_shell('remove', place.path, *options)} drops what is damaged."
+    return f" {in_shell('remove', place.name, *options)} drops what is damaged."
 
 
 def outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict[int, str]]:

@@ -13,7 +13,7 @@ import pccheck_async as pccheck
 from pccheck_async.cli.checkpoints import naming_others
 from pccheck_async.cli.output import (
     DIFFERENT,
-    AnyFolder,
+    AnyPlace,
     Json,
     Name,
     Rank,
@@ -42,7 +42,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 @reporting
 def export(
-    path: AnyFolder,
+    path: AnyPlace,
     out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
     to: Annotated[
         Literal["safetensors", "torch", "dcp", "lightning", "transformers"],

@@ -15,7 +15,7 @@ import pccheck_async as pccheck
 from pccheck_async.cli.checkpoints import columns_of, marks_of, naming_others, what_is_lost
 from pccheck_async.cli.output import (
     DIFFERENT,
-    AnyFolder,
+    AnyPlace,
     Json,
     Name,
     Rank,
@@ -52,7 +52,7 @@ _IN_MEMORY = "In memory on this machine: step {} (`pccheck memory ls`); a restar
 
 
 @reporting
-def ls(path: AnyFolder, json: Json = False) -> Report:
+def ls(path: AnyPlace, json: Json = False) -> Report:
     """List the committed checkpoints, newest first.
 
     Reads no tensor: `pccheck verify` checks all bytes. Safe while a trainer writes to the store. Of a group's folder
@@ -98,14 +98,15 @@ def ls(path: AnyFolder, json: Json = False) -> Report:
         rows.add_row(*columns_of(info), captured_at(info), ", ".join(marks_of(info)), *name, metadata)
     if steps := ", ".join(str(info.step) for info in memory_of(path)):
         notes.append(_IN_MEMORY.format(steps))
-    taken = on_disk(place)
-    notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
+    if not place.is_bucket:
+        taken = on_disk(place)
+        notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
     return Report(document, [rows, *notes], DIFFERENT if gone or is_bad else 0)
 
 
 @reporting
 def show(
-    path: AnyFolder,
+    path: AnyPlace,
     step: Step = None,
     name: Name = None,
     rank: Rank = None,

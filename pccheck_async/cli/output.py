@@ -163,6 +163,11 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
+def parse_place(text: str) -> Path | str:
+    """Return a path of the command line, or the URL of a bucket."""
+    return text if "://" in text else parse_path(text)
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Return a parser of whole numbers: typer would show the range of its own numbers beside the option's name."""
 
@@ -206,7 +211,15 @@ def path_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer name
     return typer.Argument(parser=parse_path, metavar=metavar, help=help)
 
 
+def place_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
+    """Return typer's argument for a path of the command line, or the URL of a bucket."""
+    return typer.Argument(parser=parse_place, metavar=metavar, help=help)
+
+
 StoreFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the store.")]
+AnyPlace: TypeAlias = Annotated[
+    Path, place_argument("PATH", "Folder of the store, or of a group of ranks; or the URL of a bucket.")
+]
 AnyFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the store, or of a group of ranks.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Rank: TypeAlias = Annotated[

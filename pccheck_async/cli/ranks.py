@@ -53,6 +53,8 @@ def group_fault(place: Place) -> str:
     from pccheck_async.group import stored_domain
     from pccheck_async.medium.filesystem import slot_sizes
 
+    if place.is_bucket:
+        return ""
     try:
         if place.of_group:
             stored_domain(place.path)

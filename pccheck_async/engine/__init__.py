@@ -8,8 +8,18 @@ It may import: store and the rooms below.
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on, run
 from pccheck_async.engine.capture import InlineCaptures
-from pccheck_async.engine.config import Auto, Decisions, EngineConfig, MemoryTier, StorageOptions, check_flag, decide
+from pccheck_async.engine.config import (
+    Auto,
+    Decisions,
+    Drain,
+    EngineConfig,
+    MemoryTier,
+    StorageOptions,
+    check_flag,
+    decide,
+)
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
+from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.engine.loop import EngineLoop, call_once
 from pccheck_async.engine.memory import (
@@ -41,6 +51,8 @@ __all__ = [
     "Decision",
     "Decisions",
     "Distribution",
+    "Drain",
+    "Draining",
     "EngineConfig",
     "EngineCore",
     "EngineLoop",

@@ -11,6 +11,7 @@ from typing import Any
 
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import EngineConfig, decide
+from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop
@@ -42,12 +43,14 @@ class EngineParts:
     Attributes:
         complete: Whether :meth:`open` made all of them.
         memory: The tier in memory; None without one.
+        drain: Copies checkpoints to a bucket; None without one.
         publisher: Of the status file, for other processes; None if the medium is a user's.
     """
 
     complete = False
     opened: OpenMedium
     memory: Memory | None = None
+    drain: Draining | None = None
 
     async def open(
         self,
@@ -103,6 +106,10 @@ class EngineParts:
                 )
                 block_bytes = max(block_bytes, self.memory.store.block_bytes)
             self.backend = backend = make_backend(opened.operations, options.gpu_capture)
+            if config.drain is not None:
+                self.drain = await Draining.open(
+                    config.drain, path, store, self.memory, opened.operations, backend, overwrite=config.overwrite
+                )
             pinning = backend.pinning
             self.decisions = decisions = decide(
                 options, block_bytes=block_bytes, cores=cores, memory=memory, cuda=pinning is not None
@@ -122,6 +129,7 @@ class EngineParts:
                 stream=stream,
                 path=path,
                 memory=self.memory,
+                draining=self.drain,
             )
             # Other media need not be folders.
             self.publisher = Publisher(path, collect) if isinstance(options.io, str) else None
@@ -164,6 +172,10 @@ class EngineParts:
                 None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
             )
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+            if self.drain is not None:
+                limits = [each for each in (rest, self.scheduler.seconds_left) if each is not None]
+                await self.drain.close(min(limits, default=None))
+                rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
             await self.peers.leave(rest)
             ending = asyncio.ensure_future(self._end(closer, rest))
             await asyncio.wait((ending,), timeout=rest)
@@ -194,6 +206,8 @@ class EngineParts:
 
     async def _end(self, closer: asyncio.Task[Any] | None, seconds: float | None = None) -> None:
         self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
+        if self.drain is not None:
+            await self.drain.cancel()
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
         await self.loop.end_others(closer)  # restores of other threads
         if self.memory is not None:

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
+from pccheck_async.bucket import Location, is_location, shown
 from pccheck_async.engine.policy import Policy
 from pccheck_async.format import align, check_count, explained
+from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.medium.open_medium import IO, MediumName, check_io
 from pccheck_async.store import Keep, KeepAll, Retention, can_hash
 from pccheck_async.transfer.copying import DeviceMode
 
-__all__ = ["Auto", "Decisions", "EngineConfig", "MemoryTier", "StorageOptions", "check_flag", "decide"]
+__all__ = ["Auto", "Decisions", "Drain", "EngineConfig", "MemoryTier", "StorageOptions", "check_flag", "decide"]
 
 Auto = Literal["auto"]
 
@@ -139,6 +142,60 @@ class MemoryTier:
         check_flag("keep_after_close", self.keep_after_close)
 
 
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
+class Drain:
+    """Copy committed checkpoints to object storage, in the background (the extra ``bucket``).
+
+    No checkpoint and no training step waits for it. It copies the newest one, then the one that is the newest by then,
+    and so on; those in between are not copied. What was begun is gone on with after a crash. The engine owns what is
+    under the URL: opening one with the same URL makes that of an earlier run stop. An engine on an empty folder
+    restores from there. Leaving the engine's context copies the newest checkpoint.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, or a store of obstore's. Credentials are
+            the environment's, the machine's, or in ``options``.
+        every: The least time between two copies. None: one follows the other.
+        keep_last: How many of the newest checkpoints are kept there.
+        options: Those of obstore for the provider and the HTTP client, by name: ``{"region": "eu-west-1"}``.
+        rate_limit: The bytes per second that are sent at the most.
+        deadline: Seconds for each request, repetitions included; then the copy is gone on with later. Two objects of
+            32 MiB have to come through in that time, so a network of less than 1 MiB per second needs more.
+        closing: Most seconds that closing the engine waits until the newest checkpoint is there; the log says what is
+            left.
+
+    Raises:
+        ValueError: an option is out of range, or ``url`` is none.
+    """
+
+    url: Location
+    _: KW_ONLY
+    every: timedelta | None = None
+    keep_last: int = 1
+    options: Mapping[str, Any] | None = None
+    rate_limit: int | None = None
+    deadline: float = 60.0
+    closing: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not is_location(self.url):
+            raise ValueError(f"url is that of a bucket, such as s3://bucket/run, or a store of obstore's: {self.url!r}")
+        check_count("keep_last", self.keep_last)
+        if self.keep_last > MOST_ENTRIES - 1:
+            raise ValueError(f"keep_last is at most {MOST_ENTRIES - 1}")
+        if self.rate_limit is not None:
+            check_count("rate_limit", self.rate_limit)
+        if self.every is not None and (not isinstance(self.every, timedelta) or self.every < timedelta(0)):
+            raise ValueError(f"every is a timedelta, such as timedelta(minutes=10), or None, not {self.every!r}")
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise ValueError(f"options is a mapping from names, not {type(self.options).__name__}")
+        _check_seconds("deadline", self.deadline)
+        _check_seconds("closing", self.closing)
+
+    def __repr__(self) -> str:
+        return f"Drain({shown(self.url)!r}, every={self.every!r}, keep_last={self.keep_last})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The user's settings, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
@@ -153,6 +210,7 @@ class EngineConfig:
     on_error: Literal["raise", "warn"] = "raise"
     storage: StorageOptions = field(default_factory=StorageOptions)
     memory: MemoryTier | None = None
+    drain: Drain | None = None
 
     def __post_init__(self) -> None:
         check_count("max_in_flight", self.max_in_flight)
@@ -163,6 +221,8 @@ class EngineConfig:
         _check_kind("storage", self.storage, StorageOptions, "StorageOptions(writers=8)")
         if self.memory is not None:
             _check_kind("memory", self.memory, MemoryTier, "MemoryTier()")
+        if self.drain is not None:
+            _check_kind("drain", self.drain, Drain, 'Drain("s3://bucket/run")')
         _ = self.retention
         if self.on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")

@@ -37,6 +37,7 @@ from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
 from pccheck_async.format import (
     CheckpointInfo,
     Metadata,
+    Reach,
     Restored,
     Tier,
     Which,
@@ -155,7 +156,8 @@ class EngineCore:
             self._began = time.time()
             self.training.opened()
             infos = self.infos
-            self._unrestored = [] if self.config.overwrite else [info for info in infos if not info.rejected]
+            found = sorted((*infos, *self.infos_elsewhere), key=lambda info: -info.counter)
+            self._unrestored = [] if self.config.overwrite else [info for info in found if not info.rejected]
             checkpoints, step, io = len(infos), self.newest_step, self.statistics().io
         except BaseException as error:
             self.state = "closed"
@@ -205,9 +207,12 @@ class EngineCore:
         )
         parts = self._assembly
         self.in_flight.counter, self.captures.owners = await self.peers.join(
-            self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with, parts.memory
-        )
-        if not self.infos:
+            self.path, self.config, parts.store, parts.opened.operations, parts.scheduler.end_with, parts.memory,
+            parts.drain,
+        )  # fmt: skip
+        if parts.drain is not None:
+            parts.drain.start()
+        if not self.infos and not self.infos_elsewhere:
             self._warn_of_stores_below()
             self._warn_of_others()
 
@@ -660,13 +665,23 @@ class EngineCore:
         """Committed checkpoints, newest first; also those in memory alone."""
         _ = self.assembly  # raises ClosedError
         on_disk, in_memory = self.peers.entries, {entry.counter: entry for entry in self.peers.in_memory}
-        if not in_memory:
+        remote: set[int] = set() if (drain := self._assembly.drain) is None else drain.copied
+        if not in_memory and not remote:
             return [entry.info for entry in on_disk]
         both = {entry.counter: replace(entry.info, tiers=("memory",)) for entry in in_memory.values()}
         for entry in on_disk:
-            copied: tuple[Tier, ...] = ("memory", "disk") if entry.counter in in_memory else ("disk",)
+            copied: tuple[Reach, ...] = ("memory", "disk") if entry.counter in in_memory else ("disk",)
+            copied = (*copied, "remote") if entry.counter in remote else copied
             both[entry.counter] = replace(entry.info, tiers=copied)
         return [both[counter] for counter in sorted(both, reverse=True)]
+
+    @property
+    def infos_elsewhere(self) -> list[CheckpointInfo]:
+        """Checkpoints that the bucket of the drain has, and no tier here, newest first."""
+        if (drain := self.assembly.drain) is None:
+            return []
+        here = {info.counter for info in self.infos}
+        return [replace(entry.info, tiers=("remote",)) for entry in drain.entries if entry.counter not in here]
 
     async def pin(self, caller: Caller, which: int | str, pinned: bool) -> CheckpointInfo:
         """Exempt a checkpoint from the rules, or subject it to them again, once those in flight that match ended."""
@@ -760,6 +775,9 @@ class EngineCore:
             self._last_step = None
             if restored is not None and assembly.memory is not None:
                 assembly.memory.note_restored(restored.counter)
+            if restored is not None and assembly.drain is not None:
+                remote = restored.source == "remote"
+                self.loop.post(partial(assembly.drain.note_restored, remote=remote), restored.counter)
         return restored
 
     # -- statistics
@@ -792,6 +810,10 @@ class EngineCore:
                 slot_bytes=store.slot_bytes,
                 memory_bytes=0 if parts.memory is None else parts.memory.slot_bytes,
                 replicas_degraded=self.peers.degraded,
+                drained=0 if parts.drain is None else parts.drain.count,
+                drained_bytes=0 if parts.drain is None else parts.drain.nbytes,
+                drain_lag_seconds=0.0 if parts.drain is None else parts.drain.lag,
+                drain_trouble="" if parts.drain is None else parts.drain.trouble,
                 unchanged_bytes=store.unchanged_bytes,
                 plan_hits=parts.planner.hits,
                 plan_misses=parts.planner.misses,

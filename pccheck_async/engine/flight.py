@@ -200,6 +200,7 @@ class Flight:
         *,
         on_disk: bool = True,
         memory: MemoryTier | None = None,
+        drained: bool = False,
     ) -> None:
         self.step = step
         self.counter = counter
@@ -219,6 +220,7 @@ class Flight:
         self._captured: Promise[None] = Promise()
         self._in_memory: Promise[None] | None = Promise() if memory is not None else None
         self._in_replicas: Promise[None] | None = Promise() if memory is not None and memory.replicas else None
+        self._remote: Promise[None] | None = Promise() if drained and on_disk else None
         self._durable: Promise[CheckpointInfo] = Promise()
         self._waiters: set[Waiting] = set()
 
@@ -245,11 +247,11 @@ class Flight:
         return self._block(self._durable, timeout)
 
     async def reached(self, tier: Reach) -> None:
-        """Wait until it is committed in memory, or in that of other hosts."""
+        """Wait until it is committed in memory, in that of other hosts, or in a bucket."""
         await self._wait(self._of_tier(tier))
 
     def wait_reached(self, tier: Reach, timeout: float | None = None) -> None:
-        """Block until it is committed in memory, or in that of other hosts."""
+        """Block until it is committed in memory, in that of other hosts, or in a bucket."""
         self._block(self._of_tier(tier), timeout)
 
     def _of_tier(self, tier: Reach) -> Promise[None]:
@@ -257,6 +259,11 @@ class Flight:
             return self._in_replicas
         if tier == "memory" and self._in_memory is not None:
             return self._in_memory
+        if tier == "remote":
+            if self._remote is not None:
+                return self._remote
+            what = f"the checkpoint of step {self.step} is not copied to a bucket"
+            raise CheckpointError(f"{what}: that needs an engine with drain=Drain(...), and a checkpoint for the disk")
         where, needed = ("the memory of other hosts", "replicas=1") if tier == "replicas" else ("memory", "...")
         what = f"the checkpoint of step {self.step} is not saved in {where}"
         raise CheckpointError(f"{what}: that needs an engine with memory=MemoryTier({needed})")
@@ -387,6 +394,11 @@ class Flight:
         if self._in_replicas is not None:
             self._in_replicas.set_result(None, error)
 
+    def set_remote(self, error: BaseException | None) -> None:
+        """Called when it, or a newer one, is in the bucket; or with the reason why it is not."""
+        if self._remote is not None:
+            self._remote.set_result(None, error)
+
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Called with the committed checkpoint, or the newest one if this one is superseded."""
         self.superseded = superseded
@@ -401,6 +413,7 @@ class Flight:
         """Called with the error of a failed checkpoint: promises that are over keep their outcome, the others fail."""
         known = self._in_memory is not None and self._in_memory.over and self._in_memory.error is None
         in_replicas = None if known else self._in_replicas  # one that is in memory may come to other hosts, too
-        for promise in (self._captured, self._eager_captured, self._in_memory, in_replicas, self._durable):
+        ends = (self._captured, self._eager_captured, self._in_memory, in_replicas, self._remote, self._durable)
+        for promise in ends:
             if promise is not None:
                 promise.set_error(error)

@@ -82,7 +82,14 @@ class InFlight:
         """
         self.counter += 1
         step = self.counter if step is None else step
-        flight = Flight(step, self.counter, name, on_disk=on_disk, memory=self._config.memory)
+        flight = Flight(
+            step,
+            self.counter,
+            name,
+            on_disk=on_disk,
+            memory=self._config.memory,
+            drained=self._config.drain is not None,
+        )
         self._stream.emit(Admitted(step=flight.step, counter=flight.counter, state_seconds=state_seconds))
         # No call from here on: an interrupt would leave one in flight without a holder.
         self.newest = flight

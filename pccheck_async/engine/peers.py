@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.memory import Memory, memory_folder
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
@@ -161,6 +162,7 @@ class Peers(ABC):
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
         memory: Memory | None = None,
+        drain: Draining | None = None,
     ) -> Connected:
         """Connect to the others, once this engine's own store is open. Raises GroupError.
 
@@ -351,6 +353,7 @@ class Alone(Peers):
     _store: Store
     _path: str
     _memory: Memory | None
+    _drain: Draining | None
 
     def retention(self, config: EngineConfig) -> Retention:
         if config.memory is not None and config.memory.replicas:
@@ -371,11 +374,18 @@ class Alone(Peers):
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
         memory: Memory | None = None,
+        drain: Draining | None = None,
     ) -> Connected:
-        self._store, self._path, self._memory = store, path, memory
+        self._store, self._path, self._memory, self._drain = store, path, memory, drain
         if memory is not None:
             memory.adopt_line()
-        return Connected(store.committed.largest_counter if memory is None else memory.largest_counter, None)
+        tiers = [tier for tier in (memory, drain) if tier is not None]
+        return Connected(max(store.committed.largest_counter, *(tier.largest_counter for tier in tiers), -1), None)
+
+    async def admitted(self, counter: int) -> bool:
+        if self._drain is not None:
+            await self._drain.begin()
+        return True
 
     def commit(self, written: Written, sample: ReplicaSample | None) -> Coroutine[Any, Any, bool]:
         return self._store.commit(written)
@@ -393,7 +403,7 @@ class Alone(Peers):
         await self._memory.store.commit(written)
 
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
-        return _OwnCandidates(self._store, self._memory, self._path, which, dry_run)
+        return _OwnCandidates(self._store, self._memory, self._drain, self._path, which, dry_run)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -424,12 +434,16 @@ class Alone(Peers):
         rejected = await self._store.reject(which, in_flight, until)
         if self._memory is not None:
             await self._memory.follow_disk()
+        if self._drain is not None:
+            self._drain.note_dropped(entry.counter for entry in rejected)
         return rejected
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         removed = await self._store.remove(which, force=force)
         if self._memory is not None:
             await self._memory.follow_disk()
+        if self._drain is not None:
+            self._drain.note_dropped(entry.counter for entry in removed)
         return removed
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
@@ -445,30 +459,39 @@ class Alone(Peers):
 class _OwnCandidates(RestoreCandidates):
     """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last.
 
-    Of one that is in memory, too, that copy is tried first.
+    Of one that is in memory, too, that copy is tried first; of one that is in a bucket, too, that copy is tried last.
     """
 
-    def __init__(self, store: Store, memory: Memory | None, path: str, which: Which, dry_run: bool) -> None:
+    def __init__(
+        self, store: Store, memory: Memory | None, drain: Draining | None, path: str, which: Which, dry_run: bool
+    ) -> None:
         self._store = store
         self._memory = memory
+        self._drain = drain
         self._path = path
-        self._passed_over: set[int] = set()  # counters of copies in memory that cannot be read
+        self._passed_over: set[tuple[Reach, int]] = set()  # copies that cannot be read, by tier and counter
         self._which = which
         self._dry_run = dry_run
         self._fallback = Fallback(which, path)
 
-    def _copies(self) -> dict[int, Entry]:
-        """Return the copies in memory to try, by counter."""
-        entries = () if self._memory is None else self._memory.entries
-        return {entry.counter: entry for entry in entries if entry.counter not in self._passed_over}
+    def _copies(self, tier: Reach) -> dict[int, Entry]:
+        """Return the copies in memory, on disk or in the bucket that are to be tried, by counter."""
+        entries: Sequence[Entry] = ()
+        if tier == "disk":
+            entries = self._store.committed.entries
+        elif tier == "memory" and self._memory is not None:
+            entries = self._memory.entries
+        elif tier == "remote" and self._drain is not None:
+            entries = self._drain.entries
+        return {entry.counter: entry for entry in entries if (tier, entry.counter) not in self._passed_over}
 
     def _find(self) -> tuple[Entry, bool] | None:
         """Return the checkpoint to read, and whether it was superseded."""
         committed, unreadable = self._store.committed, self._fallback.unreadable
         entries, record = committed.entries, committed.record
-        if copies := self._copies():
+        if elsewhere := self._copies("remote") | self._copies("memory"):
             there = {entry.counter: entry for entry in entries}
-            entries = tuple(sorted((copies | there).values(), key=lambda entry: -entry.counter))
+            entries = tuple(sorted((elsewhere | there).values(), key=lambda entry: -entry.counter))
         if (entry := choose(entries, self._which, unreadable, record.superseded)) is not None:
             return entry, entry not in entries
         damaged = choose(record.entries, self._which, unreadable)
@@ -476,15 +499,24 @@ class _OwnCandidates(RestoreCandidates):
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
         committed, in_memory = self._store.committed, () if self._memory is None else self._memory.entries
-        if error := only_rejected((*committed.record.entries, *committed.adopted, *in_memory), self._which, self._path):
+        remote = () if self._drain is None else self._drain.entries
+        everywhere = (*committed.record.entries, *committed.adopted, *in_memory, *remote)
+        if error := only_rejected(everywhere, self._which, self._path):
             raise error
         if (found := self._find()) is None:
             return None
         self._entry, self._superseded = entry, superseded = found
-        self._copy = None if superseded else self._copies().get(entry.counter)
-        if self._copy is not None:
+        self._tier: Reach = "disk"
+        if not superseded:
+            self._tier = next((tier for tier in _TIERS if entry.counter in self._copies(tier)), "disk")
+        if self._tier == "memory":
             assert self._memory is not None
-            return RestoreCandidate({0: OwnSlot(self._memory.store, self._copy)}, source="memory")
+            return RestoreCandidate(
+                {0: OwnSlot(self._memory.store, self._copies("memory")[entry.counter])}, source="memory"
+            )
+        if self._tier == "remote":
+            assert self._drain is not None
+            return RestoreCandidate({0: self._drain.source(self._copies("remote")[entry.counter])}, source="remote")
         if superseded and self._fallback.failure is None:
             newest, error = self._store.committed.record.entries[0], DamagedError("found damaged by an earlier restore")
             self._fallback.failure = newest, error
@@ -495,27 +527,25 @@ class _OwnCandidates(RestoreCandidates):
             return True
         if not isinstance(error, DroppedMeanwhileError | UnreadableError):
             raise error
-        if self._copy is not None:
-            await self._pass_over(caller, error)
-            return False
-        damaged = isinstance(error, UnreadableError) and isinstance(error.error, DamagedError)
-        if damaged and not self._superseded and not self._dry_run:
-            await caller.run(self._store.note_damaged(self._entry))
-        self._fallback.failed(self._entry, self._superseded, error, self._find)
+        entry, damaged = self._entry, isinstance(error, UnreadableError) and isinstance(error.error, DamagedError)
+        if not self._superseded:
+            others = {tier for tier in _TIERS if tier != self._tier and entry.counter in self._copies(tier)}
+            if self._tier != "disk" or others:
+                self._passed_over.add((self._tier, entry.counter))
+            if isinstance(error, UnreadableError) and (self._tier != "disk" or others):
+                text = "the copy %s of step %d cannot be read: %s"
+                arguments = _PLACES[self._tier], entry.step, error.error
+                if self._tier == "memory":
+                    write("memory_unreadable", text, *arguments, step=entry.step, counter=entry.counter)
+                else:
+                    write("copy_unreadable", text, *arguments, step=entry.step, counter=entry.counter)
+            if damaged and self._tier != "remote" and not self._dry_run:
+                store = self._memory.store if self._tier == "memory" and self._memory is not None else self._store
+                await caller.run(store.note_damaged(entry))
+            if others:
+                return False
+        self._fallback.failed(entry, self._superseded, error, self._find)
         return False
-
-    async def _pass_over(self, caller: Caller, error: DroppedMeanwhileError | UnreadableError) -> None:
-        """Read the copy on disk next, or, if there is none, an older checkpoint."""
-        entry, memory = self._entry, self._memory
-        assert memory is not None
-        self._passed_over.add(entry.counter)
-        if isinstance(error, UnreadableError):
-            text = "the copy in memory of step %d cannot be read: %s"
-            write("memory_unreadable", text, entry.step, error.error, step=entry.step, counter=entry.counter)
-            if isinstance(error.error, DamagedError) and not self._dry_run:
-                await caller.run(memory.store.note_damaged(entry))
-        if not any(entry.counter == other.counter for other in self._store.committed.entries):
-            self._fallback.failed(entry, False, error, self._find)
 
     async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
         if error is not None:
@@ -523,3 +553,7 @@ class _OwnCandidates(RestoreCandidates):
         self._fallback.succeeded(self._entry, self._superseded)
         self.fell_back = self._fallback.warned
         return True
+
+
+_TIERS: tuple[Reach, ...] = ("memory", "disk", "remote")
+_PLACES: dict[Reach, str] = {"memory": "in memory", "disk": "on disk", "remote": "in the bucket"}

@@ -121,6 +121,7 @@ class PendingCheckpoint:
         """Wait until the checkpoint is committed in a tier: in "memory" it survives the process, on "disk" the power.
 
         In "replicas" it, or a newer one, is in the memory of other hosts, too: it survives the loss of so many hosts.
+        In "remote" it, or a newer one, is in the bucket of the engine's drain.
 
         One that is due in memory alone, and its successors too, reaches the disk when a newer one does, or when the
         engine's context is left.
@@ -128,7 +129,8 @@ class PendingCheckpoint:
         Cancellation: only stops the waiting.
 
         Raises:
-            CheckpointError: it failed; or it is on disk, and was not saved in memory; or another host has no copy.
+            CheckpointError: it failed; or it is on disk, and was not saved in memory; or another host has no copy; or
+                the drain stopped, or was closed, before it was copied.
         """
         await (self._flight.durable() if check_reach(tier) == "disk" else self._flight.reached(tier))
 

@@ -19,6 +19,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from pccheck_async.engine.capture import Capture
+from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.flight import Flight
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.memory import Memory, Staged
@@ -86,6 +87,7 @@ class Scheduler:
     path: str
     """Of the store, for the log."""
     memory: Memory | None = None
+    draining: Draining | None = None
 
     def __post_init__(self, max_in_flight: int) -> None:
         self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
@@ -193,6 +195,11 @@ class Scheduler:
         for drain in self._last_drains:
             self._shorten(drain)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until last drains end; None: when every checkpoint ended."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
     def _shorten(self, drain: asyncio.Timeout) -> None:
         if self._until is not None and not drain.expired():
             end = asyncio.get_running_loop().time() + self._until - time.monotonic()
@@ -269,6 +276,8 @@ class Scheduler:
                 flight.set_failed(error)
             else:
                 flight.set_durable(info, superseded=superseded)
+                if self.draining is not None:
+                    self.draining.note_durable(flight, info.counter)
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""

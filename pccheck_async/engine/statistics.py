@@ -62,6 +62,10 @@ class EngineStatistics:
         in_replicas: Checkpoints that came, or of which newer ones came, to the memory of other hosts (``replicas``).
         replicas_degraded: Why the newest one is not there, and since which step; empty if nothing is wrong.
         memory_interval: The decision of the policy of the tier in memory, and why; None without that.
+        drained: Checkpoints that were copied to the bucket (``drain``).
+        drained_bytes: Bytes that were sent there.
+        drain_lag_seconds: For how long the oldest checkpoint has been durable that is not there, nor a newer one.
+        drain_trouble: Why nothing is copied there, at the moment or any more; empty if nothing is wrong.
         unchanged_bytes: Bytes that were not written, as their slot still held them (``skip_unchanged``).
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
         fell_back: Restores that passed over damaged checkpoints that are newer.
@@ -105,6 +109,10 @@ class EngineStatistics:
     in_replicas: int = 0
     replicas_degraded: str = ""
     memory_interval: Decision | None = None
+    drained: int = 0
+    drained_bytes: int = 0
+    drain_lag_seconds: float = 0.0
+    drain_trouble: str = ""
     unchanged_bytes: int = 0
     events_dropped: int = 0
     fell_back: int = 0
@@ -121,6 +129,9 @@ class EngineStatistics:
             f"training waited {self.stall_seconds:.3g} s{times}\n"
             f"interval: {self.interval.reason}"
         )
+        if self.drained or self.drain_trouble:
+            text += f"\n{self.drained} copied to the bucket, which is {self.drain_lag_seconds:.3g} s behind"
+            text += f": {self.drain_trouble}" if self.drain_trouble else ""
         if self.memory_interval is not None:
             text += f"\ninterval in memory: {self.memory_interval.reason}"
         return text

@@ -117,9 +117,11 @@ def check_reach(tier: object) -> Reach:
     """Return the name of a tier that a checkpoint reaches. Raises ValueError for any other."""
     if tier == "replicas":
         return "replicas"
+    if tier == "remote":
+        return "remote"
     if tier in ("memory", "disk"):
         return check_tier(tier)
-    raise ValueError(f"a tier is 'memory', 'replicas' or 'disk', not {tier!r}")
+    raise ValueError(f"a tier is 'memory', 'replicas', 'disk' or 'remote', not {tier!r}")
 
 
 def which_one(step: object, name: object) -> Which:

@@ -21,8 +21,8 @@ Action: TypeAlias = Literal["fill", "replace", "load"]
 """The ways to restore a part of a state (see :class:`Restored`)."""
 Tier: TypeAlias = Literal["memory", "disk"]
 """A place that holds whole checkpoints."""
-Reach: TypeAlias = Literal["memory", "replicas", "disk"]
-"""The same, with the memory of other hosts."""
+Reach: TypeAlias = Literal["memory", "replicas", "disk", "remote"]
+"""The same, with the memory of other hosts, and object storage."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,7 +49,7 @@ class CheckpointInfo:
     metadata: Metadata = field(default_factory=dict, hash=False)
     name: str | None = None
     rejected: bool = False
-    tiers: tuple[Tier, ...] = field(default=("disk",), compare=False)
+    tiers: tuple[Reach, ...] = field(default=("disk",), compare=False)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(self._facts())}>"
@@ -62,6 +62,7 @@ class CheckpointInfo:
             facts.append(f"{self.created:%Y-%m-%d %H:%M:%S} UTC")
         facts += [mark for mark in ("pinned", "rejected") if getattr(self, mark)]
         facts += ["in memory" if "disk" in self.tiers else "in memory alone"] if "memory" in self.tiers else []
+        facts += ["in a bucket"] if "remote" in self.tiers else []
         return facts + [f"{key}={value!r}" for key, value in self.metadata.items()]
 
     @property
@@ -93,7 +94,8 @@ class Restored(CheckpointInfo):
         actions: Of a dry run: what a restore does with the parts of the state, by their paths: "fill" (an array takes
             stored bytes), "replace" (a plain value), "load" (an object loads its state).
         error: Of a dry run: the text of the StateMismatchError that a restore raises; None if it raises none.
-        source: The tier that this process's part was read from; "replicas": the memory of another host.
+        source: The tier that this process's part was read from; "replicas": the memory of another host;
+            "remote": the bucket of the engine's drain.
     """
 
     missing: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ class Restored(CheckpointInfo):
             f"would {action} {list(self.actions.values()).count(action)}"
             for action in dict.fromkeys(self.actions.values())
         ]
-        facts += ["from memory"] if self.source == "memory" else []
+        facts += {"memory": ["from memory"], "remote": ["from a bucket"]}.get(self.source, [])
         return [*CheckpointInfo._facts(self), *facts, *([] if self.error is None else [f"error: {self.error}"])]
 
     @classmethod

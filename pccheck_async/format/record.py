@@ -461,12 +461,17 @@ def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearr
         yield commit[start : start + REGION_NBYTES]
 
 
+def is_sane_entry(one: Entry) -> bool:
+    """Return whether the numbers of an entry are in their ranges."""
+    least = min(one.counter, one.nbytes, one.slot, one.manifest_offset, one.manifest_nbytes)
+    return least >= 0 and one.counter <= _LARGEST and one.slot <= MOST_SLOT and _TIMES[0] <= one.time <= _TIMES[1]
+
+
 def _sane(record: Record) -> bool:
     """Return whether a writer may have counted up to these numbers, and ``datetime`` can express these times."""
     entries, above = record.entries, _LARGEST + 1
     for one in entries:
-        least = min(one.counter, one.nbytes, one.slot, one.manifest_offset, one.manifest_nbytes)
-        if least < 0 or one.counter >= above or one.slot > MOST_SLOT or not _TIMES[0] <= one.time <= _TIMES[1]:
+        if one.counter >= above or not is_sane_entry(one):
             return False
         above = one.counter
     return (

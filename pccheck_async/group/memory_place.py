@@ -12,7 +12,7 @@ from msgspec import structs
 from pccheck_async.engine import Auto, MemoryTier, check_own_folder, memory_folder, memory_root
 from pccheck_async.engine import on_the_line as entries_on_the_line
 from pccheck_async.errors import CheckpointError, NoCheckpointError
-from pccheck_async.format import Entry, Identity, Record, Tier, Which, check_tier, describe_which, there_are
+from pccheck_async.format import Entry, Identity, Reach, Record, Tier, Which, check_tier, describe_which, there_are
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group.folder import read_stores, seen_store, stored_domain
 from pccheck_async.group.parts import SeenStore, on_the_line
@@ -68,7 +68,7 @@ class MemoryPlace(Place):
     def superseded(self) -> tuple[Entry, ...]:
         return ()
 
-    def tiers(self, counter: int) -> tuple[Tier, ...]:
+    def tiers(self, counter: int) -> tuple[Reach, ...]:
         return ("memory", "disk") if counter in self._on_disk else ("memory",)
 
     def nothing(self, which: Which) -> CheckpointError:

@@ -2,7 +2,8 @@
 """The one door for reading without an engine, also beside running writers. Nothing here writes.
 
 A *place* is a folder with checkpoints: the store of one process, the folder of a group with the stores of its ranks, or
-the folder of one such rank. Each checkpoint is a set of parts; in the store of one process it has one, that of rank 0.
+the folder of one such rank; or a bucket, by its URL, which looks like the store of one process. Each checkpoint is a
+set of parts; in the store of one process it has one, that of rank 0.
 
 Checkpoints of a group that are listed as complete have all their parts in this folder. Parts of ranks on other hosts in
 folders of their own are not seen: there, a folder of one rank can be read for itself, as if one process had saved it.
@@ -19,7 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from pccheck_async.engine import Auto, StorageOptions, decide
+from pccheck_async.bucket import BucketMedium, is_location, open_objects, shown
+from pccheck_async.engine import Auto, StorageOptions, call_once, decide
 from pccheck_async.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -35,9 +37,9 @@ from pccheck_async.format import (
     Entry,
     Identity,
     Key,
+    Reach,
     Record,
     Run,
-    Tier,
     Which,
     describe_which,
     matches,
@@ -81,12 +83,14 @@ class Place:
     """A folder with checkpoints, as its records were at the last look. Use it as a context manager, or close it.
 
     Args:
-        path: The folder.
+        path: The folder, or the URL of a bucket.
         opened: Its medium.
         of_group: Whether the stores of a group's ranks are in it.
         rank: The rank whose part of a group's checkpoint is read first; by default 0.
 
     Attributes:
+        name: For messages.
+        is_bucket: Whether it is no folder.
         stores: Identity and newest record of each whole store, by rank; that of one process is rank 0's.
         complete: The checkpoints that have all their parts, newest first.
         incomplete: Those that lack some, newest first. Beside a running group, those being saved are among them.
@@ -98,6 +102,8 @@ class Place:
         self, path: str | os.PathLike[str], opened: OpenMedium, *, of_group: bool, rank: int | None = None
     ) -> None:
         self.path = Path(path)
+        self.is_bucket = is_location(path)
+        self.name = shown(path) if self.is_bucket else os.fspath(self.path)
         self.opened = opened
         self.of_group = of_group
         if rank is not None:
@@ -128,7 +134,7 @@ class Place:
             seen = await self._seen()
             view = view_of([*seen.values()], [0], [])
             if view.error is not None:
-                raise StoreError(f"{self.path}: {view.error}")
+                raise StoreError(f"{self.name}: {view.error}")
             named = {rank: [(part.key, part.committed) for part in store.parts] for rank, store in seen.items()}
             committed = max((key for parts in named.values() for key, applied in parts if applied), default=None)
             newest = view.complete[0].key if view.complete else None
@@ -138,7 +144,7 @@ class Place:
                 self.incomplete = tuple(one for one in view.incomplete if one.key in incomplete)
                 return
             if time.monotonic() > deadline:
-                text = f"the records in {self.path} change faster than all of them can be read ({LOCK_SECONDS} s)"
+                text = f"the records in {self.name} change faster than all of them can be read ({LOCK_SECONDS} s)"
                 raise ReadError(text)
             before, incomplete = named, {one.key for one in view.incomplete}
 
@@ -190,9 +196,9 @@ class Place:
         nbytes = sum(part.entry.nbytes for part in self.parts(one.key).values())
         return replace(one.entry.info, nbytes=nbytes, tiers=self.tiers(one.entry.counter))
 
-    def tiers(self, counter: int) -> tuple[Tier, ...]:
+    def tiers(self, counter: int) -> tuple[Reach, ...]:
         """Return where a checkpoint is known to be, by its counter."""
-        return ("disk",)
+        return ("remote",) if self.is_bucket else ("disk",)
 
     @property
     def infos(self) -> list[CheckpointInfo]:
@@ -211,7 +217,7 @@ class Place:
         if not 0 <= self.rank < one.world:
             what = "newest complete checkpoint" if which is None else f"checkpoint{describe_which(which)}"
             there = f"the ranks 0 to {one.world - 1}" if one.world > 1 else "rank 0 alone"
-            raise NoCheckpointError(f"the {what} in {self.path} has {there}, and no rank {self.rank}")
+            raise NoCheckpointError(f"the {what} in {self.name} has {there}, and no rank {self.rank}")
         return one
 
     def nothing(self, which: Which) -> CheckpointError:
@@ -220,7 +226,7 @@ class Place:
         StoreError if all are rejected; IncompleteCheckpointError; NoCheckpointError; CorruptStoreError if a store lost
         its identity.
         """
-        if error := only_rejected([one.entry for one in self.complete], which, self.path):
+        if error := only_rejected([one.entry for one in self.complete], which, self.name):
             return error
         lacking = [one for one in self.incomplete if matches(which, one.step, None)]
         if lacking:
@@ -229,13 +235,13 @@ class Place:
             advice = [*self.put_back(ranks), *([self.look_for_parts] if ranks <= self.stores.keys() else ())]
             what += "".join(f"; {each}" for each in advice)
             return IncompleteCheckpointError(
-                f"{self.path} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
+                f"{self.name} holds no complete checkpoint{describe_which(which)}: {what}; what a rank has can be read "
                 f"from its own folder, such as {self.path / rank_name(min(self.stores))}"
             )
         if not self.stores and not self.of_group:
-            return no_store(self.opened, self.path)
+            return no_store(self.opened, self.name)
         there = there_are(which, self.infos) or ("" if self.infos else others_in_words(self.path))
-        return NoCheckpointError(f"{self.path} holds no checkpoint{describe_which(which)}{there}")
+        return NoCheckpointError(f"{self.name} holds no checkpoint{describe_which(which)}{there}")
 
     @property
     def look_for_parts(self) -> str:
@@ -302,7 +308,7 @@ class Place:
             CorruptStoreError: this version does not understand it.
             ValueError: ``host_memory`` holds no chunk.
         """
-        fallback, since = Fallback(which, self.path, falls_back), time.monotonic()
+        fallback, since = Fallback(which, self.name, falls_back), time.monotonic()
         self.choose(which)  # raises if there is none; never an older one that has this rank instead
         staging = Staging(None if host_memory is None else chunk_pool(self.identity.block_bytes, host_memory))
 
@@ -374,13 +380,13 @@ class Place:
     def check_group(self, why: str) -> None:
         """Raise ValueError if no stores of a group's ranks are in it: for a request that is about them."""
         if not self.of_group:
-            raise ValueError(f"{self.path} is no folder of a group's checkpoints: {why}")
+            raise ValueError(f"{self.name} is no folder of a group's checkpoints: {why}")
 
     def check_one_process(self) -> None:
         """Raise StoreError if the stores of a group's ranks are in it: for a change that only ranks make together."""
         if self.of_group:
             raise StoreError(
-                f"{self.path} holds a group's checkpoints, which only its ranks can pin together: engine.pin() "
+                f"{self.name} holds a group's checkpoints, which only its ranks can pin together: engine.pin() "
                 "and engine.unpin() on all of them"
             )
 
@@ -422,7 +428,7 @@ async def open_place(
     """
     opened = await open_folder(path, io, host_memory)
     try:
-        grouped = isinstance(io, str) and is_group_folder(path)
+        grouped = isinstance(io, str) and not is_location(path) and is_group_folder(path)
         return await _place(path, opened, grouped, default_rank if grouped and rank is None else rank)
     except BaseException:
         await opened.close()
@@ -432,9 +438,16 @@ async def open_place(
 def read_place(path: str | os.PathLike[str]) -> Place:
     """Read the records of a folder on this thread. Raises the errors of :meth:`Place.look`.
 
-    The place is closed: no checkpoint is read from it.
+    The place is closed: no checkpoint is read from it. A bucket is read on a loop of its own, which this waits for.
     """
+    if is_location(path):
+        return call_once(_read_bucket(path))
     return at_once(path, lambda opened: _place(path, opened, is_group_folder(path)))
+
+
+async def _read_bucket(path: str | os.PathLike[str]) -> Place:
+    async with await open_place(path, "auto") as place:
+        return place
 
 
 async def _place(path: str | os.PathLike[str], opened: OpenMedium, of_group: bool, rank: int | None = None) -> Place:
@@ -446,12 +459,15 @@ async def _place(path: str | os.PathLike[str], opened: OpenMedium, of_group: boo
 
 
 async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
-    """Open the medium of one folder, with its threads; use it as a context manager, or close it.
+    """Open the medium of one folder, or of a bucket, with its threads; use it as a context manager, or close it.
 
-    Raises ValueError if ``host_memory`` holds no chunk at all.
+    Raises ValueError if ``host_memory`` holds no chunk at all; RefusedError: the URL is wrong, or obstore is missing.
     """
     # No buffers are made here: how much memory there is decides nothing.
     decided = decide(StorageOptions(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
+    if is_location(path):
+        objects = open_objects(path)
+        io = lambda _path, _operations: BucketMedium(objects)  # noqa: E731
     return await open_medium(path, io, writers=decided.writers, copiers=decided.copiers)
 
 

@@ -19,6 +19,7 @@ from msgspec import structs
 
 from pccheck_async.engine import (
     Connected,
+    Draining,
     EngineConfig,
     Memory,
     Peers,
@@ -101,6 +102,10 @@ class Ranks(Peers):
     def retention(self, config: EngineConfig) -> Retention:
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: a step that one rank skips is saved by another")
+        if config.drain is not None:
+            raise ValueError(
+                "drain=Drain(...) is for one process; a group's checkpoints are not copied to a bucket yet"
+            )
         # Records also name prepared checkpoints.
         self._retention = replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
         return self._retention
@@ -134,6 +139,7 @@ class Ranks(Peers):
         operations: Operations,
         end_with: Callable[[int, CheckpointError], None],
         memory: Memory | None = None,
+        drain: Draining | None = None,
     ) -> Connected:
         group, folder, self._loop = self.group, Path(path), asyncio.get_running_loop()
         self._folder, self._config, self._store, self._end_with = folder, config, store, end_with

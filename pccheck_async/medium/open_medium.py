@@ -122,5 +122,8 @@ def store_path(path: str | os.PathLike[str]) -> str:
     if text.startswith("~"):
         raise ValueError(f"{text!r} begins with '~', which only shells replace; use os.path.expanduser({text!r})")
     if "://" in text:
-        raise ValueError(f"{text!r} is a URL; a store is a folder on a disk, or on a network filesystem mounted here")
+        raise ValueError(
+            f"{text!r} is a URL; a store is a folder on a disk, or on a network filesystem mounted here, from which "
+            "drain=Drain(url) copies checkpoints to a bucket"
+        )
     return os.fspath(Path(path).absolute())

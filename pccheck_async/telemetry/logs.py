@@ -55,12 +55,19 @@ memory_skipped      WARNING  a checkpoint that was due in memory alone is not th
 memory_ignored      WARNING  checkpoints in memory are not of the line of the store on disk, or of its files as they are
                              now, or the engine has no ``memory``; when it is opened
 memory_unreadable   WARNING  a checkpoint's copy in memory cannot be read, and that on disk, or an older one, is taken
+copy_unreadable     WARNING  a checkpoint's copy on disk, or in a bucket, cannot be read, and another one is taken
 memory_unsaved      WARNING  closing could not write the newest checkpoint in memory to disk: it stays in memory; error
 memory_damaged      WARNING  the store in memory is damaged, and was begun anew: error
 replicas_degraded   WARNING  the newest checkpoint is not in the memory of as many other hosts as it should be: a rank
                              could not send its part, or there are fewer hosts: step, error; or ranks of one host
                              have different folders in memory, so that copies are on the same one
 replicas_stranger   WARNING  something that is no rank of the run connected to the port for copies; once
+drained             DEBUG    a checkpoint was copied to the bucket; seconds is how far that was behind
+drain_restored      INFO     a checkpoint was restored from the bucket
+drain_trouble       WARNING  nothing is copied to the bucket at the moment, or not this checkpoint: error
+drain_stopped       WARNING  nothing is copied to the bucket any more: another run took it over, say: error
+drain_left          WARNING  closing ended before the newest checkpoint was in the bucket
+bucket_damaged      WARNING  the record of a checkpoint in a bucket is damaged, and passed over: error
 store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
 crowded_out         WARNING  ``Keep(every=...)`` keeps more than a record names

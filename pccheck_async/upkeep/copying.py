@@ -13,9 +13,10 @@ from pathlib import Path
 
 from msgspec import structs
 
+from pccheck_async.bucket import Draft, Owner, is_location, open_objects, send_part
 from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, StoreError, StoreFullError
-from pccheck_async.format import CheckpointInfo, Entry, Key, Run, align, crc32, which_one
+from pccheck_async.format import CheckpointInfo, Entry, Key, Run, Which, align, crc32, which_one
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
@@ -83,8 +84,8 @@ def copy_checkpoint(
         fails then. Parts that the records of some ranks name are no checkpoint; the next copy or run drops them.
 
     Args:
-        source: Store that has it, or the folder of a group. A trainer may write to it meanwhile.
-        target: Store that gets it; no trainer has it open.
+        source: Store that has it, the folder of a group, or the URL of a bucket. A trainer may write to it meanwhile.
+        target: Store that gets it; no trainer has it open. Or the URL of a bucket, in which there is nothing.
         step: The newest checkpoint of this step; by default the newest of all.
         name: The checkpoint with this name instead.
         rank: Of a group: copy the part of this rank alone, into the store of one process.
@@ -97,23 +98,27 @@ def copy_checkpoint(
         The checkpoint as ``target`` has it.
 
     Raises:
-        ValueError: both are one folder, ``target`` is a URL or begins with ``~``, or it has a checkpoint of that name
-            that is not rejected.
+        ValueError: both are one folder, ``target`` begins with ``~``, or it has a checkpoint of that name that is not
+            rejected.
         NoCheckpointError: there is none to copy.
         IncompleteCheckpointError: with ``rank``, or of the folder of one rank: tensors lie on several ranks, and the
             copy would have one rank's boxes of them.
         CorruptStoreError: it is damaged (DamagedError), or ``target`` is.
-        StoreError: one of ``source`` and ``target`` is a group's folder, and the other the store of one process.
+        StoreError: one of ``source`` and ``target`` is a group's folder, and the other the store of one process, or a
+            bucket; or there is something in the bucket already.
         StoreLockedError: a trainer has ``target`` open.
         StoreFullError: there is no space for it, or a commit record has no room for it.
         ReadError, WriteError: a device failed; ReadError also where the ranks of a group save faster than all parts of
             one checkpoint can be locked.
     """
-    which, target = which_one(step, name), store_path(target)
+    which = which_one(step, name)
+    if is_location(target):
+        return call_once(_into_bucket(source, target, which, rank, pinned, progress, io))
+    target = store_path(target)
     with suppress(OSError):
         if os.path.samefile(source, target):
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
-    if Path(source).resolve() in Path(target).resolve().parents:
+    if Path(source).resolve() in Path(target).resolve().parents and not is_location(source):
         raise ValueError(f"{os.fspath(target)} lies inside {os.fspath(source)}: give a folder outside")
 
     async def copy() -> CheckpointInfo:
@@ -131,6 +136,32 @@ def copy_checkpoint(
             return await copying.into_store(target, opened, stack)
 
     return call_once(copy())
+
+
+async def _into_bucket(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    which: Which,
+    rank: int | None,
+    pinned: bool | None,
+    progress: Progress,
+    io: IO,
+) -> CheckpointInfo:
+    """Copy a checkpoint, or one rank's part of it, into an empty prefix of a bucket."""
+    async with await open_place(source, io, rank=rank) as place, place.hold(which) as checkpoint:
+        if checkpoint.whole and rank is None:
+            raise StoreError(f"{place.name} holds a group's checkpoints: one rank's part can go to a bucket (rank=)")
+        refuse_boxes(checkpoint.manifest.skeleton, *(() if rank is None else (_LEAVE_OUT,)))
+        part = checkpoint.own
+        identity, record = place.stores[checkpoint.own_rank]
+        owner = Owner(open_objects(target, writes=True), identity.id_bytes, keep_last=1)
+        owner.line = record.line
+        await owner.take_over(empty=True)
+        written = counting(progress, part.manifest.payload_nbytes)
+        name = await send_part(Draft(owner), part, advance=written)
+        entry = name.entry if pinned is None else structs.replace(name.entry, pinned=pinned)
+        await owner.commit([name._replace(entry=entry)])
+        return replace(entry.info, tiers=("remote",))
 
 
 def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[str]) -> None:

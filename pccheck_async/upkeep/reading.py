@@ -58,6 +58,8 @@ def lost_slots(place: Place) -> dict[int, str]:
 def lost_parts(place: Place) -> dict[tuple[int, int], str]:
     """Return the faults of :func:`lost_slots` by counter and rank, each with the slot's name."""
     faults = dict[tuple[int, int], str]()
+    if place.is_bucket:
+        return {}  # reading says what is lost
     for one in place.complete:
         for rank, part in place.parts(one.key).items():
             name = os.path.join(place.folder(rank), slot_name(part.entry.slot))
@@ -97,7 +99,12 @@ def newer_in_slots(place: Place) -> list[NewerSlot]:
         again = await StoreReader.newest(opened) if newer else None
         return [] if again is None or again[1].generation != record.generation else newer
 
-    if place.of_group or place.is_part or ((published := read_status(place.path)) is not None and published.alive):
+    if (
+        place.of_group
+        or place.is_part
+        or place.is_bucket
+        or ((published := read_status(place.path)) is not None and published.alive)
+    ):
         return []
     return at_once(place.path, look)
 

@@ -16,11 +16,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Never
 
 import torch
 
 __all__ = ["run_warm", "start_warm"]
+
+ROOT = Path(__file__).parents[2]
 
 _Popen = subprocess.Popen  # a test may put :func:`start_warm` in its place
 
@@ -37,6 +40,11 @@ def start_warm(
         popen: Arguments of :class:`subprocess.Popen`.
     """
     words = [os.fsdecode(os.fspath(word)) if isinstance(word, os.PathLike) else str(word) for word in command]
+
+    used = getattr(sys.modules.get("pccheck_async.bucket.obstore_objects"), "_used_in", ())
+    if used and not closed:  # a fork lacks the threads of obstore
+        path = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+        return _Popen([sys.executable, *words], env={**env, "PYTHONPATH": path}, **popen)
 
     def be() -> Never:
         # Whatever was to run in place of this process never does; the end of this file tells that it was started.

@@ -27,7 +27,7 @@ from pccheck_async.testing.probe import probe
 
 ENGINE = """
     max_in_flight keep_last keep save_last interval max_stall on_busy on_error allow_pickle overwrite group storage
-    memory
+    memory drain
 """
 FIELDS = {
     Keep: "every best spaced",

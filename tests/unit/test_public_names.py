@@ -16,7 +16,7 @@ from pccheck_async.cli import app
 
 NAMES = {
     "pccheck_async": """
-        Adaptive CheckpointEngine CheckpointError CheckpointInfo FlatShard Group GroupError Keep MemoryTier
+        Adaptive CheckpointEngine CheckpointError CheckpointInfo Drain FlatShard Group GroupError Keep MemoryTier
         NoCheckpointError PendingCheckpoint Policy RNGState Restored ResumableLoader ResumableSampler Shelf
         StateMismatchError Stateful StorageOptions SyncCheckpointEngine TornCaptureError TrainingStep list_checkpoints
         load load_sync open_checkpoint

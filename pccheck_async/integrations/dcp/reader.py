@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from pccheck_async.bucket import is_location
 from pccheck_async.engine import call_once
 from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointError, ReadError, StateMismatchError
 from pccheck_async.format import Entry, Key
@@ -51,12 +52,12 @@ class StorageReader(storage.StorageReader):
     each rank has, those of rank 0 are there.
 
     Args:
-        root: Folder of the checkpoints.
+        root: Folder of the checkpoints, or the URL of a bucket.
     """
 
     def __init__(self, root: CheckpointID) -> None:
         super().__init__()
-        self._root = os.path.abspath(root)
+        self._root = os.fspath(root).rstrip("/") if is_location(root) else os.path.abspath(root)
         self._name: str | None = None
         self._chosen: _Chosen | None = None
         self._stored: dict[Any, StoredItem | StoredValue] = {}

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object storage as a place for committed checkpoints: copied there from a store, and read back by its readers.
+
+It may import ``store`` and the rooms below; no engine. ``names``, ``record`` and ``protocol`` are pure; ``objects`` is
+the interface to object storage, ``owner`` the order of the requests of one writer. obstore is imported when the first
+bucket is opened.
+"""
+
+from pccheck_async.bucket.medium import BucketMedium
+from pccheck_async.bucket.objects import Objects, RefusedError
+from pccheck_async.bucket.obstore_objects import Location, is_location, open_objects, shown
+from pccheck_async.bucket.owner import Owner
+from pccheck_async.bucket.record import CommitRecord, Kept, PartName
+from pccheck_async.bucket.upload import Draft, send_part
+
+__all__ = [
+    "BucketMedium", "CommitRecord", "Draft", "Kept", "Location", "Objects", "Owner", "PartName", "RefusedError",
+    "is_location", "open_objects", "send_part", "shown",
+]  # fmt: skip

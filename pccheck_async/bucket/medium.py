@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket as a medium: its commits look like a store of one process, so the readers of stores read them, unchanged.
+
+There is no such folder. ``store.json`` and ``commit`` are made up at each look, of the newest record and what counts by
+it; ``slot-007`` is commit 7: its payload lies in data objects, its manifest in the index. Nothing is locked: what is
+missing, or what is read of a commit that does not count any more, was replaced meanwhile, and the reader looks again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NoReturn
+
+from msgspec.structs import replace
+
+from pccheck_async.bucket import protocol
+from pccheck_async.bucket.names import COMMITS
+from pccheck_async.bucket.objects import MissingObjectError, Objects
+from pccheck_async.bucket.owner import read_commit, read_index
+from pccheck_async.bucket.record import CommitRecord, Kept, PartIndex
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, WriteError
+from pccheck_async.format import Entry, Identity, Line, Record
+from pccheck_async.format import checksum as checksums
+from pccheck_async.format.record import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    FORMAT_VERSION,
+    IDENTITY_NAME,
+    MIN_BLOCK,
+    encode_identity,
+    encode_record,
+    region_offsets,
+    slot_name,
+    slot_number,
+)
+from pccheck_async.medium import File, Medium, MediumFacts, MediumStatistics, Part
+from pccheck_async.telemetry import StageClock, write
+from pccheck_async.transfer import Tasks
+
+__all__ = ["BucketMedium"]
+
+_LOOKS = 5
+"""Times that the newest record is superseded and deleted before it is read."""
+
+
+class BucketMedium(Medium):
+    """The commits of a bucket, read-only. Errors of the store itself are RefusedError.
+
+    Attributes:
+        line: That of the newest record, as of the last look.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.line: Line | None = None
+        self._clock = StageClock("write", "read", "flush")
+        self._records: dict[Kept, CommitRecord] = {}  # they never change
+        self._now: dict[int, tuple[Kept, CommitRecord]] = {}
+        self._slots: dict[File, tuple[PartIndex, list[int], Kept]] = {}  # that are open, with the starts of objects
+        self._store_id = hashlib.sha256(objects.url.encode()).hexdigest()[:32]
+
+    # -- what counts
+
+    async def look(self) -> tuple[int, list[tuple[Kept, CommitRecord]]]:
+        """Return the newest number, 0 for none, and the commits that count, newest first.
+
+        Raises CorruptStoreError: the newest record is damaged; ReadError, RefusedError.
+        """
+        for _ in range(_LOOKS):
+            number = protocol.listing_of(await self.objects.list(COMMITS)).newest
+            if not number:
+                return 0, []
+            newest = await self._newest(number)
+            if newest is None:
+                continue  # superseded, and deleted, meanwhile
+            self.line = newest.line
+            found = [(kept, record) for kept in protocol.live(number, newest) if (record := await self._kept(kept))]
+            self._records = {kept: record for kept, record in self._records.items() if kept.number >= number} | dict(
+                found
+            )
+            return number, found
+        raise ReadError(errno.EAGAIN, f"the commits in {self.objects.url} change faster than they can be read")
+
+    async def _newest(self, number: int) -> CommitRecord | None:
+        known = next((record for kept, record in self._records.items() if kept.number == number), None)
+        if known is None and (known := await read_commit(self.objects, number)) is not None:
+            self._records[Kept(number, known.put)] = known
+        return known
+
+    async def _kept(self, kept: Kept) -> CommitRecord | None:
+        """Return the record of a commit that counts; None if it is gone, damaged, or another one lies there."""
+        if kept in self._records:
+            return self._records[kept]
+        try:
+            record = await read_commit(self.objects, kept.number)
+        except CorruptStoreError as error:
+            write("bucket_damaged", "%s: %s", self.objects.url, error, error=str(error))
+            return None
+        return record if record is not None and record.put == kept.put else None
+
+    @property
+    def counting(self) -> list[int]:
+        """The numbers of the commits that count, as of the last look at the records."""
+        return [*self._now]
+
+    async def _record(self) -> Record | None:
+        """Return a record as a store of one process has it; None if there is no commit at all."""
+        number, found = await self.look()
+        entries, self._now = list[Entry](), {}
+        for kept, record in found:
+            if len(record.parts) > 1:
+                text = (
+                    f"commit {kept.number} of {self.objects.url} is that of a group, which this version does not read"
+                )
+                raise CorruptStoreError(text)
+            if record.parts and (not entries or record.entry.counter < entries[-1].counter):
+                entries.append(replace(record.entry, slot=kept.number))
+                self._now[kept.number] = kept, record
+        return Record(2 * number, tuple(entries)) if number else None
+
+    @property
+    def _identity(self) -> Identity:
+        return Identity(format=FORMAT_VERSION, store_id=self._store_id, checksum=checksums.NAME, block_bytes=MIN_BLOCK)
+
+    def _commit_file(self, record: Record) -> bytes:
+        data = bytearray(COMMIT_NBYTES)
+        for generation in (record.generation, record.generation - 1):  # nothing is superseded: both name the same
+            try:
+                encoded = encode_record(replace(record, generation=generation), self._identity.id_bytes, MIN_BLOCK)
+            except ValueError as error:
+                raise CorruptStoreError(f"the commits in {self.objects.url} are impossible: {error}") from None
+            for offset in region_offsets(generation):
+                data[offset : offset + len(encoded)] = encoded
+        return bytes(data)
+
+    # -- the verbs of readers
+
+    async def prepare(self, *, create: bool) -> MediumFacts:
+        return MediumFacts(1, 1, direct=False, why=f"objects in {self.objects.url}")
+
+    async def names(self) -> list[str]:
+        if await self._record() is None:
+            return []
+        return sorted([COMMIT_NAME, IDENTITY_NAME, *map(slot_name, self._now)])
+
+    async def read_small(self, name: str) -> bytes | None:
+        if name != IDENTITY_NAME or await self._record() is None:
+            return None
+        return encode_identity(self._identity)
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        if writable:
+            self._refuse()
+        if name == COMMIT_NAME:
+            return File(name, COMMIT_NBYTES)
+        if (number := slot_number(name)) is None or number not in self._now:
+            raise FileNotFoundError(errno.ENOENT, "there is no such commit any more", name)
+        kept, record = self._now[number]
+        try:
+            index = await read_index(self.objects, record.parts[0])
+        except DamagedError as error:
+            raise await self._lost(kept, str(error)) from None
+        entry = record.entry
+        file = File(f"commit {number} in {self.objects.url}", entry.manifest_offset + entry.manifest_nbytes)
+        self._slots[file] = index, [*accumulate((nbytes for _, nbytes in index.objects), initial=0)], kept
+        return file
+
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        with self._clock.timed("read", len(into)):
+            if file not in self._slots:
+                return await self._read_commit(offset, into)
+            index, starts, _ = self._slots[file]
+            end = min(offset + len(into), file.nbytes)
+            if end > starts[-1]:
+                tail = bytes(file.nbytes - starts[-1] - len(index.manifest)) + index.manifest
+                low = max(offset, starts[-1])
+                into[low - offset : end - offset] = tail[low - starts[-1] : end - starts[-1]]
+            try:
+                async with Tasks() as tasks:
+                    first = max(0, bisect_right(starts, offset) - 1)
+                    for (key, size), start in zip(index.objects[first:], starts[first:], strict=False):
+                        low, high = max(offset, start), min(end, start + size)
+                        if low >= high:
+                            break
+                        tasks.create_task(self.objects.read(key, low - start, into[low - offset : high - offset]))
+            except MissingObjectError as error:
+                raise await self.lost(file, f"in the bucket {error}") from None
+            return max(0, end - offset)
+
+    async def _read_commit(self, offset: int, into: memoryview) -> int:
+        record = await self._record()
+        data = b"" if record is None else self._commit_file(record)[offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
+
+    def objects_of(self, file: File) -> tuple[tuple[str, int], ...]:
+        """Return the names of the data objects of an open commit, with their bytes."""
+        return self._slots[file][0].objects
+
+    async def lost(self, file: File, why: str) -> DamagedError | ReadError:
+        """Return the error for an object of an open commit that is missing: damage only if that still counts."""
+        return await self._lost(self._slots[file][2], why)
+
+    async def _lost(self, kept: Kept, why: str) -> DamagedError | ReadError:
+        _, found = await self.look()
+        if any(kept == now for now, _ in found):
+            return DamagedError(f"commit {kept.number}: {why}, though the commit counts")
+        text = f"commit {kept.number} of {self.objects.url} was replaced while it was read; open it again"
+        return ReadError(errno.ESTALE, text)
+
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        return True
+
+    async def unlock(self, file: File) -> None: ...
+
+    async def close(self, file: File | None = None) -> None:
+        if file is None:
+            self._slots.clear()
+        else:
+            self._slots.pop(file, None)
+
+    def abandon(self) -> None:
+        self._slots.clear()
+
+    def statistics(self) -> MediumStatistics:
+        stages = self._clock.stages()
+        why = f"objects in {self.objects.url}"
+        return MediumStatistics("obstore", False, why, stages["write"], stages["read"], stages["flush"])
+
+    # -- those of writers
+
+    def _refuse(self) -> NoReturn:
+        raise WriteError(
+            errno.EROFS,
+            "a bucket is written by an engine's drain, which owns it, and by nothing else",
+            self.objects.url,
+        )
+
+    async def reserve(self, name: str, nbytes: int) -> File:
+        self._refuse()
+
+    async def remove(self, name: str) -> None:
+        self._refuse()
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        self._refuse()
+
+    async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
+        self._refuse()
+
+    async def sync_names(self) -> None:
+        self._refuse()
+
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
+        self._refuse()

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run's ownership of a prefix: taking it over, commits, and the deletion of what does not count any more.
+
+The order of the requests is here, what follows from their answers in :mod:`.protocol`, whose rules the comments name.
+Nothing but requests is awaited, so the tests play every order of two runs' requests, late and lost ones among them, and
+replace the steps by wrong ones. A run has one owner, and calls one method at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from msgspec import structs
+
+from pccheck_async.bucket import protocol
+from pccheck_async.bucket.names import COMMITS, DATA, commit_key, commit_number
+from pccheck_async.bucket.objects import MissingObjectError, Objects, RefusedError
+from pccheck_async.bucket.record import (
+    MOST_INDEX_NBYTES,
+    MOST_RECORD_NBYTES,
+    CommitRecord,
+    Kept,
+    PartIndex,
+    PartName,
+    decode_commit,
+    decode_index,
+    encode_commit,
+)
+from pccheck_async.errors import CorruptStoreError, DamagedError, StoreLockedError, WriteError
+from pccheck_async.format import Line
+
+__all__ = ["Owner", "read_commit", "read_index"]
+
+_MOST_LOSSES = 20
+"""Times that other runs take the number first, before taking over is given up."""
+_MOST_ATTEMPTS = 6
+"""Times that one record is sent."""
+
+
+async def read_commit(objects: Objects, number: int) -> CommitRecord | None:
+    """Read the record of a commit; None: there is none. Raises CorruptStoreError, ReadError, RefusedError."""
+    try:
+        data = await objects.get(commit_key(number), MOST_RECORD_NBYTES)
+    except MissingObjectError as error:
+        raise CorruptStoreError(f"the record of commit {number} in the bucket is impossible: {error}") from None
+    return None if data is None else decode_commit(data, number)
+
+
+async def read_index(objects: Objects, part: PartName) -> PartIndex:
+    """Read the index of a part. Raises DamagedError: it is gone; CorruptStoreError, ReadError, RefusedError."""
+    try:
+        data = await objects.get(part.key, min(part.nbytes, MOST_INDEX_NBYTES))
+    except MissingObjectError as error:
+        raise DamagedError(f"in the bucket {error}") from None
+    if data is None or len(data) != part.nbytes:
+        raise DamagedError(f"{part.key} is gone from the bucket, or has another length")
+    return decode_index(data, part)
+
+
+class Owner:
+    """The run that may write under a prefix, from :meth:`take_over` on, and until another one does that.
+
+    Args:
+        objects: Those under the prefix.
+        store: The id of the store that it copies from.
+        keep_last: How many checkpoints count at the most.
+
+    Attributes:
+        run: 16 random bytes.
+        base: The number of this run's newest record; 0 before :meth:`take_over`.
+        now: What counts, newest first.
+        records: Of these the records that could be read.
+        spare: Targets whose data this run may still name.
+        adoptable: Those data objects, with their bytes.
+        line: Of the store, for the next record.
+        line_there: That of the newest record when this run took over, which its fence has, too.
+    """
+
+    def __init__(self, objects: Objects, store: bytes, keep_last: int, run: bytes | None = None) -> None:
+        self.objects = objects
+        self.run = secrets.token_bytes(16) if run is None else run
+        self.base = 0
+        self.now: tuple[Kept, ...] = ()
+        self.records: dict[Kept, CommitRecord] = {}
+        self.spare: tuple[int, ...] = ()
+        self.adoptable: dict[str, int] = {}
+        self.line: Line | None = None
+        self.line_there: Line | None = None
+        self._store, self._keep_last = store, keep_last
+        self._named: dict[str, Collection[str]] = {}  # by index
+
+    @property
+    def target(self) -> int:
+        """The number that the next commit gets, if no other run takes it: the target of its data."""
+        return self.base + 1
+
+    def _record(self, keep: Sequence[Kept], parts: Sequence[PartName] = (), spare: Sequence[int] = ()) -> CommitRecord:
+        return CommitRecord(
+            self.run, secrets.token_bytes(16), self._store, self.line, tuple(keep), tuple(spare), tuple(parts)
+        )
+
+    # -- taking over
+
+    async def take_over(self, *, empty: bool = False) -> None:
+        """Make this run the owner (B3): from now on no other one commits there. ``empty``: only if nothing is there.
+
+        Besides it finds out whether the store keeps preconditions, and lists what was just written.
+
+        Raises:
+            StoreLockedError: other runs are taking it over all the time, or one did a moment ago.
+            RefusedError: the store does not keep preconditions, or shows old lists; or something is there.
+            CorruptStoreError: the newest record is damaged; ReadError, WriteError.
+        """
+        overtaken = 0
+        for attempt in range(1, _MOST_LOSSES + 1):
+            listing = protocol.listing_of([*await self.objects.list(COMMITS), *await self.objects.list(DATA)])
+            if empty and (listing.commits or listing.data):
+                raise RefusedError(f"{self.objects.url} holds checkpoints already: give an empty prefix")
+            newest = await self._newest(listing)
+            if newest is None and listing.newest:
+                continue  # it was superseded meanwhile
+            now = () if newest is None else protocol.live(listing.newest, newest)
+            number, spare = protocol.next_number(listing), protocol.drafts(listing, newest)
+            line = self.line if newest is None else newest.line
+            fence = structs.replace(self._record(now, spare=spare), line=line)
+            if protocol.outcome(await self.settle(number, fence), fence) != "mine":
+                await self.objects.pause(attempt)
+                continue
+            if await self._overtaken(number, fence):
+                overtaken += 1
+                if overtaken > 1:
+                    raise StoreLockedError(f"another run takes {self.objects.url} over at the same time: end one")
+                continue
+            self.base, self.now, self.spare, self.line_there = number, now, spare, line
+            self.adoptable = protocol.adoptable(listing, spare)
+            self.records = await self.read(now)
+            return
+        raise StoreLockedError(f"other runs take {self.objects.url} over all the time: end all but one")
+
+    async def _newest(self, listing: protocol.Listing) -> CommitRecord | None:
+        return await read_commit(self.objects, listing.newest) if listing.commits else None
+
+    async def _overtaken(self, number: int, fence: CommitRecord) -> bool:
+        """Return whether there is a record above the fence, and find out whether the store can be trusted.
+
+        The fence is created once more, with the same bytes: a store that takes it for new would let two runs commit.
+        """
+        again = await self._create_again(number, fence)
+        listed = protocol.listing_of(await self.objects.list(COMMITS))
+        if listed.newest > number:
+            return True  # a newer run may have deleted the fence meanwhile
+        if number not in listed.commits:
+            raise RefusedError(
+                f"{self.objects.url}: the store does not list an object that was just written; commits need lists "
+                "that are up to date (no cache or replica in between)"
+            )
+        if again:
+            raise RefusedError(
+                f"{self.objects.url}: the store ignores preconditions (If-None-Match), so two runs could destroy each "
+                "other's checkpoints: use a version of its server that keeps them"
+            )
+        return False
+
+    async def _create_again(self, number: int, fence: CommitRecord) -> bool:
+        data, attempt = encode_commit(fence, number), 0
+        while True:
+            attempt += 1
+            try:
+                return await self.objects.create(commit_key(number), data)
+            except OSError:  # no answer
+                if attempt >= _MOST_ATTEMPTS:
+                    raise
+                await self.objects.pause(attempt)
+
+    async def read(self, now: Sequence[Kept]) -> dict[Kept, CommitRecord]:
+        """Read the records of what counts; those that are damaged, gone, or another one's, are left out."""
+        found = dict[Kept, CommitRecord]()
+        for kept in now:
+            with suppress(CorruptStoreError):
+                record = await read_commit(self.objects, kept.number)
+                if record is not None and record.put == kept.put:
+                    found[kept] = record
+        return found
+
+    # -- one record
+
+    async def settle(self, number: int, record: CommitRecord) -> CommitRecord:
+        """Create a record unless there is one of its number; return the one that is there.
+
+        "Not there" after an unanswered request is not "failed" (B6): the same bytes are sent again.
+
+        Raises WriteError, ReadError: it is unknown whether the record is, or will be, there.
+        """
+        data, attempt = encode_commit(record, number), 0
+        failure: OSError | None = None
+        while attempt < _MOST_ATTEMPTS:
+            attempt += 1
+            try:
+                if await self.objects.create(commit_key(number), data):
+                    return record
+            except OSError as error:  # no answer
+                failure = error
+            found = await read_commit(self.objects, number)
+            if found is not None:
+                return found
+            await self.objects.pause(attempt)
+        raise failure or WriteError(errno.EAGAIN, f"record {number} of {self.objects.url} is neither there nor created")
+
+    async def higher(self, number: int) -> int:
+        """Return the highest number of a record above ``number``, 0 for none (B4)."""
+        listed = await self.objects.list(COMMITS, after=commit_key(number))
+        return max((found for key, _ in listed if (found := commit_number(key)) is not None), default=0)
+
+    async def _stop(self, number: int) -> NoReturn:
+        """Raise StoreLockedError: the record of this number is another run's."""
+        found = await read_commit(self.objects, number)
+        which = "" if found is None else f" (run {found.owner.hex()[:8]}, of store {found.store.hex()[:8]})"
+        raise StoreLockedError(
+            f"another run{which} took {self.objects.url} over: this one copies nothing more there, and deletes nothing"
+        )
+
+    # -- commits
+
+    async def commit(self, parts: Sequence[PartName]) -> bool:
+        """Commit a checkpoint whose parts are there; False: one as new is there already (B7).
+
+        When this returns a restart finds it, or a newer one, in the bucket.
+
+        Raises StoreLockedError: another run took the prefix over; WriteError, ReadError: the checkpoint may be
+        committed, or may be later; call it again, or go on with another one.
+        """
+        counter, came_late = parts[0].entry.counter, False
+        while True:
+            if not protocol.may_send(counter, self.counters):
+                if came_late:  # an earlier attempt for this checkpoint: what is spared was for that
+                    self.spare, self.adoptable = (), {}
+                return came_late
+            number = self.base + 1
+            made = self._record(protocol.retained(self.now, self._keep_last - 1), parts)
+            found = await self.settle(number, made)
+            came = protocol.outcome(found, made)
+            if came == "other":
+                await self._stop(number)
+            if came == "earlier":
+                await self._rebase(number, found)
+                came_late = True
+                continue
+            await self._own(number, made)
+            return True
+
+    async def amend(self, without: Collection[int]) -> None:
+        """Make a record that names no checkpoint of these numbers any more. Raises the errors of :meth:`commit`."""
+        while True:
+            number = self.base + 1
+            made = self._record(protocol.retained(self.now, len(self.now), without))
+            found = await self.settle(number, made)
+            came = protocol.outcome(found, made)
+            if came == "other":
+                await self._stop(number)
+            if came == "earlier":
+                await self._rebase(number, found)
+                continue
+            await self._own(number, made)
+            return
+
+    @property
+    def counters(self) -> list[int]:
+        """The counters of what counts, newest first."""
+        return [record.entry.counter for record in self.records.values()]
+
+    async def _rebase(self, number: int, found: CommitRecord) -> None:
+        """Go on from a record of this run's that was given up, and is there all the same."""
+        await self._own(number, found, self.spare)
+
+    async def _own(self, number: int, record: CommitRecord, spare: Sequence[int] = ()) -> None:
+        """Confirm a record of this run's that is there (B4); only then it counts here."""
+        if above := await self.higher(number):
+            await self._stop(above)
+        known = {**self.records, Kept(number, record.put): record}
+        self.base, self.spare, self.now = number, tuple(spare), protocol.live(number, record)
+        self.records = {kept: known[kept] for kept in self.now if kept in known}
+        self.adoptable = self.adoptable if spare else {}
+
+    # -- deletion
+
+    async def collect(self) -> int:
+        """Delete what does not count any more, once a commit is confirmed; return how many objects (B5).
+
+        What cannot be deleted now, the next call tries again.
+        """
+        named = await self.named()
+        listing = protocol.listing_of([*await self.objects.list(COMMITS), *await self.objects.list(DATA)])
+        keys = protocol.deletable(self.base, named, listing, self.spare)
+        await self.delete(keys)
+        return len(keys)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, records before data: a reader that finds the record finds its data, if nothing is lost."""
+        for start in range(0, len(keys), 1000):
+            await self.objects.delete(keys[start : start + 1000])
+
+    async def named(self) -> Mapping[Kept, tuple[CommitRecord, Collection[str]] | None]:
+        """Return what counts, and this run's newest record: as it is there now, and the data objects that it needs."""
+        found = dict[Kept, tuple[CommitRecord, Collection[str]] | None]()
+        for kept in self.now:
+            try:
+                record = await read_commit(self.objects, kept.number)
+                needed = set[str]()
+                for part in () if record is None else record.parts:
+                    if part.key not in self._named:
+                        index = await read_index(self.objects, part)
+                        self._named[part.key] = frozenset(key for key, _ in index.objects)
+                    needed |= {*self._named[part.key]}
+            except CorruptStoreError:
+                record = None
+            found[kept] = None if record is None else (record, needed)
+        there = {part.key for record in self.records.values() for part in record.parts}
+        self._named = {key: names for key, names in self._named.items() if key in there}
+        return found

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a commit in a bucket, and the index of one part's objects.
+
+Both have a header of 20 bytes (magic, format u32, length of the body u32, CRC-32 of the header before it and the body
+u32, all little-endian) and a body of MessagePack: :class:`CommitRecord`, :class:`PartIndex`. Bytes from a bucket become
+either of them in this module only, and only if every check holds.
+
+A record is created once and never changed. It names the checkpoints that count: itself, unless it has no parts, and
+those of its keep-list. A record without parts is a *fence*: its owner took the prefix over, or dropped checkpoints.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from pccheck_async.bucket.names import MOST_NUMBER, data_name
+from pccheck_async.errors import CorruptStoreError, NewerFormatError
+from pccheck_async.format import Entry, Line, crc32
+from pccheck_async.format.record import MIN_BLOCK, MOST_ENTRIES, MOST_METADATA_NBYTES, REGION_NBYTES, is_sane_entry
+
+__all__ = [
+    "MOST_INDEX_NBYTES", "MOST_RECORD_NBYTES", "CommitRecord", "Kept", "PartIndex", "PartName", "decode_commit",
+    "decode_index", "encode_commit", "encode_index",
+]  # fmt: skip
+
+T = TypeVar("T")
+_FORMAT = 1
+_HEADER = struct.Struct("<8sIII")
+_CHECKED = struct.Struct("<8sII")
+_COMMIT_MAGIC, _INDEX_MAGIC = b"PCCHKBKT", b"PCCHKPRT"
+MOST_RECORD_NBYTES = 4 << 20
+"""Of the record of a commit: some thousand ranks."""
+MOST_INDEX_NBYTES = 1 << 30
+"""Of the index of a part, which has the manifest in it."""
+_LARGEST = 1 << 62
+_MOST_SPARE = 1024
+"""Targets in one record."""
+
+
+class Kept(NamedTuple):
+    """A commit that counts. Its put-id tells it from another one that got its number later."""
+
+    number: int
+    put: bytes
+
+
+class PartName(NamedTuple):
+    """One rank's part of a checkpoint: the object with its index, and the entry of its commit record.
+
+    The entry's slot means nothing here; offsets are those of the slot that it was uploaded from.
+    """
+
+    key: str
+    nbytes: int
+    entry: Entry
+
+
+class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The record of a commit.
+
+    Attributes:
+        owner: 16 random bytes for each opening of a drain.
+        put: 16 random bytes for each record that was made: tells whose attempt a record is.
+        store: The id of the store that the checkpoint comes from, 16 bytes.
+        line: The line of that store, by which runs descend from each other; None: it has none.
+        keep: The older commits that count, too, newest first.
+        spare: Targets at or below this record's number whose data the owner may still name.
+        parts: The checkpoint's, by rank; none: a fence.
+    """
+
+    owner: bytes
+    put: bytes
+    store: bytes
+    line: Line | None
+    keep: tuple[Kept, ...]
+    spare: tuple[int, ...] = ()
+    parts: tuple[PartName, ...] = ()
+
+    @property
+    def entry(self) -> Entry:
+        """Rank 0's entry; not of a fence."""
+        return self.parts[0].entry
+
+    @property
+    def run(self) -> bytes | None:
+        """The run that saved the checkpoint; None if it is not known, or this is a fence."""
+        return self.line.run_of(self.entry.counter) if self.line is not None and self.parts else None
+
+
+class PartIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The objects of one part, in the order of the payload, and its encoded manifest."""
+
+    block_bytes: int
+    objects: tuple[tuple[str, int], ...]
+    """Key and bytes of each."""
+    manifest: bytes
+
+
+_commits = msgspec.msgpack.Decoder(CommitRecord)
+_indexes = msgspec.msgpack.Decoder(PartIndex)
+
+
+def _encode(magic: bytes, body: bytes) -> bytes:
+    checked = _CHECKED.pack(magic, _FORMAT, len(body))
+    return _HEADER.pack(magic, _FORMAT, len(body), crc32(body, crc32(checked))) + body
+
+
+def encode_commit(record: CommitRecord, number: int) -> bytes:
+    """Return the bytes of a record. Raises ValueError: no reader would accept it."""
+    if trouble := _trouble(record, number):
+        raise ValueError(f"a record of commit {number} is impossible: {trouble}")
+    data = _encode(_COMMIT_MAGIC, msgspec.msgpack.encode(record))
+    if len(data) > MOST_RECORD_NBYTES:
+        raise ValueError(f"the record takes {len(data)} bytes, at most {MOST_RECORD_NBYTES} are read")
+    return data
+
+
+def encode_index(index: PartIndex) -> bytes:
+    """Return the bytes of an index."""
+    return _encode(_INDEX_MAGIC, msgspec.msgpack.encode(index))
+
+
+def decode_commit(data: bytes, number: int) -> CommitRecord:
+    """Decode and check the record of a commit. Raises CorruptStoreError; NewerFormatError: of a newer version."""
+    what = f"the record of commit {number} in the bucket"
+    record = _decode(_COMMIT_MAGIC, _commits, data, what)
+    if trouble := _trouble(record, number):
+        raise CorruptStoreError(f"{what} is impossible: {trouble}")
+    return record
+
+
+def decode_index(data: bytes, part: PartName) -> PartIndex:
+    """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: of a newer version."""
+    what = f"the object {part.key} in the bucket"
+    index, entry = _decode(_INDEX_MAGIC, _indexes, data, what), part.entry
+    sizes = [nbytes for _, nbytes in index.objects]
+    block = index.block_bytes
+    whole = all(nbytes > 0 for nbytes in sizes) and sum(sizes) == entry.nbytes
+    named = all(data_name(key) is not None for key, _ in index.objects)
+    blocks = MIN_BLOCK <= block <= REGION_NBYTES and not block & (block - 1)
+    if not (whole and named and blocks and len(index.manifest) == entry.manifest_nbytes):
+        raise CorruptStoreError(f"{what} is not the index of a checkpoint of {entry.nbytes} bytes")
+    return index
+
+
+def _decode(magic: bytes, decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+    if len(data) < _HEADER.size or not data.startswith(magic):
+        raise CorruptStoreError(f"{what} is none of this package's")
+    _, version, nbytes, value = _HEADER.unpack_from(data)
+    if version > _FORMAT:
+        raise NewerFormatError(f"{what} has format {version}; this version reads format {_FORMAT}")
+    body = data[_HEADER.size :]
+    if len(body) != nbytes or crc32(body, crc32(data[: _CHECKED.size])) != value:
+        raise CorruptStoreError(f"{what} is damaged: its checksum does not hold")
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise CorruptStoreError(f"{what} is damaged: {error}") from None
+
+
+def _trouble(record: CommitRecord, number: int) -> str:
+    """Return why no writer can have made this record; empty if one can."""
+    ids: list[Any] = [record.owner, record.put, record.store, *(kept.put for kept in record.keep)]
+    numbers = [number, *(kept.number for kept in record.keep)]
+    if any(len(each) != 16 for each in ids):
+        return "an id has not 16 bytes"
+    if not 0 < number <= MOST_NUMBER or not all(newer > older > 0 for newer, older in pairwise(numbers)):
+        return "numbers do not fall"
+    if len(record.keep) >= MOST_ENTRIES or len(record.spare) > _MOST_SPARE:
+        return "it keeps too many"
+    if not all(0 < target <= number for target in record.spare):
+        return "it spares what is above it"
+    if record.line is not None and not record.line.sane:
+        return "no run can have this line"
+    for rank, part in enumerate(record.parts):
+        name = data_name(part.key)
+        if name is None or name.rank != rank or not 0 < name.target <= number or not 0 < part.nbytes <= _LARGEST:
+            return f"the part of rank {rank}"
+        nbytes = len(msgspec.msgpack.encode(part.entry.metadata))
+        if not is_sane_entry(part.entry) or nbytes > 2 * MOST_METADATA_NBYTES:  # it may be marked as rejected
+            return f"the entry of rank {rank}"
+    return ""

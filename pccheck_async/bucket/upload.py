@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sending one part of a checkpoint to a bucket: verified on the way, in bounded memory, each object in one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from pccheck_async.bucket.names import data_key, digest, found_again
+from pccheck_async.bucket.objects import Data
+from pccheck_async.bucket.owner import Owner
+from pccheck_async.bucket.record import PartIndex, PartName, encode_index
+from pccheck_async.errors import DamagedError, ReadError
+from pccheck_async.format import Entry
+from pccheck_async.store import ChunkRun, PartReader, Staging, check_chunks, read_encoded_manifest
+from pccheck_async.transfer import BufferLease, BufferPool, aligned_buffer
+
+__all__ = ["OBJECT_BYTES", "Draft", "send_part"]
+
+OBJECT_BYTES = 32 << 20
+"""Of a data object, unless a chunk has more."""
+_AT_ONCE = 2
+"""Objects that are sent at a time: both fill 64 MiB."""
+
+
+class Draft:
+    """The objects of one part that was not committed yet. It is of no use once its owner made another record.
+
+    Args:
+        owner: Owns the prefix.
+        rank: Whose part it is.
+
+    Attributes:
+        sent: Bytes that were sent; those that were there already are not among them.
+        total: All bytes of its objects so far.
+    """
+
+    def __init__(self, owner: Owner, rank: int = 0) -> None:
+        self._owner, self._rank, self._base = owner, rank, owner.base
+        self._there = found_again(owner.adoptable, rank)
+        self._objects: dict[int, tuple[str, int]] = {}
+        self.sent = self.total = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its owner made no record since: else what was uploaded may be deleted."""
+        return self._owner.base == self._base
+
+    async def send(self, number: int, data: Data, digits: str) -> None:
+        """Put one object there, unless it is. Raises WriteError, RefusedError: it is not known to be there."""
+        self._objects[number] = await self._put(number, data, digits), len(data)
+
+    async def _put(self, number: int, data: Data, digits: str) -> str:
+        self.total += len(data)
+        if (key := self._there.get((digits, len(data)))) is not None:
+            return key
+        key = data_key(self._owner.target, self._rank, number, digits)
+        await self._owner.objects.put(key, data)
+        self._there[digits, len(data)] = key
+        self.sent += len(data)
+        return key
+
+    async def finish(self, entry: Entry, block_bytes: int, manifest: bytes) -> PartName:
+        """Put the index of the part there, as its last object, and return its name. Raises as :meth:`send`."""
+        objects = tuple(self._objects[number] for number in sorted(self._objects))
+        data = encode_index(PartIndex(block_bytes, objects, manifest))
+        number = max(self._objects, default=-1) + 1
+        key = await self._put(number, data, digest(data))
+        return PartName(key, len(data), replace(entry, slot=0))
+
+
+class _FreshLease(BufferLease):
+    def __init__(self, pool: BufferPool, index: int) -> None:
+        super().__init__(pool, index)
+        self.view = aligned_buffer(pool.buffer_bytes)
+
+    def release(self) -> None:
+        self.view = memoryview(b"")  # whoever still has the lease has no memory
+        super().release()
+
+
+class _FreshBuffers(BufferPool):
+    """Buffers that are never used twice: a request that was given up may still be sending from one."""
+
+    def __init__(self, nbytes: int, buffer_bytes: int) -> None:
+        super().__init__(nbytes, buffer_bytes)
+        self._view = memoryview(b"")
+
+    async def lease(self) -> BufferLease:
+        return _FreshLease(self, (await super().lease()).index)
+
+
+async def send_part(
+    draft: Draft, part: PartReader, *, advance: Callable[[int], None] = lambda _: None, rate_limit: int | None = None
+) -> PartName:
+    """Send a part that is held. Every chunk is verified before its bytes are sent.
+
+    Args:
+        draft: Gets the objects.
+        part: Its staging buffers are not used.
+        advance: Called with the bytes of each object that is there.
+        rate_limit: Bytes per second at the most; None: no limit.
+
+    Cancellation: raised when no request is awaited any more.
+
+    Raises DamagedError, ReadError: the part cannot be read; WriteError, RefusedError.
+    """
+    operations = part.backend.operations
+    clock = asyncio.get_running_loop().time
+    free_at = clock()
+
+    async def send(run: ChunkRun, view: memoryview) -> None:
+        nonlocal free_at
+        digits = await operations.call(digest, view)
+        if rate_limit is not None:
+            free_at = max(free_at, clock())
+            wait, free_at = free_at - clock(), free_at + len(view) / rate_limit
+            await asyncio.sleep(wait)
+        await draft.send(run.first, view, digits)
+        advance(len(view))
+
+    def damaged(index: int, reason: str, error: ReadError | None) -> None:
+        chunk = part.manifest.chunks[index]
+        where = f"{part.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes})"
+        raise error or DamagedError(f"{where} of the checkpoint of step {part.entry.step} is damaged: {reason}")
+
+    size = max(OBJECT_BYTES, part.largest_chunk)
+    staging = Staging(_FreshBuffers(_AT_ONCE * size, size))
+    source = part.source
+    await check_chunks(source.medium, operations, part.file, part.manifest, staging, damaged=damaged, checked=send)
+    manifest = await read_encoded_manifest(source.medium, part.file, part.entry, source.block_bytes)
+    return await draft.finish(part.entry, source.block_bytes, manifest)
