@@ -35,7 +35,7 @@ from pccheck_async.policies import Decision, SaveReport, StepReport
 from pccheck_async.store import PartReader
 from pccheck_async.stores import pin, reject, remove
 from pccheck_async.testing.probe import probe
-from tests.support.children import in_child
+from tests.support.children import fork, in_child
 
 SIZES = pytest.mark.parametrize("elements", [500, 300_000], ids=["one request", "chunks"])
 
@@ -359,19 +359,24 @@ def test_every_bit_of_a_record_in_memory(tmp_path: Path, tier: MemoryTier) -> No
 
 
 def test_a_forked_child_holds_nothing(tmp_path: Path, tier: MemoryTier) -> None:
-    def work() -> int:
-        engine = engine_on(tmp_path, tier).open()
+    number = tmp_path / "child"
+
+    def work() -> None:
+        engine = engine_on(tmp_path / "run", tier).open()
         engine.checkpoint(state_of(1), step=1, tier="memory").wait_reached("memory", 60)
         child = os.fork()
         if child == 0:
             os.setpgid(0, 0)  # it outlives its parent
             time.sleep(60)
             os._exit(0)
-        return child
+        number.write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    child = in_child(work)
+    os.waitpid(fork(work), 0)
+    child = int(number.read_text())
     try:
-        assert restored_by(tmp_path, tier) == (1, "memory")
+        assert restored_by(tmp_path / "run", tier) == (1, "memory")
+        os.kill(child, 0)  # it is there still
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -793,6 +798,8 @@ def test_each_tier_has_a_policy_that_is_told_of_its_own_checkpoints(
                 state["tensor"] += 1
             if this.pending is not None:
                 this.pending.wait_reached("memory", 60)
+                while engine.statistics().in_flight:  # reports are made when nothing of it is left to do
+                    time.sleep(0.001)
         statistics = engine.statistics()
     assert [report.step for report in in_memory.saves] == list(range(5))
     assert all(12_000_000 <= report.nbytes < 12_100_000 for report in in_memory.saves)
