@@ -66,7 +66,7 @@ def is_location(path: object) -> bool:
 def shown(location: Location) -> str:
     """Return a place for messages, without a password or a query in its URL."""
     if not isinstance(location, (str, os.PathLike)):
-        return repr(location)
+        return f"a {type(location).__name__}"  # in its repr there may be a password
     parts = urlsplit(os.fspath(location))
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}".rstrip("/")

@@ -256,7 +256,7 @@ class Owner:
         """Make a record that names no checkpoint of these numbers any more. Raises the errors of :meth:`commit`."""
         while True:
             number = self.base + 1
-            made = self._record(protocol.retained(self.now, len(self.now), without))
+            made = self._record(protocol.retained(self.now, len(self.now), without), spare=self.spare)
             found = await self.settle(number, made)
             came = protocol.outcome(found, made)
             if came == "other":
@@ -264,7 +264,7 @@ class Owner:
             if came == "earlier":
                 await self._rebase(number, found)
                 continue
-            await self._own(number, made)
+            await self._own(number, made, self.spare)
             return
 
     @property

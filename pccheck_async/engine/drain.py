@@ -8,6 +8,7 @@ disk, the disk's line says (:class:`pccheck_async.format.Line`): one of another 
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,8 +18,7 @@ from msgspec.structs import replace
 from pccheck_async.bucket import BucketMedium, CommitRecord, Draft, Kept, Owner, RefusedError, open_objects, send_part
 from pccheck_async.engine.config import Drain
 from pccheck_async.engine.flight import Flight
-from pccheck_async.engine.memory import Memory
-from pccheck_async.errors import CheckpointError, DamagedError, StoreError, StoreLockedError
+from pccheck_async.errors import CheckpointError, DamagedError, ReadError, StoreError, StoreLockedError
 from pccheck_async.format import Entry, Key, Line, Run
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, PartReader, Source, Staging, Store
@@ -30,6 +30,8 @@ __all__ = ["Draining", "counting"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds between attempts while the bucket cannot be reached."""
+_END_SECONDS = 1.0
+"""For what the copying still awaits when closing has a deadline."""
 _RUN = Run(0, 0, 0)
 
 
@@ -79,7 +81,6 @@ class Draining:
         path: str,
         owner: Owner,
         disk: Store,
-        memory: Memory | None,
         operations: Operations,
         backend: CopyBackend,
     ) -> None:
@@ -87,17 +88,17 @@ class Draining:
         self.count = self.nbytes = 0
         self.trouble = ""
         self.stopped = False
-        self._path, self._owner, self._disk, self._memory, self._backend = path, owner, disk, memory, backend
+        self._path, self._owner, self._disk, self._backend = path, owner, disk, backend
         self._opened = OpenMedium(operations, BucketMedium(owner.objects), "a bucket", owner.objects.url)
         self._base = max((disk.committed.largest_counter, *self.counters))
         self._restored: int | None = None
         self._begun = self._begins = False
         self._turn = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._closing = False
+        self._closing = self._ended = False
         self._flights: set[Flight] = set()
         self._durable_at: dict[int, float] = {}  # checkpoints that are not there, nor newer ones
-        self._dropped: set[int] = set()  # counters that were rejected or removed
+        self._dropped: set[int] = set()  # counters that were rejected or removed; none is used again
         self._foreign: set[int] = set()  # commits of another branch, whose counters mean nothing here
         self._damaged: set[int] = set()
         self._sent_at: float | None = None
@@ -110,7 +111,6 @@ class Draining:
         drain: Drain,
         path: str,
         disk: Store,
-        memory: Memory | None,
         operations: Operations,
         backend: CopyBackend,
         *,
@@ -124,7 +124,14 @@ class Draining:
         objects = open_objects(drain.url, drain.options, deadline=drain.deadline, writes=True)
         disk.committed.line = disk.committed.record.line
         bucket = BucketMedium(objects)
-        _, records = await bucket.look()
+        try:
+            _, records = await bucket.look()
+        except ReadError as error:
+            raise ReadError(
+                error.errno or errno.EIO,
+                f"{error.strerror}. An engine with drain= needs the bucket when it is opened, as the newest checkpoint "
+                "may be there: start again when it answers",
+            ) from error
         if not overwrite:  # before another run is fenced off for nothing
             _check_branch(records, bucket.line, path, disk, objects.url)
         owner = Owner(objects, disk.file.identity.id_bytes, drain.keep_last)
@@ -132,14 +139,12 @@ class Draining:
         await owner.take_over()
         if not overwrite:
             _check_branch([*owner.records.items()], owner.line_there, path, disk, objects.url)
-        draining = cls(drain, path, owner, disk, memory, operations, backend)
+        draining = cls(drain, path, owner, disk, operations, backend)
         entries = disk.committed.record.entries
         newest = entries[0].counter if entries else None
         if counting([*owner.records.items()], owner.line_there, disk.committed.line, newest) is None:
             draining._foreign = {kept.number for kept in owner.now}
         draining._dropped |= {entry.counter for entry in entries if entry.rejected} & {*draining.counters}
-        if memory is not None:
-            memory.raise_base(draining._base)
         return draining
 
     def start(self) -> None:
@@ -182,7 +187,7 @@ class Draining:
         newest = self._disk.committed.entries[0].counter if self._disk.committed.entries else None
         records = [*self._owner.records.items()]
         found = counting(records, self._owner.line_there, self._disk.committed.line, newest) or []
-        return [entry for entry in found if entry.counter not in self._dropped]
+        return [entry for entry in found if entry.counter not in self._dropped and entry.slot not in self._foreign]
 
     def source(self, entry: Entry) -> Source:
         """Return the source of the one part of a checkpoint in the bucket."""
@@ -207,12 +212,9 @@ class Draining:
         async with self._turn:
             if self._begun:
                 return
-            if self._memory is not None:
-                await self._memory.begin()
-            else:
-                before, run = self._disk.committed.line, self._owner.run
-                line = Line(run, self._base) if before is None else before.descend(run, self._base, self._restored)
-                await self._disk.begin_line(line)
+            before, run = self._disk.committed.line, self._owner.run
+            line = Line(run, self._base) if before is None else before.descend(run, self._base, self._restored)
+            await self._disk.begin_line(line)
             self._begun = self._begins = True
             self._wake.set()
 
@@ -220,8 +222,8 @@ class Draining:
 
     def note_durable(self, flight: Flight, counter: int) -> None:
         """Called when a checkpoint is durable on disk, or one of a larger ``counter`` in its place."""
-        if self.stopped:
-            flight.set_remote(CheckpointError(self.trouble))
+        if self.stopped or self._ended:
+            flight.set_remote(CheckpointError(self.trouble or f"the drain to {self.url} was closed"))
             return
         if counter <= self.newest:
             flight.set_remote(None)
@@ -259,7 +261,8 @@ class Draining:
             except (RefusedError, OSError) as error:
                 if str(error) != self.trouble:
                     text = "nothing is copied to %s at the moment, which is %.0f s behind: %s; it is tried again"
-                    write("drain_trouble", text, self.url, self.lag, error, error=str(error), store=self._path)
+                    with suppress(BaseException):  # of a handler of the log
+                        write("drain_trouble", text, self.url, self.lag, error, error=str(error), store=self._path)
                 self.trouble = str(error)
                 if self._closing and isinstance(error, RefusedError):
                     return
@@ -273,9 +276,10 @@ class Draining:
     def _stop(self, error: Exception) -> None:
         """Copy nothing more: another run owns the bucket, or it is not understood."""
         self.stopped, self.trouble = True, str(error) or repr(error)
-        text = "the drain of %s stops; training and the disk go on: %s"
-        write("drain_stopped", text, self._path, self.trouble, error=str(error), store=self._path)
         self._end_flights(CheckpointError(f"the drain has stopped: {self.trouble}"))
+        text = "the drain of %s stops; training and the disk go on: %s"
+        with suppress(BaseException):  # of a handler of the log
+            write("drain_stopped", text, self._path, self.trouble, error=str(error), store=self._path)
 
     async def _closing_begins(self) -> None:
         while True:
@@ -312,18 +316,10 @@ class Draining:
 
     async def _once(self) -> bool:
         """Do the next thing; False: there is nothing to do now."""
-        if self._dropped:
-            dropped = frozenset(self._dropped)  # more may come meanwhile
-            numbers = {
-                kept.number
-                for kept, record in self._owner.records.items()
-                if record.entry.counter in dropped and kept.number not in self._foreign
-            }
-            if numbers:
-                self._owner.line = self._disk.committed.line
-                await self._owner.amend(numbers)
-                await self._owner.collect()
-            self._dropped = self._dropped - dropped
+        if numbers := self._dropped_there:
+            self._owner.line = self._disk.committed.line
+            await self._owner.amend(numbers)
+            await self._owner.collect()
             return True
         if self._begins:
             await self._tell_line()
@@ -341,11 +337,22 @@ class Draining:
             self._sent_at = began
         return True
 
+    @property
+    def _dropped_there(self) -> dict[int, int]:
+        """The steps of the commits that still count, and were rejected or removed on disk, by number."""
+        return {
+            kept.number: record.entry.step
+            for kept, record in self._owner.records.items()
+            if record.entry.counter in self._dropped and kept.number not in self._foreign
+        }
+
     async def _tell_line(self) -> None:
-        """Write this run's line into the bucket, if that is of another branch: after a crash it would be refused."""
-        line, newest = self._disk.committed.line, next((each for each in self._owner.records.values()), None)
-        if newest is not None and not _accepted(line, newest):
-            self._owner.line = line
+        """Write this run's line into the bucket: after a crash it would be of another branch.
+
+        In every run: a line has few links, and runs may die before they have copied anything.
+        """
+        if self._owner.records:
+            self._owner.line = self._disk.committed.line
             await self._owner.amend(())
 
     async def _send(self, entry: Entry) -> bool:
@@ -367,6 +374,8 @@ class Draining:
         finally:
             await part.close()
             self.nbytes += draft.sent - sent
+        if entry.counter in self._dropped:
+            return False
         self._owner.line = self._disk.committed.line
         if await self._owner.commit([name]):
             self.count += 1
@@ -386,7 +395,8 @@ class Draining:
         self._durable_at = {counter: since for counter, since in self._durable_at.items() if counter > newest}
         for flight in [flight for flight in self._flights if flight.counter <= newest]:
             self._flights.discard(flight)
-            flight.set_remote(None)
+            dropped = flight.counter in self._dropped
+            flight.set_remote(CheckpointError("it was rejected, or removed, while it was copied") if dropped else None)
 
     def _end_flights(self, error: CheckpointError) -> None:
         self._settle_flights()
@@ -409,21 +419,32 @@ class Draining:
             try:
                 await asyncio.wait((task,), timeout=most)
             finally:
-                await self.cancel()
-        left = ""
-        if not self.stopped and (entry := self._next()) is not None:
-            why = f": {self.trouble}" if self.trouble else ""
-            left = f"step {entry.step} is on disk, and not yet in {self.url}{why}; the next engine copies it"
-            write("drain_left", "%s: %s", self._path, left, step=entry.step, counter=entry.counter)
-        self._end_flights(CheckpointError(left or f"the drain to {self.url} was closed"))
+                await self.cancel(None if seconds is None else _END_SECONDS)
+        if left := self._left:
+            write("drain_left", "%s: %s", self._path, left)
         return left
 
-    async def cancel(self) -> None:
-        """End the copying, and wait until no request is awaited any more."""
+    @property
+    def _left(self) -> str:
+        """The checkpoints that are not in the bucket as they are on disk, in words; empty: there are none."""
+        if self.stopped:
+            return ""
+        left, why = [], f": {self.trouble}" if self.trouble else ""
+        if (entry := self._next()) is not None:
+            left.append(f"step {entry.step} is on disk, and not yet in {self.url}{why}; the next engine copies it")
+        if dropped := self._dropped_there:
+            steps = ", ".join(map(str, sorted(dropped.values())))
+            left.append(f"steps {steps} were rejected or removed, and still count in {self.url}{why}")
+        return "; ".join(left)
+
+    async def cancel(self, seconds: float | None = None) -> None:
+        """End the copying, and wait until no request is awaited any more, for so many seconds at the most."""
         self._closing = True
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait((self._task,))
+            await asyncio.wait((self._task,), timeout=seconds)
+        self._ended = True
+        self._end_flights(CheckpointError(self._left or f"the drain to {self.url} was closed"))
 
 
 def _check_branch(

@@ -187,7 +187,6 @@ class Memory:
         self._restored: int | None = None
         self._removed = False  # by closing
         self._begun = False
-        self._least = -1
         self._growing: asyncio.Task[None] | None = None
         self._held_until = 0.0  # by readers
         self._open_beside = open_beside
@@ -308,10 +307,6 @@ class Memory:
         """The largest one in either tier: counters of this run are larger."""
         return max(self._disk.committed.largest_counter, self.store.committed.largest_counter)
 
-    def raise_base(self, counter: int) -> None:
-        """Begin this run's counters above those of another tier. Called before its first checkpoint."""
-        self._least = counter
-
     def note_restored(self, counter: int) -> None:
         """Called when a checkpoint was restored: this run descends from it, if it has saved none yet."""
         self._restored = counter
@@ -330,7 +325,7 @@ class Memory:
         if self._begun:  # by another checkpoint meanwhile
             return
         before, run = self._disk.committed.line, secrets.token_bytes(16)
-        base = max(self._base, self._least)
+        base = self._base
         line = Line(run, base) if before is None else before.descend(run, base, self._restored)
         kept = {entry.counter for entry in on_the_line(self.entries, self.store.committed.line, line)}
         await self._disk.begin_line(line)

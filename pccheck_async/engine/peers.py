@@ -485,6 +485,11 @@ class _OwnCandidates(RestoreCandidates):
             entries = self._drain.entries
         return {entry.counter: entry for entry in entries if (tier, entry.counter) not in self._passed_over}
 
+    def _copy_of(self, entry: Entry, tier: Reach) -> Entry | None:
+        """Return the copy of a checkpoint in a tier: one of the same manifest, as counters of branches are alike."""
+        found = self._copies(tier).get(entry.counter)
+        return found if found is not None and found.manifest_checksum == entry.manifest_checksum else None
+
     def _find(self) -> tuple[Entry, bool] | None:
         """Return the checkpoint to read, and whether it was superseded."""
         committed, unreadable = self._store.committed, self._fallback.unreadable
@@ -508,7 +513,7 @@ class _OwnCandidates(RestoreCandidates):
         self._entry, self._superseded = entry, superseded = found
         self._tier: Reach = "disk"
         if not superseded:
-            self._tier = next((tier for tier in _TIERS if entry.counter in self._copies(tier)), "disk")
+            self._tier = next((tier for tier in _TIERS if self._copy_of(entry, tier) is not None), "disk")
         if self._tier == "memory":
             assert self._memory is not None
             return RestoreCandidate(
@@ -529,7 +534,7 @@ class _OwnCandidates(RestoreCandidates):
             raise error
         entry, damaged = self._entry, isinstance(error, UnreadableError) and isinstance(error.error, DamagedError)
         if not self._superseded:
-            others = {tier for tier in _TIERS if tier != self._tier and entry.counter in self._copies(tier)}
+            others = {tier for tier in _TIERS if tier != self._tier and self._copy_of(entry, tier) is not None}
             if self._tier != "disk" or others:
                 self._passed_over.add((self._tier, entry.counter))
             if isinstance(error, UnreadableError) and (self._tier != "disk" or others):
