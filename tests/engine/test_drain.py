@@ -27,12 +27,13 @@ from pccheck_async import (
     Group,
     MemoryTier,
     NoCheckpointError,
+    StorageOptions,
     SyncCheckpointEngine,
     list_checkpoints,
     load_sync,
     stores,
 )
-from pccheck_async.bucket import Objects
+from pccheck_async.bucket import Objects, upload
 from pccheck_async.bucket.objects import Patient
 from pccheck_async.engine import drain as draining
 from pccheck_async.errors import DamagedError, StoreError, WriteError
@@ -543,13 +544,23 @@ def test_a_tier_in_memory_is_refused_for_now(tmp_path: Path) -> None:
         SyncCheckpointEngine(tmp_path / "run", memory=MemoryTier(), drain=Drain("s3://bucket/run"))
 
 
-def test_a_drain_slower_than_its_rate_limit(tmp_path: Path, url: str) -> None:
-    drain = Drain(url, rate_limit=4 << 20)
-    with SyncCheckpointEngine(tmp_path / "run", drain=drain) as engine:
-        engine.checkpoint(state(1, 1 << 20), step=1).wait_reached("remote", 20)
-        start = time.monotonic()
-        engine.checkpoint(state(2, 1 << 20), step=2).wait_reached("remote", 20)
-        assert time.monotonic() - start < 10
+def test_a_rate_limit_spreads_the_objects_over_time(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 18)
+    put, times = lying.put, list[float]()
+
+    async def noted(key: str, data: Any) -> None:
+        times.append(time.monotonic())
+        await put(key, data)
+
+    lying.put = noted  # type: ignore[method-assign]
+    storage = StorageOptions(chunk_bytes=1 << 18)
+    drain = Drain("s3://lying/run", rate_limit=1 << 20)
+    with SyncCheckpointEngine(tmp_path / "run", storage=storage, drain=drain) as engine:
+        engine.checkpoint({"weights": torch.rand(1 << 18)}, step=1).wait_reached("remote", 20)
+    assert len(times) > 4
+    assert times[3] - times[0] > 0.7, "four objects of a quarter of a second each"
 
 
 def test_a_rejection_means_nothing_for_another_branch(tmp_path: Path, url: str) -> None:
