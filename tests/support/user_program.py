@@ -138,6 +138,9 @@ async def train_async(path: Path) -> None:
     keep = p.Keep(every=100, best=("loss", 2, "min"), spaced=[(timedelta(hours=1), timedelta(days=1))])
     storage = p.StorageOptions(writers=2, host_memory=1 << 24)
     memory = p.MemoryTier(interval=1)
+    drain = p.Drain(f"file://{path}-bucket", keep_last=2)
+    async with p.CheckpointEngine(f"{path}-drained", drain=drain) as engine:
+        await (await engine.checkpoint({"weights": torch.zeros(4)}, step=1)).reached("remote")
     async with p.CheckpointEngine(
         path, keep_last=4, interval=timedelta(minutes=5), keep=keep, storage=storage, memory=memory
     ) as engine:
