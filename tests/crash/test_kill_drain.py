@@ -44,7 +44,7 @@ def killed_again_and_again(folder: Path, url: str, kills: int, env: dict[str, st
 @pytest.mark.slow
 def test_killed_in_mid_drain(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
-    killed_again_and_again(tmp_path / "run", f"file://{tmp_path}/bucket", 10)
+    killed_again_and_again(tmp_path / "run", f"file://{tmp_path}/bucket", 4)
 
 
 @pytest.mark.campaign
