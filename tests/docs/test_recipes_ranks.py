@@ -176,6 +176,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.campaign  # a minute, half of which torchrun waits for ranks that wait for a dead one
 def test_a_batch_script_requeues_when_the_time_is_up_and_not_after_a_failure(scripts: Any) -> None:
     once, batch = scripts("fsdp.py")
     finish(once)
