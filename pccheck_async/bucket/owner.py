@@ -239,33 +239,29 @@ class Owner:
                 if came_late:  # an earlier attempt for this checkpoint: what is spared was for that
                     self.spare, self.adoptable = (), {}
                 return came_late
-            number = self.base + 1
-            made = self._record(protocol.retained(self.now, self._keep_last - 1), parts)
-            found = await self.settle(number, made)
-            came = protocol.outcome(found, made)
-            if came == "other":
-                await self._stop(number)
-            if came == "earlier":
-                await self._rebase(number, found)
-                came_late = True
-                continue
-            await self._own(number, made)
-            return True
+            if await self._made(self._record(protocol.retained(self.now, self._keep_last - 1), parts)):
+                return True
+            came_late = True
 
     async def amend(self, without: Collection[int]) -> None:
         """Make a record that names no checkpoint of these numbers any more. Raises the errors of :meth:`commit`."""
-        while True:
-            number = self.base + 1
-            made = self._record(protocol.retained(self.now, len(self.now), without), spare=self.spare)
-            found = await self.settle(number, made)
-            came = protocol.outcome(found, made)
-            if came == "other":
-                await self._stop(number)
-            if came == "earlier":
-                await self._rebase(number, found)
-                continue
-            await self._own(number, made, self.spare)
-            return
+        while not await self._made(
+            self._record(protocol.retained(self.now, len(self.now), without), spare=self.spare), self.spare
+        ):
+            pass
+
+    async def _made(self, record: CommitRecord, spare: Sequence[int] = ()) -> bool:
+        """Make the next record; False: an earlier attempt of this run has arrived there, and this goes on from it."""
+        number = self.base + 1
+        found = await self.settle(number, record)
+        came = protocol.outcome(found, record)
+        if came == "other":
+            await self._stop(number)
+        if came == "earlier":
+            await self._rebase(number, found)
+            return False
+        await self._own(number, record, spare)
+        return True
 
     @property
     def counters(self) -> list[int]:

@@ -604,7 +604,9 @@ def test_a_groups_checkpoints_are_removed_on_all_ranks(folder: Path) -> None:
     assert not list_checkpoints(folder)
 
 
-def test_a_removal_that_was_cut_short_is_ended_by_the_same_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_in_part(folder: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove a checkpoint on rank 0, and die."""
+
     async def cut_short(store: Store, keys: Collection[Key]) -> None:
         if parts_of(store.committed.record)[0].rank == 1:
             raise RuntimeError("ends here")
@@ -613,7 +615,11 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_same_call(folder: Path, mo
     with monkeypatch.context() as patched:
         patched.setattr("pccheck_async.upkeep.change.drop_checkpoints", cut_short)
         with pytest.raises(RuntimeError, match="ends here"):
-            stores.remove(folder, step=3)
+            stores.remove(folder, step=step)
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_the_same_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_in_part(folder, 3, monkeypatch)
     assert [info.step for info in list_checkpoints(folder)] == [2, 1]
     assert "step 3 (counter 2) lacks the parts of rank 0" in " ".join(pccheck("ls", folder, status=4).split())
     assert "Removed step 3; " in pccheck("remove", folder, "--step=3", "--yes")
@@ -625,16 +631,7 @@ def test_an_old_checkpoint_that_one_rank_has_dropped_is_no_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill between the records of two ranks leaves that."""
-
-    async def cut_short(store: Store, keys: Collection[Key]) -> None:
-        if parts_of(store.committed.record)[0].rank == 1:
-            raise RuntimeError("ends here")
-        await drop_checkpoints(store, keys)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("pccheck_async.upkeep.change.drop_checkpoints", cut_short)
-        with pytest.raises(RuntimeError, match="ends here"):
-            stores.remove(folder, step=1)
+    remove_in_part(folder, 1, monkeypatch)
     assert [info.step for info in list_checkpoints(folder)] == [3, 2]
     said = " ".join(pccheck("ls", folder).split())
     assert "Incomplete: step 1 (counter 0) lacks the parts of rank 0; it was complete once, and a newer one is" in said
