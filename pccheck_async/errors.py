@@ -256,7 +256,7 @@ class IncompleteCheckpointError(NoCheckpointError, GroupError):
     """Parts of a checkpoint that may be complete are out of reach: names the ranks and hosts that lack them.
 
     Attributes:
-        unasked: The other parts were left out of the request: nothing is known to be lost.
+        unasked: Only one rank's part was asked for: the others were not looked for, and may be whole.
     """
 
     unasked = False
@@ -308,7 +308,7 @@ def lock_error(error: OSError) -> OSError:
 
 
 def machine_error(error: OSError | RuntimeError, what: str) -> ReadError:
-    """Map the error of starting threads or an event loop: no store is at fault."""
+    """Return the ReadError for a thread or event loop (``what``) that could not be started; it blames the machine."""
     number = error.errno if isinstance(error, OSError) and error.errno is not None else _errno.EAGAIN
     todo = _ADVICE.get(number, "see ulimit -u and the cgroup's pids.max")
     return ReadError(number, f"{what} cannot be started ({getattr(error, 'strerror', None) or error}); {todo}")

@@ -197,8 +197,8 @@ class EngineBase:
         those that run steps save.
 
         Closing the engine waits until the deadline at most, ends a preempted process, and puts handlers back.
-        Forked children have the handlers from before. Signals that would end them they ignore, SIGTERM and SIGINT
-        aside: the death of a data loader's worker is an error in the trainer.
+        Forked children get the previous handlers back, and ignore those of the signals that would end them then, except
+        SIGTERM and SIGINT: the death of a data loader's worker is an error in the trainer.
 
         Args:
             signals: By default ``signal.SIGTERM``.

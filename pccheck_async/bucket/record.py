@@ -49,9 +49,9 @@ class Kept(NamedTuple):
 
 
 class PartName(NamedTuple):
-    """One rank's part of a checkpoint: the object with its index, and the entry of its commit record.
+    """Where one rank's part of a checkpoint lies: the key and the bytes of its index object, and the part's entry.
 
-    The entry's slot means nothing here; offsets are those of the slot that it was uploaded from.
+    ``entry.slot`` is 0 and not used; offsets are relative to the slot that the part was uploaded from.
     """
 
     key: str
@@ -68,8 +68,8 @@ class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         store: The id of the store that the checkpoint comes from, 16 bytes.
         line: The line of that store, by which runs descend from each other; None: it has none.
         keep: The older commits that count, too, newest first.
-        spare: Targets at or below this record's number whose data the owner may still name.
-        parts: The checkpoint's, by rank; none: a fence.
+        spare: Commit numbers, up to this record's, whose uploaded data the owner may still use; they are not deleted.
+        parts: One per rank of the checkpoint, in the order of ranks; empty: this record is a fence.
     """
 
     owner: bytes

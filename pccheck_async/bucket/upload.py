@@ -63,7 +63,7 @@ class Draft:
         return key
 
     async def finish(self, entry: Entry, block_bytes: int, manifest: bytes) -> PartName:
-        """Put the index of the part there, as its last object, and return its name. Raises as :meth:`send`."""
+        """Upload the index of the part, as its last object, and return where the part lies. Raises as :meth:`send`."""
         objects = tuple(self._objects[number] for number in sorted(self._objects))
         data = encode_index(PartIndex(block_bytes, objects, manifest))
         number = max(self._objects, default=-1) + 1

@@ -77,7 +77,7 @@ def on_disk(place: Place) -> dict[str, int]:
 
 
 def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
-    """Return the output of ``ls``: a list of checkpoints, and of a group's folder those that lack parts beside it."""
+    """Return the JSON of ``ls``: a list of checkpoints; for a group a dict, with incomplete ones and disk use."""
     if not place.of_group:
         return [as_json(info) for info in place.infos]
     complete = [as_json(place.info(one)) | {"world_size": one.world} for one in place.complete]

@@ -177,7 +177,7 @@ class EngineCore:
         self.stream.emit(Opened(checkpoints=checkpoints, step=step, io=io))
 
     def _warn_of_stores_below(self) -> None:
-        """Warn if there are stores in the folders of this empty one: the path of one of them may be meant."""
+        """Warn if this empty store has stores in its subfolders: the user may have meant the path of one of them."""
         files = [file for name in (IDENTITY_NAME, GROUP_NAME) for file in Path(self.path).glob(f"[!.]*/{name}")]
         if found := sorted({file.parent.name for file in files if not file.parent.name.startswith("rank-")}):
             text = "%s holds no checkpoint, but has stores in its folders: %s; to go on with one of them, give its path"
@@ -489,7 +489,7 @@ class EngineCore:
         flight: Flight | None = None
         taken = False
         try:
-            with _Admission(self, step, tier):
+            with self.in_flight.lock, _Admission(self, step, tier):
                 self.check_alive()
                 skipped = None if last else self.in_flight.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
@@ -832,25 +832,23 @@ class EngineCore:
 
 
 class _Admission:
-    """Holds the lock of the counters. If one is used up in vain it fails on all ranks of a group: they count alike."""
+    """Under the lock of the counters: one that is used up in vain fails on all ranks of a group, which count alike.
+
+    The lock is taken and given back by ``with`` itself: an interrupt in a method of Python's would leave it held.
+    """
 
     __slots__ = ("_before", "_core", "_step", "_tier")
 
     def __init__(self, core: EngineCore, step: int | None, tier: Tier) -> None:
-        self._core, self._step, self._tier, self._before = core, step, tier, -1
+        self._core, self._step, self._tier, self._before = core, step, tier, core.in_flight.counter
 
     def __enter__(self) -> None:
-        in_flight = self._core.in_flight
-        in_flight.lock.acquire()
-        self._before = in_flight.counter
+        pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         core = self._core
-        try:
-            if kind is not None and (counter := core.in_flight.counter) != self._before:
-                core.request_failed(counter, self._step, f"{kind.__qualname__} as it was admitted", self._tier)
-        finally:
-            core.in_flight.lock.release()
+        if kind is not None and (counter := core.in_flight.counter) != self._before:
+            core.request_failed(counter, self._step, f"{kind.__qualname__} as it was admitted", self._tier)
 
 
 @contextmanager

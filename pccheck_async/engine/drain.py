@@ -190,7 +190,7 @@ class Draining:
         return [entry for entry in found if entry.counter not in self._dropped and entry.slot not in self._foreign]
 
     def source(self, entry: Entry) -> Source:
-        """Return the source of the one part of a checkpoint in the bucket."""
+        """Return what a checkpoint in the bucket is read from; it is a single part there."""
         return FolderPart(self._opened, "", Key(entry.counter, _RUN))
 
     def note_restored(self, counter: int, *, remote: bool) -> None:

@@ -228,7 +228,7 @@ class Overlapped:
         return frozenset(self._addresses)
 
     def order_after_copies(self) -> bool:
-        """Make the devices wait, on the caller's current streams; False if there is no fence, or they cannot."""
+        """Make the devices' current streams wait for the copies; False: there is no fence yet, or they cannot wait."""
         fence = self.fence  # the engine's thread may replace it
         return fence.over and fence.result().order_after_copies()
 

@@ -41,7 +41,7 @@ _ELSEWHERE: Final = {name: here for here, names in _HERE.items() for name in nam
 
 
 def explained(target: C) -> C:
-    """Return a function, or a class, whose calls with wrong arguments say which were meant.
+    """Decorate a function or a class: the TypeError of a call with wrong arguments suggests the right ones.
 
     Python's own errors suggest nothing, and name the class that defines a method.
     """

@@ -204,14 +204,17 @@ class PCcheckCallback(TrainerCallback):
     def _load_from_checkpoint(
         self, original: Callable[..., None], resume_from_checkpoint: Any, *args: Any, **named: Any
     ) -> None:
-        """Refuse a store, of which the Trainer would say that it is no checkpoint."""
+        """Raise ValueError if the path is a store of this package: the Trainer would say it holds no checkpoint."""
         refuse_store(resume_from_checkpoint, "resume_from_checkpoint")
         original(resume_from_checkpoint, *args, **named)
 
     def _inner_training_loop(
         self, original: Callable[..., Any], *args: Any, resume_from_checkpoint: Any = None, trial: Any, **named: Any
     ) -> Any:
-        """Close the engine when training ends, well or not."""
+        """Run the training, which resumes from the store by default, and then close the engine, also after an error.
+
+        Raises ValueError for a search for hyperparameters (``trial``).
+        """
         if trial is not None:
             raise ValueError("a search for hyperparameters trains many times; attach to a trainer of one training")
         self._progress, self._generators = _Progress(self._trainer), _Generators()

@@ -64,7 +64,7 @@ def filesystem_type(folder: str | os.PathLike[str]) -> str:
 
 
 def _mount(folder: str | os.PathLike[str]) -> str:
-    """Return the kernel's number of the mount that ``folder`` is reached by."""
+    """Return the mount ID, as in ``/proc/self/mountinfo``, of the mount that ``folder`` is on; "" if it is unknown."""
     fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
         lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()

@@ -35,7 +35,7 @@ def rank_folders(folder: Path) -> dict[int, Path]:
 
 
 def recovery(path: str | os.PathLike[str], *options: str) -> str:
-    """Return the command that recovers a store, for a message: a rank's records are made again from other ranks'."""
+    """Return the shell command that recovers a store, for messages; for a rank's store it names the group's folder."""
     group, name = os.path.split(os.path.abspath(path))
     of_rank = _RANK_NAME.fullmatch(name) and os.path.lexists(os.path.join(group, GROUP_NAME))
     return in_shell("recover", group if of_rank else path, *options)

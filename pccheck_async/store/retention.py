@@ -180,7 +180,7 @@ class Retention:
 
     @property
     def spaced(self) -> tuple[tuple[float, float], ...]:
-        """The rules for slices of time, in seconds: pairs of every, and for how long."""
+        """``Keep.spaced`` in seconds: pairs of the length of a slice, and the age up to which it counts."""
         return cast("tuple[tuple[float, float], ...]", self.keep.spaced)
 
     @property
@@ -236,7 +236,7 @@ class Retention:
 
     @staticmethod
     def check_left(left: Collection[Entry], entries: Iterable[Entry]) -> None:
-        """Raise StoreError if removing all of ``entries`` but those ``left`` leaves none to restore."""
+        """Raise StoreError if ``left``, what a removal leaves of ``entries``, has none that can be restored."""
         if not left or (all(e.rejected for e in left) and not all(e.rejected for e in entries)):
             what = "none but rejected checkpoints" if left else "no checkpoint"
             raise StoreError(f"{what} would be left; nothing was removed (--force, force=True: remove them)")

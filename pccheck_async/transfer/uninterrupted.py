@@ -28,7 +28,7 @@ async def uninterrupted(step: Awaitable[T]) -> T:
 
 
 class _End(asyncio.Future[object]):
-    """The end of a step. Cannot be cancelled: asyncio raises CancelledError in the awaiting task once it is there."""
+    """A future that is done when a step ends; ``cancel()`` changes nothing: a waiter gets CancelledError only then."""
 
     def __init__(self, step: asyncio.Future[Any]) -> None:
         super().__init__(loop=step.get_loop())

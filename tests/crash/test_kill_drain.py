@@ -21,7 +21,7 @@ PROGRAM = ("-m", "tests.support.drained_training")
 
 def started(*words: object, env: dict[str, str]) -> subprocess.Popen[str]:
     """Start the program."""
-    return start_warm(*PROGRAM, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return start_warm(*PROGRAM, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, bucket=True)
 
 
 def killed_again_and_again(folder: Path, url: str, kills: int, env: dict[str, str] = {}) -> None:  # noqa: B006

@@ -102,6 +102,7 @@ def test_every_block_runs(tmp_path: Path) -> None:
         *("-m", "tests.support.readme_blocks", *PAGES),
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        bucket=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

@@ -29,7 +29,11 @@ _Popen = subprocess.Popen  # a test may put :func:`start_warm` in its place
 
 
 def start_warm(
-    *command: object, env: Mapping[str, str] = os.environ, closed: Sequence[int] = (), **popen: Any
+    *command: object,
+    env: Mapping[str, str] = os.environ,
+    closed: Sequence[int] = (),
+    bucket: bool = False,
+    **popen: Any,
 ) -> subprocess.Popen[Any]:
     """Start what ``python -c CODE``, ``python -m MODULE`` or ``python FILE`` runs, with arguments behind it.
 
@@ -37,12 +41,13 @@ def start_warm(
         command: These arguments of Python.
         env: The environment.
         closed: Standard files that are closed.
+        bucket: The program uses object storage, for which a fork of a process that did so lacks the threads.
         popen: Arguments of :class:`subprocess.Popen`.
     """
     words = [os.fsdecode(os.fspath(word)) if isinstance(word, os.PathLike) else str(word) for word in command]
 
-    used = getattr(sys.modules.get("pccheck_async.bucket.obstore_objects"), "_used_in", ())
-    if used and not closed:  # a fork lacks the threads of obstore
+    objects = sys.modules.get("pccheck_async.bucket.obstore_objects")
+    if bucket and objects is not None and objects._used_in:
         path = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
         return _Popen([sys.executable, *words], env={**env, "PYTHONPATH": path}, **popen)
 

@@ -31,7 +31,7 @@ _Mark: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The sources that are constant at one capture."""
+    """Which sources count as constant in one capture, and the checksums that their chunks must have."""
 
     breaks: tuple[int, ...]  # storages that begin a new chunk, so that candidates lie in chunks of their own
     extents: _Numbers  # of the layout

@@ -213,7 +213,7 @@ def same_classes(classes: Mapping[type, Depends]) -> bool:
 
 
 class Reader:
-    """Makes the pattern of one object that is to be read in place of its ``state_dict()``."""
+    """Makes the pattern of one object whose attributes are read instead of a call of its ``state_dict()``."""
 
     def __init__(self) -> None:
         self.classes: dict[type, Depends] = {}

@@ -161,10 +161,11 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 
 
 class Flattener:
-    """One walk over a state.
+    """One walk over a state; used once.
 
-    Every value has a node and a pattern. All plain values are listed in the order of the walk; a container without
-    arrays is one plain value, unless its content is compared, too (``_outlined``).
+    Each value yields a node, and a pattern that the next save compares the value with. Plain values are listed in the
+    order of the walk. A container without arrays is one plain value, except in optimizers and in the attributes of an
+    OrderedDict, whose content is compared one by one (``_outlined``).
     """
 
     def __init__(self, tally: Tally | None = None, *, allow_pickle: bool = False, remembers: bool = False) -> None:

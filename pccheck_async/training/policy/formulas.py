@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published intervals, as functions of measured times, and checks of the arguments that policies take."""
+"""Checkpoint intervals from the literature, as functions of measured times; checks of the arguments of policies."""
 
 from __future__ import annotations
 

@@ -217,7 +217,10 @@ class OverheadMeter:
 
     @property
     def overhead(self) -> float | None:
-        """Stall and interference as a share of the training time, all waiting included; None before the first."""
+        """Median share of the training time lost to stalls and interference; None before the first period's end.
+
+        Periods in which checkpoints waited for each other count, too, unlike in :meth:`cost`.
+        """
         return self._overheads.median if self._overheads.values else None
 
     @property
