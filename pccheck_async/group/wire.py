@@ -28,8 +28,8 @@ from pccheck_async.transfer import abandoned_in_child
 
 __all__ = ["FRAME_BYTES", "Channel", "Kind", "Listener", "Pace", "connect", "local_address"]
 
-FRAME_BYTES: Final = 1 << 20
-"""Of a checkpoint, in one frame."""
+FRAME_BYTES: Final = 4 << 20
+"""Of a checkpoint, in one frame: with 1 MiB, copies went at three quarters of the speed."""
 _VERSION: Final = 1
 _MAGIC: Final = b"pccR"
 _HELLO: Final = struct.Struct("<4sHII32s")
