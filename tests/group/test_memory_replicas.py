@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,8 @@ from pccheck_async.testing.probe import probe
 from pccheck_async.upkeep import list_memory
 from tests.group.test_memory import memory_of
 from tests.support.ranks import RankFailedError, run_ranks, wait_for
+from tests.support.state_strategies import TORCH_DTYPES, difference
+from tests.unit.test_composed import scaled
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,6 +81,7 @@ class Hosts:
         elements: int = 500,
         then: Callable[[SyncCheckpointEngine, int], Any] = lambda engine, rank: None,
         meanwhile: Callable[[list[int]], None] | None = None,
+        restore: bool = True,
     ) -> list[Any]:
         """Restore, save steps in memory, wait until the last one is on other hosts, and die; ``places``: of each rank.
 
@@ -91,7 +95,7 @@ class Hosts:
                 folder, group=group, memory=self.tier(host), save_last=False, keep_last=2
             ).open()
             state = state_of(group.rank, -1, elements)
-            restored = engine.restore(state, private="modulo")
+            restored = engine.restore(state, private="modulo") if restore else None
             found = (-1, "none") if restored is None else (restored.step, restored.source)
             if restored is not None:
                 assert torch.equal(state["tensor"], state_of(state["rank"], restored.step, elements)["tensor"])
@@ -155,6 +159,34 @@ def test_hosts_with_one_disk(hosts: Callable[..., Hosts], lost: int) -> None:
     for host in (0, 1):
         shutil.rmtree(both.memory / f"{host}", ignore_errors=True)
     assert both.run([0, 1]) == [(6, "disk")] * 2
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_kind_of_tensor_comes_back_from_a_copy(hosts: Callable[..., Hosts]) -> None:
+    both = hosts()
+
+    def kinds(rank: int, fill: int) -> dict[str, Any]:
+        bits = (torch.arange(64 * 16, dtype=torch.uint8) % 2 + rank) * fill % 2  # bytes of 0 and 1: good for booleans
+        state: dict[str, Any] = {str(dtype): bits[: 64 * dtype.itemsize].view(dtype) for dtype in TORCH_DTYPES}
+        fp8 = (bits * 9).view(torch.float8_e4m3fn)
+        state["scaled"] = {"codes": fp8, "scales": torch.full((4,), fill / 7)}
+        state["wrapped"] = scaled(bits.view(torch.int8) * 5)
+        state["numpy"] = {kind: np.full(5, fill).astype(kind) for kind in ("<i4", ">f8", "f2", "c8")}
+        return state
+
+    def save(engine: SyncCheckpointEngine, rank: int) -> None:
+        engine.checkpoint(kinds(rank, 1), step=7, tier="memory").wait_reached("replicas", 20)
+
+    def check(engine: SyncCheckpointEngine, rank: int) -> list[str]:
+        state, wanted = kinds(rank, 0), kinds(rank, 1)
+        restored = engine.restore(state, private="modulo")
+        assert restored is not None
+        one, other = ((each.pop("wrapped").codes, each) for each in (state, wanted))
+        return [restored.source, difference(one, other)]
+
+    both.run([0, 1], then=save, restore=False)
+    both.lose([1])
+    assert both.run([0, 1], then=check, restore=False) == [["memory", ""], ["replicas", ""]]
 
 
 # -- rounds that fail
