@@ -32,6 +32,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds between attempts while the bucket cannot be reached."""
 _END_SECONDS = 1.0
 """For what the copying still awaits when closing has a deadline."""
+_CANCEL_SECONDS = 0.2
+"""Between cancellations of the copying."""
 _RUN = Run(0, 0, 0)
 
 
@@ -381,10 +383,11 @@ class Draining:
             self.count += 1
         self._draft = None
         seconds = self.lag
-        write(
-            "drained", "step %d is in %s", entry.step, self.url,
-            step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds,
-        )  # fmt: skip
+        with suppress(BaseException):  # of a handler of the log
+            write(
+                "drained", "step %d is in %s", entry.step, self.url,
+                step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds,
+            )  # fmt: skip
         self._settle_flights()
         await self._owner.collect()
         return True
@@ -441,8 +444,11 @@ class Draining:
         """End the copying, and wait until no request is awaited any more, for so many seconds at the most."""
         self._closing = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,), timeout=seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while not self._task.done():
+                        self._task.cancel()  # again: a group of tasks that ends for another reason may lose it
+                        await asyncio.wait((self._task,), timeout=_CANCEL_SECONDS)
         self._ended = True
         self._end_flights(CheckpointError(self._left or f"the drain to {self.url} was closed"))
 

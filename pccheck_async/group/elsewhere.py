@@ -56,6 +56,8 @@ async def send_part(client: Client, prefix: str, source: Source) -> None:
     """Send a part to the rank that receives under ``prefix``, or the error of reading it; ends early with the receiver.
 
     ``client`` is this rank's; the part goes over a connection of its own.
+
+    Cancellation: ends once nothing is sent any more.
     """
     number = 0
 
@@ -69,6 +71,11 @@ async def send_part(client: Client, prefix: str, source: Source) -> None:
         store.set(f"{prefix}/{number}", b"+" + data)  # type: ignore[arg-type]
         number += 1
         return True
+
+    async def stop(putting: asyncio.Future[bool]) -> None:
+        """Wake the thread, for which a receiver that died acknowledges nothing."""
+        await asyncio.to_thread(client.set, f"{prefix}/taken/{number - _AHEAD}", _STOPPED)
+        await asyncio.gather(putting, return_exceptions=True)
 
     async def pieces() -> AsyncIterator[bytes]:
         file = await source.acquire()
@@ -84,8 +91,13 @@ async def send_part(client: Client, prefix: str, source: Source) -> None:
     try:
         store = await asyncio.to_thread(client.another)
         async for piece in pieces():
-            if not await asyncio.to_thread(put_blocking, store, piece):
-                break
+            putting = asyncio.ensure_future(asyncio.to_thread(put_blocking, store, piece))
+            try:
+                if not await asyncio.shield(putting):
+                    break
+            except asyncio.CancelledError:
+                await uninterrupted(stop(putting))
+                raise
     except Exception as error:  # noqa: BLE001 - else the receiver waits for ever
         await asyncio.to_thread(client.set, f"{prefix}/{number}", b"-" + _encode(error))
     finally:

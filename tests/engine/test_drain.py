@@ -34,6 +34,7 @@ from pccheck_async import (
     stores,
 )
 from pccheck_async.bucket import Objects, upload
+from pccheck_async.bucket.names import digest
 from pccheck_async.bucket.objects import Patient
 from pccheck_async.engine import drain as draining
 from pccheck_async.errors import DamagedError, StoreError, WriteError
@@ -146,6 +147,7 @@ def test_no_checkpoint_waits_for_a_bucket_that_hangs(tmp_path: Path, lying: Lyin
     drain = Drain("s3://lying/run", closing=0.1)
     with SyncCheckpointEngine(tmp_path / "run", drain=drain) as engine:
         engine.checkpoint(state(0), step=0).wait_reached("remote", 20)
+        time.sleep(0.2)  # what is collected after it
         lying.lies = {"slow"}
         engine.checkpoint(state(1), step=1).result(20)
         until(lambda: lying.requests[-1][0] == "put")
@@ -205,7 +207,6 @@ def test_what_was_sent_is_not_sent_again_after_a_crash(tmp_path: Path, lying: Ly
     lying.times = 0
     with SyncCheckpointEngine(tmp_path / "run", drain=drain) as engine:
         lying.lies = {"slow"}
-        engine.checkpoint(state(1), step=1).result()
         original, sent = lying.create, list[str]()
 
         async def create(key: str, data: bytes) -> bool:
@@ -214,6 +215,7 @@ def test_what_was_sent_is_not_sent_again_after_a_crash(tmp_path: Path, lying: Ly
             return await original(key, data)
 
         lying.create = create  # type: ignore[method-assign]
+        engine.checkpoint(state(1), step=1).result()
         until(lambda: sent)
     lying.lies, lying.times = set(), None
     before = {key for key in lying.stored if key.startswith("data/")}
@@ -495,10 +497,42 @@ def test_who_waits_is_told_if_closing_is_cancelled(tmp_path: Path, lying: LyingO
     asyncio.run(work())
 
 
-def test_a_log_that_raises_ends_no_drain(tmp_path: Path, lying: LyingObjects) -> None:
+def test_closing_ends_though_an_object_fails_while_another_is_under_way(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of tasks that ends because one failed loses a cancellation that comes meanwhile."""
+
+    def slow(data: memoryview) -> str:
+        if len(digested) % 2:
+            time.sleep(0.4)  # a large object on a slow machine: no cancellation ends it
+        digested.append(time.monotonic())
+        return digest(data)
+
+    async def fail(key: str, data: Any) -> None:
+        raise WriteError(errno.EIO, "no answer")
+
+    digested = list[float]()
+    monkeypatch.setattr(upload, "digest", slow)
+    monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 18)
+    lying.put = fail  # type: ignore[method-assign]
+    drain = Drain("s3://lying/run", closing=0.1, deadline=0.01)
+    engine = SyncCheckpointEngine(tmp_path / "run", storage=StorageOptions(chunk_bytes=1 << 18), drain=drain).open()
+    engine.checkpoint({"weights": torch.rand(1 << 17)}, step=1).result(20)
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("event", ["drain_trouble", "drained"])
+def test_a_log_that_raises_ends_no_drain(
+    tmp_path: Path, lying: LyingObjects, event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pccheck_async")
+
     class Raising(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if getattr(record, "event", "") == "drain_trouble":
+            if getattr(record, "event", "") == event:
                 raise RuntimeError("the log is full")
 
     handler = Raising()
@@ -511,6 +545,7 @@ def test_a_log_that_raises_ends_no_drain(tmp_path: Path, lying: LyingObjects) ->
             until(lambda: "no such bucket" in engine.statistics().drain_trouble)
             lying.lies = set()
             pending.wait_reached("remote", 20)
+            engine.checkpoint(state(2), step=2).wait_reached("remote", 20)
     finally:
         logging.getLogger("pccheck_async").removeHandler(handler)
 
@@ -563,7 +598,7 @@ def test_a_rate_limit_spreads_the_objects_over_time(
     with SyncCheckpointEngine(tmp_path / "run", storage=storage, drain=drain) as engine:
         engine.checkpoint({"weights": torch.rand(1 << 18)}, step=1).wait_reached("remote", 20)
     assert len(times) > 4
-    assert times[3] - times[0] > 0.7, "four objects of a quarter of a second each"
+    assert times[3] - times[0] > 0.5, "four objects of a quarter of a second each"
 
 
 def test_a_rejection_means_nothing_for_another_branch(tmp_path: Path, url: str) -> None:

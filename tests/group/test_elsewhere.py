@@ -64,14 +64,16 @@ def received(
                 await asyncio.sleep(0)
                 if not isinstance(sender, nullcontext):
                     await asyncio.wait((sending,))
-            with receiver:
-                try:
+            if not isinstance(receiver, nullcontext):  # the sender has all that it needs
+                await asyncio.to_thread(client.another().wait, ["part/0"])
+            try:
+                with receiver:
                     return (await part.acquire()).nbytes
-                except CheckpointError as error:
-                    return error
-                finally:
-                    await part.close()
-                    await sending
+            except CheckpointError as error:
+                return error
+            finally:
+                await part.close()
+                await sending
 
     try:
         return asyncio.run(main())
@@ -153,7 +155,9 @@ def test_a_receiver_that_is_cancelled_writes_nothing_any_more(folder: Path, begu
     client = Client(meeting.address, 0, lambda _: None, lambda _: None)
 
     def wait_for_file() -> None:
+        end = time.monotonic() + 20
         while not [*folder.glob("*/.fetched-*")]:
+            assert time.monotonic() < end
             time.sleep(0.001)
 
     async def main() -> None:
@@ -177,6 +181,29 @@ def test_a_receiver_that_is_cancelled_writes_nothing_any_more(folder: Path, begu
     finally:
         client.close()
     assert not [*folder.glob("*/.fetched-*")]
+
+
+def test_a_sender_whose_receiver_is_gone_ends_when_it_is_cancelled(folder: Path) -> None:
+    """No thread waits on for what nobody acknowledges: the loop could not be closed."""
+    meeting = Meeting()
+    client = Client(meeting.address, 0, lambda _: None, lambda _: None)
+
+    async def main() -> None:
+        async with await open_folder(folder, "auto") as opened:
+            await opened.medium.prepare(create=False)
+            source = FolderPart(opened, rank_name(0), Key(0, Run(0, 0, 0)))
+            sending = asyncio.create_task(send_part(client, "part", source))
+            await asyncio.to_thread(client.another().wait, ["part/3"])
+            await asyncio.sleep(0.05)  # it waits for the first acknowledgement, or is about to
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(sending, 20)
+            await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 20)
+
+    try:
+        asyncio.run(main())
+    finally:
+        client.close()
 
 
 def of_rank(rank: int) -> dict[str, Any]:
