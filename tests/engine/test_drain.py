@@ -528,7 +528,7 @@ def test_closing_ends_though_an_object_fails_while_another_is_under_way(
 def test_a_log_that_raises_ends_no_drain(
     tmp_path: Path, lying: LyingObjects, event: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "pccheck_async")
+    caplog.set_level(logging.DEBUG, "pccheck_async")
 
     class Raising(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
