@@ -152,7 +152,7 @@ class EngineParts:
             publisher.abandon()
 
     async def close(self, deadline: float | None = None) -> tuple[bool, list[Flight]]:
-        """Wait for the checkpoints in flight, save and drain what is in memory alone or not yet copied, and close all.
+        """Wait for the checkpoints in flight, save the newest one in memory on disk, drain, and close all parts.
 
         Returns:
             Whether all parts are closed, and the checkpoints that had not ended after ``deadline`` seconds. If there
@@ -193,7 +193,7 @@ class EngineParts:
             await ending
 
     async def _save_unsaved(self, seconds: float | None) -> None:
-        """Make the newest checkpoint in memory durable on disk; if that fails, fail those in memory, and go on."""
+        """Save the newest checkpoint in memory on disk; then fail those that are in memory alone."""
         error: Exception | None = None
         if seconds is None and self.peers.collective:
             seconds = _OTHERS_SECONDS

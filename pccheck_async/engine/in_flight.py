@@ -97,7 +97,7 @@ class InFlight:
         return flight
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
-        """Return the result of a call that is skipped; None if ``max_in_flight`` or ``on_busy`` let it go on.
+        """Return the result of a call that is skipped; None if it is not, by ``max_in_flight`` and ``on_busy``.
 
         The caller then calls :meth:`tell_skipped`, once it holds no lock.
         """

@@ -416,7 +416,7 @@ class Memory:
             )
 
     def turn_off(self, error: Exception) -> None:
-        """Save no more in memory, after an error; the disk goes on."""
+        """Save no more checkpoints in memory, after an error; they are still saved on disk."""
         if not self.off:
             self.off = str(error)
             write("memory_off", "the memory tier is off until the next opening: %s", error, error=str(error))

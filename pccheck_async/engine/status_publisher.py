@@ -60,7 +60,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Publish from now on. Called at every checkpoint, with the engine's lock held; the first call alone counts."""
+        """Publish from now on. Called at every checkpoint, under the engine's lock; later calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)  # interrupted or not
             with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits

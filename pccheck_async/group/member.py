@@ -184,7 +184,7 @@ class Member:
         self.line: Line | None = None
         """The line that this rank writes to its disk when it joins the run; None without a memory tier."""
         self.came_from: Key | None = None
-        """The checkpoint that the line says the run goes on from."""
+        """The checkpoint that the run goes on from by its line; None: it begins anew, or there is no memory tier."""
         self.counter = -1
         """The counter of the last checkpoint that was requested; before the first one, the largest of earlier runs."""
         self.stopped: Broken | None = None

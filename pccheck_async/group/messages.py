@@ -150,7 +150,7 @@ class Joined(Message, frozen=True):
 
     store_id: bytes
     came_from: Key | None = None
-    """The checkpoint that the line says the run goes on from."""
+    """The checkpoint that the run goes on from by its line; None: it begins anew, or there is no memory tier."""
 
 
 class Start(GroupDecision, frozen=True):
@@ -259,7 +259,7 @@ class ChangeRequest(Message, frozen=True):
     """A request for a change, which all ranks send alike."""
 
     index: int
-    """The number of this request: that of earlier ones."""
+    """The number of earlier requests of the rank."""
     wanted: WantedStep
 
 

@@ -7,7 +7,7 @@ The parts that both tiers share are here, and on rank 0 in :class:`.coordinator.
 - one sequence of counters, and one run: a checkpoint has one key in both;
 - one restore, over the checkpoints that have each of their parts in either tier;
 - the *line*. Before its first checkpoint in any tier a run writes durably, on every rank's disk, which run it is and
-  what it goes on from. A part in memory counts only if that line accepts its key: counters repeat, and memory may be
+  what it goes on from. A part in memory is valid only if that line accepts its key: counters repeat, and memory may be
   older than the disk, or of a branch that the disk has left behind.
 """
 
