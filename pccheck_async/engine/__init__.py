@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of one checkpoint: admit, capture, write, commit, end; and restore.
+"""The engine: takes a checkpoint through admission, capture, write, commit and end; and restores.
 
 The engine sees a policy as a protocol, and training steps through :class:`TrainingHooks`.
 It may import: store and the rooms below.

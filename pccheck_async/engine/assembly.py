@@ -32,9 +32,9 @@ from pccheck_async.transfer.plan import Planner
 __all__ = ["EngineParts"]
 
 _OTHERS_SECONDS = 60.0
-"""Seconds that leaving waits for other ranks, which may be dead, to save what is in memory alone."""
+"""Seconds that closing waits for other ranks, which may be dead, to save the newest checkpoint in memory on disk."""
 _END_SECONDS = 0.5
-"""Seconds that the end of threads and files may take in any case, if nothing hangs."""
+"""Seconds that each step of closing may take even if its deadline has passed."""
 
 
 class EngineParts:
@@ -42,9 +42,9 @@ class EngineParts:
 
     Attributes:
         complete: Whether :meth:`open` made all of them.
-        memory: The tier in memory; None without one.
-        drain: Copies checkpoints to a bucket; None without one.
-        publisher: Of the status file, for other processes; None if the medium is a user's.
+        memory: The memory tier; None without one.
+        drain: The drain, which copies checkpoints to a bucket; None without one.
+        publisher: Publisher of the status file, for other processes; None if ``io`` is a medium.
     """
 
     complete = False
@@ -63,7 +63,7 @@ class EngineParts:
         stream: Stream,
         collect: Callable[[], Status],
     ) -> None:
-        """Lock (or create) the store, recover, and make everything around it.
+        """Lock (or create) the store, recover, and make all parts around it.
 
         ``collect`` is as for :class:`Publisher`.
 
@@ -152,11 +152,11 @@ class EngineParts:
             publisher.abandon()
 
     async def close(self, deadline: float | None = None) -> tuple[bool, list[Flight]]:
-        """Drain, and close all of it.
+        """Wait for the checkpoints in flight, save the newest one in memory on disk, drain, and close all parts.
 
         Returns:
-            Whether all of it is closed, and the checkpoints that had not ended after ``deadline`` seconds. If there
-            are any, or anything else had not ended by then, all of it is left behind.
+            Whether all parts are closed, and the checkpoints that had not ended after ``deadline`` seconds. If there
+            are any, or anything else had not ended by then, the open parts are left behind.
 
         Cancellation: aborts the checkpoints in flight, waits for their operations, and closes.
         """
@@ -193,7 +193,7 @@ class EngineParts:
             await ending
 
     async def _save_unsaved(self, seconds: float | None) -> None:
-        """Make the newest checkpoint in memory durable; if that fails, it stays in memory, and closing goes on."""
+        """Save the newest checkpoint in memory on disk; then fail those that are in memory alone."""
         error: Exception | None = None
         if seconds is None and self.peers.collective:
             seconds = _OTHERS_SECONDS
@@ -222,7 +222,7 @@ class EngineParts:
 
 
 def _known_bytes(config: EngineConfig, opened: OpenMedium) -> KnownBytes | None:
-    """Return what learns the bytes in slots; None if all chunks are to be written."""
+    """Return the memory of the bytes that slots hold, to skip writing these; None if all chunks are to be written."""
     wanted = config.storage.skip_unchanged
     if wanted == "auto":
         wanted = can_hash() and config.keep_last != "all"  # else no slot is taken again

@@ -29,8 +29,8 @@ class Caller:
     """Waits for one call of an engine: on the caller's loop, or blocking its thread and never suspending.
 
     Attributes:
-        blocks: Whether it blocks. Also from the moment when the coroutine of the call is thrown away: it cannot be
-            suspended any more, and still has to end the work that it began; unless that is on the engine's thread.
+        blocks: Whether the methods block. They do so, too, once the coroutine of the call is closed (GeneratorExit),
+            unless on the engine's thread: it cannot be suspended any more, but has to end the work that it began.
     """
 
     def __init__(self, engine: _Engine, *, blocks: bool) -> None:
@@ -105,8 +105,8 @@ async def run(
 ) -> T:
     """Await ``work``, called with a caller that waits on this loop, and the arguments; return its result.
 
-    Cancellation: first ends the work on the engine's loop. If this coroutine is thrown away, it blocks meanwhile; on
-        the engine's own thread it waits for nothing.
+    Cancellation: first ends the work on the engine's loop. If this coroutine is closed (GeneratorExit), it blocks
+        meanwhile; on the engine's own thread it waits for nothing.
     """
     caller = Caller(engine, blocks=False)
     try:

@@ -53,13 +53,13 @@ __all__ = ["Capture", "InlineCaptures", "StateReader"]
 
 
 _MOST_INLINE_BYTES = 256 << 10
-"""Of a state that is captured before it is handed to the engine's thread."""
+"""Most bytes of a state that is captured inline, before it is handed to the engine's thread."""
 _MOST_SOURCES = 64
-"""Each takes a microsecond of the interpreter."""
+"""Most sources of bytes in such a state: each takes a microsecond of the interpreter."""
 _MANIFEST_NBYTES = 64 << 10
-"""Room behind the bytes of a state."""
+"""Bytes for the manifest, after those of the state, in the buffer of an inline capture."""
 _KEPT = 4
-"""Buffers for the next captures."""
+"""Most free buffers that are kept for the next inline captures."""
 _LARGEST_CHECKSUM = 0xFFFFFFFF
 _NO_COPIES = Fence({})
 
@@ -70,22 +70,22 @@ class InlineCapture:
 
     plan: Plan
     buffer: memoryview
-    """Begins with the chunk; room for a manifest behind it."""
+    """The bytes of the chunk, with room for a manifest after them."""
     entry: ChunkEntry
     piece_sums: bytes
-    """The checksums of its pieces."""
+    """The checksums of the chunk's pieces."""
     seconds: tuple[float, float]
     """When the copy began and ended (of ``time.perf_counter()``)."""
     free: deque[memoryview]
-    """Gets the buffer when nothing reads it any more."""
+    """The free buffers, to which the buffer returns when nothing reads it any more."""
 
 
 class InlineCaptures:
-    """Captures states of ``most_bytes`` and one chunk at most, on the caller's thread. Any thread may use it.
+    """Captures states of at most ``most_bytes`` and one chunk on the caller's thread. Any thread may use it.
 
-    To hand such a state to the engine's thread, and to wait for its capture there, takes several times as long as to
-    copy it. So all of it is copied at once, into one of the ``free`` buffers and with its checksum; the engine is left
-    to describe and write it.
+    Handing such a state to the engine's thread, and waiting for its capture there, takes several times as long as
+    copying it. So the whole state is copied at once, with its checksum, into one of the ``free`` buffers; the engine
+    only describes and writes it.
     """
 
     def __init__(self, operations: Operations, planner: Planner, most_bytes: int = _MOST_INLINE_BYTES) -> None:
@@ -96,7 +96,7 @@ class InlineCaptures:
         self.free: deque[memoryview] = deque(maxlen=_KEPT)
 
     def capture(self, layout: Layout) -> InlineCapture | None:
-        """Copy a state in host memory; None if it is too large, or has no bytes at all."""
+        """Copy a state in host memory; return None if it is too large, has no bytes, or lies on devices."""
         sources = layout.sources
         if sources.devices or len(sources) > _MOST_SOURCES or sum(sources.nbytes) > self._most_bytes:
             return None
@@ -119,14 +119,14 @@ class InlineCaptures:
         return InlineCapture(plan, buffer, entry, sums, (start, time.perf_counter()), self.free)
 
     def _allocate(self) -> memoryview:
-        """Return a new buffer, and keep the others that are allocated with it for later captures."""
+        """Return a new buffer, and put the others that are allocated with it into ``free``, for later captures."""
         size = self._buffer_bytes
         memory = contiguous_buffer(_KEPT * size)
         self.free.extend(memory[start : start + size] for start in range(size, len(memory), size))
         return memory[:size]
 
     def _segments(self, plan: Plan, layout: Layout) -> tuple[bytes, Sequence[PackedPiece]]:
-        """Return the segments of the only chunk, and its packed pieces: without numpy, faster for few parts."""
+        """Return the segments of the only chunk, and its packed pieces; faster for few parts than with numpy."""
         sources = layout.sources
         addresses = sources.addresses
         of = plan, addresses  # the layout cache gives the same ones while nothing moved
@@ -149,7 +149,7 @@ class InlineCaptures:
 
 
 class StateReader:
-    """Starts captures, quickly if a state has the structure of an earlier one. May be used from several threads.
+    """Starts captures, faster if a state has the structure of an earlier one. May be used from several threads.
 
     Attributes:
         owners: Chooses the boxes of tensors on several ranks that this rank saves; None: such tensors are refused.
@@ -179,10 +179,10 @@ class StateReader:
         (see :meth:`CopyBackend.mark_queued_work`).
 
         Steps of ``optimizers`` wait for the capture, so tensors that only they change are lazy; ``check_bytes`` keeps a
-        copy of these, to compare it with the capture. Without optimizers nothing is lazy, and ``inline`` captures small
-        states. ``number`` is that of the checkpoint.
+        copy of these, to compare it with the capture. With ``optimizers=None`` nothing is lazy, and ``inline`` captures
+        small states. ``number`` is the checkpoint's counter, which determines the sampled ranges of replicas.
 
-        Raises UnsupportedStateError, naming the path of an unsavable value; or called while tensors are traced.
+        Raises UnsupportedStateError: a value cannot be saved (the error names its path), or tensors are being traced.
         """
         refuse_tracing("checkpoint")
         memo = self._memos.of(state)
@@ -227,21 +227,22 @@ class Capture:
     scheduler when every operation on it has ended.
 
     Attributes:
-        skeleton: The tree with every plain value in it.
-        has_sharded: Whether there are tensors in it that lie on several ranks;
-        tally_sums: the sums over these (see :class:`Tally`),
-        sample: and those that others are believed to have alike;
-        differing: and hashes of ranks whose replicas differ.
-        has_composed: Whether there are tensors in it that are composed of others.
-        layout: Of the tensors' bytes; holds their storages alive.
-        lazy: The part that is captured while training goes on; None if the caller waits for all of it.
-        inline: All of it, if it was captured inline: nothing of the live state is read any more.
-        time: Seconds since the epoch.
-        plan: The chunks; there from :meth:`begin` on, as are
-        entries: offset, length and checksum of each, and
-        pieces: the checksums of its pieces. Of one that is not captured yet they take as much room as they ever may.
-        live: Numbers of the chunks that hold bytes of the live state and are not copied yet;
-        eager: and of those among them that the caller waits for: all, unless a part is lazy.
+        skeleton: The tree of the state with every plain value in it.
+        has_sharded: Whether tensors of the state lie on several ranks.
+        tally_sums: Sums by which the group checks that each of these is saved once (see ``sums`` of :class:`Tally`).
+        sample: Sample of the tensors that other ranks are believed to have alike; None without sharded tensors.
+        differing: Hashes of the ranks whose replicas are known to differ.
+        has_composed: Whether tensors of the state are composed of other tensors.
+        layout: Layout of the tensors' bytes; keeps their storages alive.
+        lazy: The part that is captured while training goes on; None if the caller waits for all of the state.
+        inline: The capture of all of it, if it was captured inline: the live state is not read any more. Else None.
+        time: Time of the capture, in seconds since the epoch.
+        plan: The chunks. This and the next two are set by :meth:`begin`.
+        entries: Offset, length and checksum of each chunk. Of a chunk that is not captured yet the checksum is the
+            largest one, so that the manifest is as long as it can become.
+        pieces: The checksums of the pieces of each chunk, zeros of the same length before it is captured.
+        live: Numbers of the chunks that hold bytes of the live state and are not copied yet.
+        eager: Numbers of the chunks among these that the caller waits for: all, unless a part is lazy.
     """
 
     plan: Plan
@@ -276,10 +277,10 @@ class Capture:
         self.eager: set[int] = set()
 
     async def begin(self, planner: Planner, on_fence: Fenced | None = None) -> Plan:
-        """Get ready to copy, and return the chunks; a backend may copy the state on its device first.
+        """Prepare the copying, and return the chunks; a backend may copy the state on its device first.
 
         ``on_fence`` is called, on any thread, once all remaining copies of the live state are queued on devices, with
-        the fence behind them.
+        the fence after them.
 
         Cancellation: ends once all that was started ended.
         """
@@ -319,10 +320,10 @@ class Capture:
         self._timed_nbytes, self._timed_since = 0, time.perf_counter()
 
     def restart(self) -> bool:
-        """Begin anew to copy, as the copies were lost; False if what was copied may have changed since then.
+        """Begin the copying again, as the copies were lost; return False if the state may have changed meanwhile.
 
-        That is so once the caller does not wait any more, and for a lazy capture at any time. One that was captured
-        inline is not lost.
+        The state may have changed once the caller does not wait any more, and, with a lazy part, at any time. The copy
+        of an inline capture is not lost: nothing is begun then.
         """
         if self.inline is not None:
             return True
@@ -332,18 +333,18 @@ class Capture:
         return True
 
     def order(self) -> list[int]:
-        """Return the numbers of the chunks to copy, first those for which the caller waits."""
+        """Return the numbers of the chunks to copy, first those that the caller waits for; none if captured inline."""
         if self.inline is not None:
             return []
         return [*sorted(self.eager), *[index for index in range(len(self._chunks)) if index not in self.eager]]
 
     async def copy(self, index: int, into: memoryview) -> bool:
-        """Copy one chunk into memory of its length, and keep its checksums.
+        """Copy one chunk into memory of its length, and keep its checksums. The last chunk releases the state.
 
         Cancellation: ends once the copy ended.
 
         Returns:
-            Whether it was the last one of :attr:`live` or :attr:`eager`.
+            Whether the chunk was the last one of :attr:`live` or :attr:`eager`.
         """
         if self._stopped:
             raise asyncio.CancelledError
@@ -385,7 +386,7 @@ class Capture:
             await self._idle.wait()
 
     def release(self) -> None:
-        """Release the state, and copies of it; nothing is being copied any more. Idempotent."""
+        """Release the state, and copies of it on devices; nothing is being copied any more. Idempotent."""
         inline, self.inline, self.lazy = self.inline, None, None
         if inline is not None:
             inline.free.append(inline.buffer)  # for other captures: nothing reads it any more
@@ -393,7 +394,7 @@ class Capture:
             self._sources.release()
 
     def _extend_fence(self, index: int, fence: Fence | None = None) -> None:
-        """Called when copies of live bytes of a chunk are behind a fence, or ended."""
+        """Called when the copies of a chunk's live bytes are queued before a ``fence``, or (None) have ended."""
         self._unfenced.remove(index)
         if fence is not None:
             self._fence = self._fence.before(fence)
@@ -404,7 +405,7 @@ class Capture:
         return {index for index, chunk in enumerate(self._chunks) if sources[chunk.table[:, 0].astype(np.intp)].any()}
 
     def _take_time(self, nbytes: int) -> None:
-        """Report the speed to the backend. The first chunk does not count: it waits for the trainer's kernels."""
+        """Report the speed to the backend after the last chunk. The first one is left out: it waits for kernels."""
         now = time.perf_counter()
         if self._left + 1 == len(self._chunks) > 1:
             self._timed_since = now

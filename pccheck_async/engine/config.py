@@ -28,21 +28,22 @@ _CHUNK_BYTES = {
 """Bytes of a chunk if memory is not scarce, and why, by whether there is a GPU."""
 _WRITERS = 4
 _COPIERS = 4
-"""On two cores, two shorten the capture by a fifth to a quarter, and take a few percent longer until it is durable."""
+"""Most threads that copy. Measured on two cores, a second one shortens the capture by a fifth to a quarter; the
+checkpoint becomes durable a few percent later."""
 _BUFFERS = 8
-"""Chunks that staging memory holds if it is scarce: with fewer, and copies and writes wait for each other."""
+"""Chunks that scarce staging memory is divided into: with fewer, copies and writes would wait for each other."""
 
 
 @explained
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """How an engine moves bytes to its storage, and what it takes for that; none of it changes a checkpoint.
+    """How an engine moves bytes to its storage, and with which resources; no option changes a checkpoint's contents.
 
     Args:
-        medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory if the filesystem has it
-            (DAX), emulated on tmpfs, else of the page cache; "auto": mapped on persistent memory. Each reads and
-            continues the stores of the others.
-        io: "threads" (of the C extension), "python", or "auto"; or a medium, such as those of
+        medium: How the slots are accessed. "files": by reads and writes; "mapped": files mapped into memory, of
+            persistent memory if the filesystem has it (DAX), emulated on tmpfs, else of the page cache; "auto": mapped
+            on persistent memory, else files. Each reads and continues the stores of the others.
+        io: I/O backend: "threads" (of the C extension), "python", or "auto"; or a medium, such as those of
             :mod:`pccheck_async.testing`.
         writers: Writes running at a time (PCcheck's p).
         chunk_bytes: Unit of copying and writing, in bytes.
@@ -55,7 +56,7 @@ class StorageOptions:
             costs the time and the memory of that copy.
         skip_unchanged: Whether bytes that a slot still holds from an older checkpoint, as those of frozen layers, are
             not written again. "auto": if xxhash is installed, and until 3 checkpoints in a row had none. True: always.
-            For states of more than one chunk that are not ``mapped`` and not captured in memory first.
+            No effect on states of one chunk, with a mapped medium, and on checkpoints written from the memory tier.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
         exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.
 
@@ -99,23 +100,24 @@ class MemoryTier:
     """Keep the newest checkpoints in memory, too (tmpfs): they survive the process, not the machine.
 
     A checkpoint is captured right into memory, and the disk is written from there. So ``engine.step`` can save far more
-    often than the disk takes; a restart on this machine goes on from the newest one, if the store on disk descends from
-    its run. What a checkpoint in memory costs is the copy, by cores that training may need. Memory is taken for
-    ``keep_last + max_in_flight + 1`` states, on each rank of a group for one more. Leaving the engine's context makes
-    the newest one durable on disk.
+    often than the disk could keep up with. A restart on this machine goes on from the newest checkpoint in memory, if
+    the store on disk descends from its run. A checkpoint in memory costs one copy of the state, made by cores that
+    training may need. Memory is taken for ``keep_last + max_in_flight + 1`` states, on each rank of a group for one
+    more. Leaving the engine's context makes the newest checkpoint durable on disk.
 
     Args:
-        interval: When ``engine.step`` saves in memory: as that of the engine. None: as often as 3 % of the training
-            time allow, beside what the disk takes.
-        keep_last: How many are kept in memory.
+        interval: When ``engine.step`` saves in memory; takes the values of the engine's ``interval``. None: as often as
+            3 % of the training time allow, in addition to the time for saves on disk.
+        keep_last: Number of checkpoints that are kept in memory.
         path: A tmpfs. "auto": ``/dev/shm``.
-        keep_after_close: Leave them in memory when the engine is closed, for processes that read them there.
-        replicas: Of a group: on how many other hosts each rank's newest checkpoint is in memory, too. Fewer than so
-            many hosts and one more can be lost; that takes memory for two more states on each rank, and for two of
-            each rank whose copies it holds. Where there are fewer hosts, each of them has a copy, and the log says so.
+        keep_after_close: Whether the checkpoints stay in memory when the engine is closed, for processes that read
+            them there.
+        replicas: For groups: number of other hosts that have a copy of each rank's newest checkpoint in memory. So many
+            hosts can be lost. The copies take memory for two more states on each rank, and for two states of each rank
+            whose copies it holds. If there are fewer hosts, each of them has a copy, and the log says so.
         interface: The network interface for these copies, by its name ("eth0") or address. None: that of the route to
             rank 0.
-        rate_limit: The bytes per second that a rank sends at the most, in all.
+        rate_limit: Most bytes per second that a rank sends, to all holders of its copies together.
 
     Raises:
         ValueError: an option is out of range.
@@ -147,25 +149,25 @@ class MemoryTier:
 class Drain:
     """Copy committed checkpoints to object storage, in the background (the extra ``bucket``).
 
-    No checkpoint and no training step waits for it. It copies the newest one, then the one that is the newest by then,
-    and so on; those in between are not copied. What was begun is gone on with after a crash. The engine owns what is
-    under the URL: opening one with the same URL makes that of an earlier run stop. An engine on an empty folder
-    restores from there. Leaving the engine's context copies the newest checkpoint.
+    No checkpoint and no training step waits for a copy. The newest checkpoint is copied, then the one that is the
+    newest by then, and so on; those in between are not copied. After a crash an interrupted upload is continued. The
+    engine owns all objects under the URL: opening another engine with the same URL ends the drain of the earlier one.
+    An engine on an empty folder restores from the bucket. Leaving the engine's context copies the newest checkpoint.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, or a store of obstore's. Credentials are
             the environment's, the machine's, or in ``options``.
-        every: The least time between two copies. None: one follows the other.
-        keep_last: How many of the newest checkpoints are kept there.
-        options: Those of obstore for the provider and the HTTP client, by name: ``{"region": "eu-west-1"}``.
-        rate_limit: The bytes per second that are sent at the most.
-        deadline: Seconds for each request, repetitions included; then the copy is gone on with later. Two objects of
-            32 MiB have to come through in that time, so a network of less than 1 MiB per second needs more.
-        closing: Most seconds that closing the engine waits until the newest checkpoint is there; the log says what is
-            left.
+        every: The least time from the beginning of one copy to that of the next. None: they follow each other at once.
+        keep_last: Number of the newest copied checkpoints that are kept in the bucket.
+        options: Options of obstore for the provider and the HTTP client, by name: ``{"region": "eu-west-1"}``.
+        rate_limit: Most bytes per second that are sent.
+        deadline: Most seconds for each request, retries included; after that the copy is continued later. Two objects
+            of 32 MiB have to be sent in that time, so a network of less than 1 MiB per second needs more.
+        closing: Most seconds that closing the engine waits until the newest checkpoint is copied; the log names the
+            checkpoints that are not.
 
     Raises:
-        ValueError: an option is out of range, or ``url`` is none.
+        ValueError: an option is out of range, or ``url`` names no object storage.
     """
 
     url: Location
@@ -237,7 +239,7 @@ class EngineConfig:
 
     @property
     def retention(self) -> Retention:
-        """The rules of retention."""
+        """The rules of retention. Raises ValueError: ``keep`` is given with ``keep_last="all"``."""
         if self.keep_last != "all":
             return Retention(keep_last=self.keep_last, keep=self.keep)
         if self.keep != Keep():
@@ -247,12 +249,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The numbers an engine runs with, and why.
+    """The numbers that an engine runs with, and the reason for each.
 
     Attributes:
         chunk_bytes: Unit of copying and writing.
         host_memory: Most staging memory in bytes.
-        writers: Threads that write (p).
+        writers: Threads that write (PCcheck's p).
         copiers: Threads that copy and checksum.
         reasons: One sentence for each number.
     """
@@ -265,10 +267,12 @@ class Decisions:
 
 
 def decide(options: StorageOptions, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
-    """Turn every "auto" into a number.
+    """Return the numbers that an engine runs with: those of ``options``, and one for every "auto".
 
-    Chunks are whole blocks of the store. The process may use ``cores`` and can still take ``memory`` bytes; ``cuda``:
-    there is a CUDA device.
+    ``block_bytes``: block size of the store; chunks are whole blocks. ``cores``: CPU cores that this process may use.
+    ``memory``: bytes that it can still take. ``cuda``: whether there is a CUDA device.
+
+    Raises ValueError: ``host_memory`` holds no chunk.
     """
     reasons: dict[str, str] = {}
     if options.host_memory == "auto":

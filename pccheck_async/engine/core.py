@@ -65,21 +65,21 @@ HOOKS_SECONDS = 1.0
 
 @final
 class EngineCore:
-    """One store, one loop, one scheduler; every method may be called from any thread.
+    """An engine: one store, one event loop, one scheduler. Every method may be called from any thread.
 
-    ``peers`` are those it saves together with; by default it saves alone.
+    ``peers`` are the processes that save together with this one; by default there are none.
 
     Methods that take a :class:`.caller.Caller` run user code (``state_dict()``, ``load_state_dict()``) on the caller's
     thread, and the rest on the engine's loop; :func:`.caller.block_on` and :func:`.caller.run` call them.
 
     Attributes:
         keeps: The rules of retention.
-        metric: Watches whether any checkpoint has the number of ``Keep(best=...)``.
-        training: Hooks of the training around the engine; code that runs training steps puts its own in this place.
-        stream: Its events.
+        metric: Warns if no checkpoint's metadata have the number that ``Keep(best=...)`` compares.
+        training: Hooks for the training around the engine; code that runs training steps replaces them by its own.
+        stream: The engine's events.
         unawaited: Calls of the facade's coroutine methods that have not begun, with the methods' names.
-        loop: The engine's, from :meth:`open` on.
-        facade: The object that code calls, which refers to this one, and not the reverse; None: code calls this one.
+        loop: The engine's event loop; set by :meth:`open`.
+        facade: Weak reference to the object that users call, which holds this one; None: users call this one.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: EngineConfig, peers: Peers | None = None) -> None:
@@ -124,7 +124,7 @@ class EngineCore:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open, and not being closed."""
+        """Whether the engine is open, and not being closed."""
         return self.state == "open"
 
     # -- open and close
@@ -132,7 +132,8 @@ class EngineCore:
     async def open(self, caller: Caller) -> None:
         """Lock (or create) the store, recover, meet the other ranks, and start the engine.
 
-        Collective if the group is a process group: an address is broadcast on the calling thread.
+        If an engine of this process that no code can call any more holds the store, that one is closed first. With a
+        process group this is a collective call: an address is broadcast on the calling thread.
         """
         if self.state != "new":
             over = self.state in ("closing", "closed")
@@ -217,7 +218,10 @@ class EngineCore:
             self._warn_of_others()
 
     async def _lost_holder(self) -> EngineCore | None:
-        """Return the engine of this process that holds the store, if no code can call it; collects garbage for that."""
+        """Return the engine of this process that holds the store if no code can call it, else None.
+
+        May collect garbage to find that out.
+        """
         holder = holder_here(self.path)
         if not isinstance(holder, EngineCore) or holder.facade is None:
             return None
@@ -226,11 +230,11 @@ class EngineCore:
         return holder if holder.facade() is None else None
 
     async def _close_lost(self, caller: Caller) -> bool:
-        """Close the engine of this process that holds the store if it is lost; return whether it did.
+        """Close the engine of this process that holds the store if no code can call it; return whether there was one.
 
-        Its checkpoints in flight are waited for, ``lock_timeout`` seconds at most, and not aborted.
+        Waits for its checkpoints in flight, ``lock_timeout`` seconds at most, and does not abort them.
 
-        Raises StoreLockedError: they have not ended.
+        Raises StoreLockedError: they did not end in that time.
         """
         holder = None if self.peers.collective else await caller.run(self._lost_holder())
         if holder is None:
@@ -258,13 +262,13 @@ class EngineCore:
         return True
 
     async def close(self, caller: Caller, deadline: float | None = None) -> None:
-        """Drain, then close; idempotent. Raises failures that were not awaited.
+        """Wait for the checkpoints in flight, then close; idempotent. Raises failures that were not awaited.
 
-        With a ``deadline`` in seconds it gives up when that has passed: raises CheckpointError that names those
-        left behind, and threads, buffers and files of those requests stay as they are until the process ends.
+        After ``deadline`` seconds it gives up: it raises CheckpointError that names the checkpoints left behind;
+        threads, buffers and files of their requests stay as they are until the process ends.
 
-        Called again meanwhile it waits until the engine is closed, and raises the error of closing, too; of the
-        failures that were not awaited each is raised once, in the first caller.
+        A second call while the engine is being closed waits until it is closed, and raises the error of closing, too.
+        Each failure that was not awaited is raised by one of the calls only.
         """
         if os.getpid() != self.pid or self.state in ("new", "closed"):
             return
@@ -332,7 +336,7 @@ class EngineCore:
         return error
 
     def close_at_exit(self) -> str:
-        """Drain with a deadline because the interpreter exits; return a message for the user. Never raises."""
+        """Close with a deadline, as the interpreter exits; return a message for the user. Raises no Exception."""
         waiting = len(self.in_flight)
         try:
             with self.training.ending(go=False):  # it goes already
@@ -356,7 +360,7 @@ class EngineCore:
             )
 
     def check_alive(self) -> EngineParts:
-        """Return the parts of an engine that is open, here, in this process; else raise ClosedError."""
+        """Return the parts of the engine; raise ClosedError if it is not open, or belongs to another process."""
         if self.state == "open" and os.getpid() == self.pid:
             return self._assembly
         self.check_process()
@@ -374,7 +378,7 @@ class EngineCore:
 
     @property
     def assembly(self) -> EngineParts:
-        """The parts of an engine that was opened, closed or not: its counts stay readable."""
+        """The parts of the engine, also after it was closed: counts stay readable. Raises ClosedError: never opened."""
         if not self._assembly.complete:
             raise ClosedError(f"the engine of {self.path} {self._unopened or f'was never opened; {self._how_to_open}'}")
         return self._assembly
@@ -395,12 +399,12 @@ class EngineCore:
     ) -> tuple[PendingCheckpoint, float]:
         """Read the state and hand it to the scheduler, all on the caller's thread.
 
-        The arguments are those of :meth:`pccheck_async.CheckpointEngine.checkpoint`. No checkpoint comes after the
-        ``last``: it is neither skipped, nor prevented by an earlier failure. A call that raises fails it on all ranks.
-        One for the disk is saved in memory, too, if there is that ``tier``.
+        The arguments are those of :meth:`pccheck_async.CheckpointEngine.checkpoint`. ``last``: no checkpoint comes
+        after this one, so it is neither skipped, nor prevented by an earlier failure. ``tier="disk"`` saves in memory,
+        too, if there is a memory tier. If the call raises, the checkpoint fails on all ranks.
 
         Returns:
-            The checkpoint, and when the call began (of ``time.perf_counter()``), for ``in_flight.note_waited``.
+            The checkpoint, and the ``time.perf_counter()`` at which the call began, for ``in_flight.note_waited``.
         """
         counter = self.in_flight.counter
         try:
@@ -415,9 +419,10 @@ class EngineCore:
     def fail_checkpoint(
         self, step: int | None, error: BaseException, *, after: int | None = None, tier: Tier = "disk"
     ) -> None:
-        """Take part in a checkpoint that cannot be made here: it fails on all ranks, and they go on counting alike.
+        """Report a checkpoint that cannot be made here: it uses up a counter on all ranks, and fails on all.
 
-        Nothing to do if this process saves alone, or if another checkpoint came ``after`` that counter.
+        Does nothing if this process saves alone, if the engine is not open, or if ``after`` is not the largest counter
+        any more: then the call has used one up.
         """
         if (why := self.peers.describe(error)) is None:  # before the lock: it may call a user's code
             return
@@ -430,15 +435,15 @@ class EngineCore:
                 self.request_failed(number, counted, why, tier)
 
     def request_failed(self, counter: int, step: int | None, why: str, tier: Tier) -> None:
-        """Have a checkpoint fail on all ranks that cannot be made here."""
+        """Make a checkpoint whose counter was used up, and that cannot be made here, fail on all ranks."""
         on_disk = tier == "disk" or self.config.memory is None
         step = counter if step is None else step
         self.loop.post(partial(self.peers.request_failed, on_disk=on_disk), counter, step, why)
 
     def wait_prepared(self, flight: Flight) -> None:
-        """Block until this rank's part of a checkpoint is durable; the group then decides about it.
+        """Block until this rank's part of a checkpoint is durable; the group then decides about the checkpoint.
 
-        Raises its error if it fails before that. A process that saves alone waits until it is committed.
+        Raises the checkpoint's error if it fails before that. A process that saves alone blocks until it is committed.
         """
         if not self.loop.call(self.peers.prepared(flight.counter)):
             flight.result()
@@ -527,15 +532,18 @@ class EngineCore:
         return PendingCheckpoint(flight), start
 
     def check_restored(self, step: int | None, *, begun: bool = False) -> None:
-        """Raise ValueError if ``step`` would replace the newest checkpoint that the store held, and was not restored.
+        """Raise ValueError if nothing was restored, and ``step`` is not larger than the newest found at opening.
 
-        A save without a step counts on, and is only warned of, as is a larger step: that may be meant, after a
-        ``load`` of the checkpoint, say. All ranks of a group found, restored and removed the same checkpoints.
+        A larger step, and a save without a step, are only warned of, once: they may be meant, after a ``load`` of that
+        checkpoint, say. All ranks of a group found, restored and removed the same checkpoints, so all raise alike.
 
-        The first step after a restore is warned of if it is a smaller one: a loop that begins anew, with what the
-        restore filled, replaces the checkpoint of a later step. So is the restored step, if training has ``begun`` it:
-        the restored state is that of its end. So is, once, a step that is smaller than the one before, or that training
-        has ``begun`` twice: one that counts the batches of each epoch, say.
+        ``begun``: called as training begins the step, not as it is saved. Also warns:
+
+        - of the first step after a restore if it is smaller than the restored one: a loop that begins anew with the
+          restored state replaces later checkpoints. So it does of the restored step itself if that is ``begun``, as
+          the restored state is that of the step's end;
+        - once, of a step that is smaller than the one before, or begun twice, as by a loop that counts the batches of
+          each epoch.
         """
         restored, self._restored_step = self._restored_step, None
         last = self._last_step
@@ -573,9 +581,10 @@ class EngineCore:
         write("unrestored", text, newest, "another state" if step is None else f"step {step}", store=self.path)
 
     def _check_place(self, name: str | None, *, replace: bool) -> None:
-        """Raise ValueError if a checkpoint of this name is there already, StoreFullError if no record names more.
+        """Raise ValueError if another checkpoint has this name, unless it is to be replaced.
 
-        Those in flight count: else the caller would get the error only after they are written.
+        Raise StoreFullError if a record cannot name one more. Checkpoints in flight count, too: else the caller would
+        get the error only after they are written.
         """
         if name is None and not isinstance(self.keeps, KeepAll):
             return
@@ -601,9 +610,12 @@ class EngineCore:
         return next((info for info in self.infos if not info.rejected and "disk" in info.tiers), None)
 
     async def abort(self, caller: Caller, flight: Flight) -> None:
-        """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
+        """Cancel a checkpoint whose capture has not ended, and wait until none of its operations runs.
 
-        If the process exits on a signal, this waits only until then: the device may be stuck.
+        A checkpoint that is captured goes on. If the process is to exit on a signal, this waits at most until then:
+        the device may be stuck.
+
+        Cancellation: raised afterwards.
         """
         with Waiting(flight):
             try:
@@ -622,7 +634,7 @@ class EngineCore:
 
     @property
     def saves_in_memory(self) -> bool:
-        """Whether there is a tier in memory, and it is ready; in a group the others decide, too."""
+        """Whether there is a memory tier, and it is ready; in a group not whether it is ready: all ranks act alike."""
         memory = self.assembly.memory
         return memory is not None and (memory.ready or self.peers.collective)
 
@@ -631,7 +643,10 @@ class EngineCore:
             self.loop.call(self.assembly.scheduler.stop_capture(flight, self.config.max_stall))
 
     def end_last_drains_at(self, until: float | None) -> None:
-        """Make drains that are the last end at a time of the monotonic clock; None: when every checkpoint ended."""
+        """Limit each last wait for checkpoints in flight to a time of ``time.monotonic()``; None: set no limit.
+
+        Last waits are those of :meth:`wait_ended` with ``last``, and of closing.
+        """
         self.loop.post(self.assembly.scheduler.end_last_drains_at, until)
 
     def wait_captured(self) -> None:
@@ -650,19 +665,19 @@ class EngineCore:
     async def wait_ended(self, *, last: bool = False) -> None:
         """Wait on the engine's loop until every checkpoint admitted so far ended; raises no failures.
 
-        ``last``: nothing comes after it; it also ends at the time of :meth:`end_last_drains_at`.
+        ``last``: no checkpoint comes after these, and the waiting also ends at the time of :meth:`end_last_drains_at`.
         """
         await self.assembly.scheduler.drain(last=last)
 
     async def cancel_all(self) -> None:
-        """Cancel every checkpoint, on the engine's loop, and wait until it ended."""
+        """Cancel every checkpoint, and wait until all have ended. Runs on the engine's loop."""
         await self.assembly.scheduler.cancel_all()
 
     # -- reading
 
     @property
     def infos(self) -> list[CheckpointInfo]:
-        """Committed checkpoints, newest first; also those in memory alone."""
+        """Committed checkpoints, also those in memory alone, newest first. Raises ClosedError: never opened."""
         _ = self.assembly  # raises ClosedError
         on_disk, in_memory = self.peers.entries, {entry.counter: entry for entry in self.peers.in_memory}
         remote: set[int] = set() if (drain := self._assembly.drain) is None else drain.copied
@@ -677,14 +692,17 @@ class EngineCore:
 
     @property
     def infos_elsewhere(self) -> list[CheckpointInfo]:
-        """Checkpoints that the bucket of the drain has, and no tier here, newest first."""
+        """Checkpoints that are in the drain's bucket alone, newest first."""
         if (drain := self.assembly.drain) is None:
             return []
         here = {info.counter for info in self.infos}
         return [replace(entry.info, tiers=("remote",)) for entry in drain.entries if entry.counter not in here]
 
     async def pin(self, caller: Caller, which: int | str, pinned: bool) -> CheckpointInfo:
-        """Exempt a checkpoint from the rules, or subject it to them again, once those in flight that match ended."""
+        """Exempt a checkpoint from the rules, or subject it to them again; return it.
+
+        First waits until the matching checkpoints in flight have ended, and saves the newest one in memory on disk.
+        """
         self.check_alive()
         for flight in self.in_flight.checkpoints():
             if matches(which, flight.step, flight.name):
@@ -700,7 +718,11 @@ class EngineCore:
             await caller.run(self.assembly.scheduler.ended(flight))
 
     async def remove(self, caller: Caller, which: int | str, *, force: bool) -> list[CheckpointInfo]:
-        """Remove checkpoints of a step or with a name, once those in flight that it needs have ended."""
+        """Remove the checkpoints of a step or a name; return them.
+
+        First waits until the matching checkpoints in flight have ended, or all of them if no other would be left, and
+        saves the newest one in memory on disk.
+        """
         self.check_alive()
         in_flight = self.in_flight.checkpoints()
         others = any(not (info.rejected or matches(which, info.step, info.name)) for info in self.infos)
@@ -714,7 +736,10 @@ class EngineCore:
         return [entry.info for entry in removed]
 
     async def reject(self, caller: Caller, which: int | str) -> list[CheckpointInfo]:
-        """Reject a checkpoint and all that were saved after it and before this call; return the committed ones."""
+        """Reject a checkpoint and all that were saved after it and before this call; return the committed ones.
+
+        First saves the newest one in memory on disk.
+        """
         self.check_alive()
         with self.in_flight.lock:
             until = self.in_flight.counter
@@ -739,7 +764,11 @@ class EngineCore:
         private: Private = (),
         dry_run: bool = False,
     ) -> Restored | None:
-        """Restore the newest checkpoint (or the requested one) into ``state``, falling back if one is damaged."""
+        """Restore the newest checkpoint (or the requested one) into ``state``, falling back if one is damaged.
+
+        First waits until the captures under way have ended. Returns None: there is no checkpoint. Raises
+        NoCheckpointError: the requested one is not there.
+        """
         assembly = self.check_alive()
         candidates = self.peers.candidates(which, dry_run=dry_run)
         try:
@@ -832,9 +861,10 @@ class EngineCore:
 
 
 class _Admission:
-    """Under the lock of the counters: one that is used up in vain fails on all ranks of a group, which count alike.
+    """Context of an admission: if an error leaves it after a counter was used up, that checkpoint fails on all ranks.
 
-    The lock is taken and given back by ``with`` itself: an interrupt in a method of Python's would leave it held.
+    Entered under the lock of the counters, which all ranks of a group use up alike. The lock is taken and released by
+    ``with`` itself: an interrupt in a method written in Python would leave it held.
     """
 
     __slots__ = ("_before", "_core", "_step", "_tier")
@@ -853,7 +883,10 @@ class _Admission:
 
 @contextmanager
 def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
-    """If a context is left with an ``error``, that passes, with a note of the error of closing the engine."""
+    """Return the context to close an engine in after ``error``: an error of closing becomes a note on that.
+
+    If ``error`` is None, the error of closing is raised.
+    """
     try:
         yield
     except Exception as failure:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drain: committed checkpoints are copied to object storage in the background, and restored from there.
 
-It reads slots as any reader does, so no checkpoint waits for it. Which checkpoints in the bucket count beside those on
-disk, the disk's line says (:class:`pccheck_async.format.Line`): one of another branch is an error that names both.
+The drain reads slots as any reader does, so no checkpoint waits for it. The disk's line
+(:class:`pccheck_async.format.Line`) decides which checkpoints in the bucket are valid beside those on disk. If the
+newest one in the bucket is of another branch, opening raises an error that names both.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = ["Draining", "counting"]
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds between attempts while the bucket cannot be reached."""
 _END_SECONDS = 1.0
-"""For what the copying still awaits when closing has a deadline."""
+"""Seconds that closing with a deadline waits until the cancelled copying has ended."""
 _CANCEL_SECONDS = 0.2
-"""Between cancellations of the copying."""
+"""Seconds between cancellations of the copying."""
 _RUN = Run(0, 0, 0)
 
 
@@ -44,13 +45,15 @@ def _accepted(line: Line | None, record: CommitRecord) -> bool:
 def counting(
     records: Sequence[tuple[Kept, CommitRecord]], there: Line | None, line: Line | None, newest: int | None
 ) -> list[Entry] | None:
-    """Return those commits that count beside a store, newest first, with their numbers as slots; None: another branch.
+    """Return the checkpoints in the bucket that are valid beside a store on disk, newest first.
+
+    Their slots are the numbers of their commits. None: the bucket's newest checkpoint is of another branch.
 
     Args:
-        records: What counts in the bucket, newest first.
+        records: The commits that the newest record in the bucket names, newest first.
         there: The line of the newest record in the bucket.
-        line: Of the store on disk.
-        newest: The largest counter of a checkpoint on disk; None: it has none, and the bucket's newest is the line.
+        line: The line of the store on disk.
+        newest: The largest counter of a checkpoint on disk; None: there is none, and the bucket's newest is valid.
     """
     found = [(kept, record) for kept, record in records if record.parts]
     if not found:
@@ -74,7 +77,7 @@ class Draining:
         count: Checkpoints that were copied.
         nbytes: Bytes that were sent.
         trouble: Why nothing is copied at the moment, or any more; empty while all is well.
-        stopped: Whether it is any more.
+        stopped: Whether nothing is copied any more, for as long as the engine is open.
     """
 
     def __init__(
@@ -118,10 +121,10 @@ class Draining:
         *,
         overwrite: bool,
     ) -> Draining:
-        """Take the bucket over, and find out what counts there.
+        """Take over the bucket for this run: other runs cannot commit there any more.
 
-        Raises StoreError: what is there is of another branch than the disk, and not to be overwritten;
-        StoreLockedError: another run takes it over at the same time; RefusedError, ReadError, WriteError.
+        Raises StoreError: the bucket is of another branch than the disk, and not to be overwritten; StoreLockedError:
+        another run takes it over at the same time; RefusedError, ReadError, WriteError.
         """
         objects = open_objects(drain.url, drain.options, deadline=drain.deadline, writes=True)
         disk.committed.line = disk.committed.record.line
@@ -159,12 +162,12 @@ class Draining:
 
     @property
     def url(self) -> str:
-        """For messages."""
+        """The URL of the bucket, for messages."""
         return self._owner.objects.url
 
     @property
     def counters(self) -> list[int]:
-        """The counters of what counts in the bucket."""
+        """The counters of all checkpoints that the bucket's newest record names, newest first, of any branch."""
         return self._owner.counters
 
     @property
@@ -175,12 +178,12 @@ class Draining:
 
     @property
     def newest(self) -> int:
-        """The largest counter of a checkpoint that is there; -1 for none."""
+        """The largest of :attr:`counters`; -1 for none."""
         return max(self.counters, default=-1)
 
     @property
     def largest_counter(self) -> int:
-        """The largest one when this was opened: counters of this run are larger."""
+        """The largest counter on disk or in the bucket when this was opened: counters of this run are larger."""
         return self._base
 
     @property
@@ -192,11 +195,14 @@ class Draining:
         return [entry for entry in found if entry.counter not in self._dropped and entry.slot not in self._foreign]
 
     def source(self, entry: Entry) -> Source:
-        """Return what a checkpoint in the bucket is read from; it is a single part there."""
+        """Return the source to read a checkpoint in the bucket from: it is a single part there."""
         return FolderPart(self._opened, "", Key(entry.counter, _RUN))
 
     def note_restored(self, counter: int, *, remote: bool) -> None:
-        """Called when a checkpoint was restored, maybe from here: this run descends from it, if it has saved none."""
+        """Called when a checkpoint was restored: this run descends from it, if it has saved none yet.
+
+        ``remote``: it was restored from the bucket, whose line for it becomes the disk's then.
+        """
         self._restored = counter
         if remote and not self._begun:
             record = next((each for each in self._owner.records.values() if each.entry.counter == counter), None)
@@ -205,9 +211,9 @@ class Draining:
             write("drain_restored", "restored from %s: the disk had none as new", self.url, counter=counter)
 
     async def begin(self) -> None:
-        """Make this run's line durable on disk, before its first checkpoint: the bucket's are told by it.
+        """Make this run's line durable on disk, before its first checkpoint: it decides which in the bucket are valid.
 
-        Raises StoreFailedError.
+        Does nothing after the first call. Raises StoreFailedError.
         """
         if self._begun:
             return
@@ -223,7 +229,10 @@ class Draining:
     # -- what comes
 
     def note_durable(self, flight: Flight, counter: int) -> None:
-        """Called when a checkpoint is durable on disk, or one of a larger ``counter`` in its place."""
+        """Called when a checkpoint is durable on disk, or superseded; ``counter``: the counter of the durable one.
+
+        The waiting for ``flight`` ends once that one, or a newer one, is in the bucket.
+        """
         if self.stopped or self._ended:
             flight.set_remote(CheckpointError(self.trouble or f"the drain to {self.url} was closed"))
             return
@@ -241,7 +250,7 @@ class Draining:
 
     @property
     def lag(self) -> float:
-        """Seconds since the oldest checkpoint became durable that is not there, nor a newer one; 0: up to date."""
+        """Seconds since the oldest durable checkpoint committed that is newer than all in the bucket; 0 for none."""
         oldest = min(self._durable_at.values(), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
 
@@ -276,7 +285,7 @@ class Draining:
                 self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        """Copy nothing more: another run owns the bucket, or it is not understood."""
+        """Copy nothing more, after an error that another attempt will not avoid: another run owns the bucket, say."""
         self.stopped, self.trouble = True, str(error) or repr(error)
         self._end_flights(CheckpointError(f"the drain has stopped: {self.trouble}"))
         text = "the drain of %s stops; training and the disk go on: %s"
@@ -292,7 +301,7 @@ class Draining:
                 return
 
     async def _wait(self) -> None:
-        """Wait until there is something new, and its time has come."""
+        """Wait until there is something new to do, or until the next copy is due."""
         left = self._seconds_to_next()
         with suppress(TimeoutError):
             async with asyncio.timeout(left):
@@ -305,7 +314,7 @@ class Draining:
         return max(0.0, self._sent_at + self.drain.every.total_seconds() - time.monotonic())
 
     def _next(self) -> Entry | None:
-        """Return the newest checkpoint on disk that is not there, and newer than all that is."""
+        """Return the newest checkpoint on disk that may be copied, and is newer than all in the bucket; else None."""
         committed, line = self._disk.committed, self._disk.committed.line
         newest = self.newest
         for entry in committed.entries:
@@ -317,7 +326,10 @@ class Draining:
         return None
 
     async def _once(self) -> bool:
-        """Do the next thing; False: there is nothing to do now."""
+        """Do one piece of work; return False if there is nothing to do now.
+
+        That is: drop rejected and removed checkpoints from the bucket, write this run's line there, or copy one.
+        """
         if numbers := self._dropped_there:
             self._owner.line = self._disk.committed.line
             await self._owner.amend(numbers)
@@ -341,7 +353,7 @@ class Draining:
 
     @property
     def _dropped_there(self) -> dict[int, int]:
-        """The steps of the commits that still count, and were rejected or removed on disk, by number."""
+        """The steps of checkpoints that were dropped on disk, but not yet in the bucket, by number of the commit."""
         return {
             kept.number: record.entry.step
             for kept, record in self._owner.records.items()
@@ -349,16 +361,16 @@ class Draining:
         }
 
     async def _tell_line(self) -> None:
-        """Write this run's line into the bucket: after a crash it would be of another branch.
+        """Write this run's line into the bucket, if it holds checkpoints: else a crash would make them another branch.
 
-        In every run: a line has few links, and runs may die before they have copied anything.
+        Done in every run, as a line has few links, and many runs may die before they have copied anything.
         """
         if self._owner.records:
             self._owner.line = self._disk.committed.line
             await self._owner.amend(())
 
     async def _send(self, entry: Entry) -> bool:
-        """Copy one checkpoint; False: it was dropped meanwhile, or is damaged."""
+        """Copy one checkpoint, and commit it in the bucket; return False if it was dropped meanwhile or is damaged."""
         if self._draft is None or self._draft[0] != entry.counter or not self._draft[1].is_current:
             self._draft = entry.counter, Draft(self._owner)  # else what was sent before an error is not sent again
         draft = self._draft[1]
@@ -393,7 +405,7 @@ class Draining:
         return True
 
     def _settle_flights(self) -> None:
-        """End the waiting for what is there, or has nothing newer that would be copied."""
+        """End the waiting for checkpoints that are in the bucket, or older than one there."""
         newest = self.newest
         self._durable_at = {counter: since for counter, since in self._durable_at.items() if counter > newest}
         for flight in [flight for flight in self._flights if flight.counter <= newest]:
@@ -410,7 +422,9 @@ class Draining:
     # -- the end
 
     async def close(self, seconds: float | None) -> str:
-        """Copy the newest checkpoint, for so many seconds at the most, and end; return what is left, in words.
+        """Copy the newest checkpoint, and end; return which checkpoints are left, in words, also in the log.
+
+        Takes at most ``seconds``, and at most ``Drain.closing``.
 
         Cancellation: ends at once.
         """
@@ -441,7 +455,7 @@ class Draining:
         return "; ".join(left)
 
     async def cancel(self, seconds: float | None = None) -> None:
-        """End the copying, and wait until no request is awaited any more, for so many seconds at the most."""
+        """Cancel the copying, wait for its end at most so many seconds, and fail the flights that wait for a copy."""
         self._closing = True
         if self._task is not None:
             with suppress(TimeoutError):

@@ -39,17 +39,17 @@ class Promise(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """Whether it has happened."""
+        """Whether the promise has a result or an error."""
         return "outcome" in self._facts
 
     @property
     def outcome(self) -> tuple[T, BaseException | None] | None:
-        """Its result and its error, None without one; None if it has not happened yet."""
+        """The result, and the error or None; None if neither is set yet."""
         return self._facts.get("outcome")
 
     @property
     def error(self) -> BaseException | None:
-        """Its error; None if there is none, or it has not happened yet."""
+        """The error; None if there is none, or the promise is not over yet."""
         outcome = self.outcome
         return None if outcome is None else outcome[1]
 
@@ -70,7 +70,7 @@ class Promise(Generic[T]):
             _tell(future, outcome)
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until it has happened. Raises its error, or TimeoutError."""
+        """Block until the promise is over; return its result. Raises its error, or TimeoutError."""
         if "outcome" not in self._facts and not wait_for_any((self,), timeout):
             raise TimeoutError
         outcome: tuple[T, BaseException | None] = self._facts["outcome"]
@@ -80,7 +80,7 @@ class Promise(Generic[T]):
         return result
 
     def future(self) -> Future[T]:
-        """Return a future of it, which cannot be cancelled."""
+        """Return a future with the outcome, which cannot be cancelled."""
         if not self.over:
             future: Future[T] = self._facts.setdefault("future", _running())
             if not self.over:
@@ -95,10 +95,10 @@ class Promise(Generic[T]):
 
 
 def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None) -> bool:
-    """Block until one of them has happened; False if that takes longer than ``timeout`` seconds.
+    """Block until one of the promises is over; return False if none is after ``timeout`` seconds.
 
-    If it is interrupted, it leaves no lock held. An interrupted wait for a future can leave one, and the thread that
-    sets the result would then block.
+    If this is interrupted, it leaves no lock held. An interrupted wait for a future can leave one held, and the thread
+    that sets the result would then block.
     """
     mine = threading.Lock()
     mine.acquire()
@@ -150,9 +150,10 @@ class CheckpointProgress:
 
 
 class Waiting:
-    """Counts a caller as waiting for a checkpoint: no other call gets its failure meanwhile.
+    """Context in which a caller waits for a checkpoint: no other call gets the checkpoint's failure meanwhile.
 
-    A caller that waits for ``promise`` while it fails gets the error; one that gave up before does not.
+    The failure counts as delivered if the context is left with the error of ``promise``, not if the caller gave up
+    before. Raises ClosedError in a forked child, where the promise never comes true.
     """
 
     __slots__ = ("_flight", "_promise")
@@ -175,21 +176,23 @@ class Flight:
     """The engine's side of a checkpoint from its admission on; users have a :class:`.pending.PendingCheckpoint`.
 
     Attributes:
-        step: The user's number.
+        step: The user's number of the step.
         counter: The engine's number; checkpoints are admitted in the order of their counters.
-        name: The user's name for it, None for none.
-        superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
-        admitted_at: Of ``time.monotonic()``; so is ``captured_at``.
-        stall: Seconds that training waited for it.
-        nbytes: Bytes of its tensors, None until it is its turn.
+        name: The user's name for the checkpoint, None for none.
+        superseded: Whether newer checkpoints became durable first, so that this one was dropped on purpose.
+        admitted_at: Time of the admission, of ``time.monotonic()``.
+        captured_at: Time at which the capture ended, of ``time.monotonic()``; before that ``admitted_at``.
+        stall: Seconds that training waited for this checkpoint.
+        nbytes: Bytes of the checkpoint's tensors, None until its turn has come.
         captured_nbytes: Bytes captured so far.
         written_nbytes: Bytes written so far.
-        failure_told: Whether the user has got its failure, as an error or a warning.
-        overlap_was_chosen: Whether ``engine.step`` made it, which captures repeatedly torn tensors eagerly: that it is
-            torn is warned of, and not raised by the next call.
-        given_up: Whether its caller may change the state although the capture had not ended.
-        on_disk: Whether it is due on disk; else in memory alone.
-        compare: Called before a caller that waited for the capture may change the state; set by ``Guard.watch``.
+        failure_told: Whether the failure needs no delivery any more: the user got it, or it is not the user's concern.
+        overlap_was_chosen: Whether ``engine.step`` chose to overlap the capture. If it is torn, the user is warned, and
+            the next call does not raise: ``engine.step`` captures repeatedly torn tensors eagerly.
+        given_up: Whether the caller stopped waiting before the eager leaves were captured, and may change the state.
+        on_disk: Whether the checkpoint is due on disk; else in memory alone.
+        compare: Compares the lazy tensors with their versions, to detect a torn capture. Called after each wait for the
+            capture, before the caller may change the state. Set by ``Guard.watch``; None if nothing is lazy.
     """
 
     def __init__(
@@ -227,31 +230,31 @@ class Flight:
     # -- the users' waiting
 
     async def captured(self) -> None:
-        """Wait as :meth:`.pending.PendingCheckpoint.captured`."""
+        """Wait until the capture is complete (see :meth:`.pending.PendingCheckpoint.captured`)."""
         await self._wait(self._captured)
         if self.compare is not None:
             self.compare()
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Block as :meth:`.pending.PendingCheckpoint.wait_captured`."""
+        """Block until the capture is complete (see :meth:`.pending.PendingCheckpoint.wait_captured`)."""
         self._block(self._captured, timeout)
         if self.compare is not None:
             self.compare()
 
     async def durable(self) -> CheckpointInfo:
-        """Wait as :meth:`.pending.PendingCheckpoint.durable`."""
+        """Wait until the checkpoint is durable (see :meth:`.pending.PendingCheckpoint.durable`)."""
         return await self._wait(self._durable)
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Block as :meth:`.pending.PendingCheckpoint.result`."""
+        """Block until the checkpoint is durable (see :meth:`.pending.PendingCheckpoint.result`)."""
         return self._block(self._durable, timeout)
 
     async def reached(self, tier: Reach) -> None:
-        """Wait until it is committed in memory, in that of other hosts, or in a bucket."""
+        """Wait until the checkpoint is committed in memory, in the memory of other hosts, or in a bucket."""
         await self._wait(self._of_tier(tier))
 
     def wait_reached(self, tier: Reach, timeout: float | None = None) -> None:
-        """Block until it is committed in memory, in that of other hosts, or in a bucket."""
+        """Block until the checkpoint is committed in memory, in the memory of other hosts, or in a bucket."""
         self._block(self._of_tier(tier), timeout)
 
     def _of_tier(self, tier: Reach) -> Promise[None]:
@@ -299,7 +302,7 @@ class Flight:
 
     @property
     def awaited(self) -> bool:
-        """Whether a caller is waiting for it, and will get a failure unless the waiting is cancelled."""
+        """Whether a caller is waiting for the checkpoint, and will get its failure unless the waiting is cancelled."""
         return bool(self._waiters)
 
     # -- the engine's waiting, which gets no failure
@@ -313,7 +316,7 @@ class Flight:
         return self._durable.future()
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Promise[Any] | None = None) -> bool:
-        """Block until nothing reads the live state any more, or until ``enough`` happened. Raises no failure.
+        """Block until nothing reads the live state any more, or until ``enough`` is over. Raises no failure.
 
         Returns:
             False if it took longer than ``timeout`` seconds.
@@ -326,7 +329,7 @@ class Flight:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the capture ended (or failed)."""
+        """Whether the capture has ended (or the checkpoint failed)."""
         return self._captured.over
 
     @property
@@ -336,22 +339,25 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Whether it is durable, superseded or failed."""
+        """Whether the checkpoint is durable, superseded or failed."""
         return self._durable.over
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None if it did not, or has not ended. Reading it does not count as delivering it."""
+        """The error that the checkpoint failed with; None if it did not fail, or has not ended.
+
+        Reading it does not count as delivering it.
+        """
         return self._durable.error
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without becoming durable or superseded."""
+        """Whether the checkpoint ended without becoming durable or superseded."""
         return self._durable.error is not None
 
     @property
     def progress(self) -> CheckpointProgress:
-        """How far it is. Never blocks."""
+        """How far the checkpoint is. Never blocks."""
         nbytes, captured, written = self.nbytes, self.captured_nbytes, self.written_nbytes
         if self.over:
             phase: Any = "failed" if self.failed else "superseded" if self.superseded else "durable"
@@ -364,7 +370,7 @@ class Flight:
         return CheckpointProgress(phase, nbytes or 0, captured, written)
 
     def give_up(self) -> None:
-        """Called when its caller does not wait for the capture any more: what is not captured yet may be torn.
+        """Called when the caller does not wait for the capture any more: eager leaves not yet captured may be torn.
 
         Takes no lock.
         """
@@ -384,23 +390,26 @@ class Flight:
         self._eager_captured.set_result(None)  # last: callers of checkpoint() wait for it
 
     def set_in_memory(self) -> None:
-        """Called when it is committed in memory."""
+        """Called when the checkpoint is committed in memory, and so captured, too."""
         self.set_captured()
         if self._in_memory is not None:
             self._in_memory.set_result(None)
 
     def set_in_replicas(self, error: BaseException | None) -> None:
-        """Called when it, or a newer one, is in the memory of other hosts; or with the reason why it is not."""
+        """Called when the checkpoint, or a newer one, is in the memory of other hosts, or with the error why not."""
         if self._in_replicas is not None:
             self._in_replicas.set_result(None, error)
 
     def set_remote(self, error: BaseException | None) -> None:
-        """Called when it, or a newer one, is in the bucket; or with the reason why it is not."""
+        """Called when the checkpoint, or a newer one, is in the bucket, or with the error why not."""
         if self._remote is not None:
             self._remote.set_result(None, error)
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
-        """Called with the committed checkpoint, or the newest one if this one is superseded."""
+        """Called with the committed checkpoint, or the newest one if this one is superseded.
+
+        Fails the waiting for memory and for other hosts, if the checkpoint is not in memory by then.
+        """
         self.superseded = superseded
         self.set_captured()
         if self._in_memory is not None and not self._in_memory.over:

@@ -22,18 +22,18 @@ __all__ = ["InFlight"]
 _MOST_REPORTS = 64
 """Reports on durable checkpoints that wait for the end of the next training step; older ones are dropped."""
 _MOST_TORN = 10
-"""Torn checkpoints of ``engine.step`` in a row, beside those in flight, of which is only warned: what was torn twice is
-captured before the step ends, so more of them mean that nothing is saved any more."""
+"""Most torn checkpoints of ``engine.step`` in a row, beside those in flight, that are only warned of. Tensors that were
+torn twice are captured before the step ends, so more torn checkpoints mean that nothing is saved any more."""
 
 
 class InFlight:
-    """Gives counters away, and holds every checkpoint until it ended and its failure was delivered.
+    """Assigns counters, and holds every checkpoint until it ended and its failure was delivered.
 
     Attributes:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may read statistics meanwhile.
-        counter: The largest counter that was given away.
+        counter: The largest counter that was assigned.
         newest: The checkpoint that was admitted last, None before the first.
-        torn: Torn checkpoints of ``engine.step`` since one was captured whole.
+        torn: Torn checkpoints of ``engine.step`` since a checkpoint ended without an error.
         memory_stall: Seconds that training waited for checkpoints that are due in memory alone.
     """
 
@@ -58,11 +58,11 @@ class InFlight:
 
     @property
     def on_disk(self) -> int:
-        """How many of them are due on disk: those take the places that ``max_in_flight`` gives."""
+        """Number of checkpoints in flight that are due on disk: ``max_in_flight`` limits these alone."""
         return self.count("disk")
 
     def count(self, tier: Tier) -> int:
-        """Return how many of them are due on disk, or in memory alone."""
+        """Return how many checkpoints in flight are due on disk ("disk"), or in memory alone ("memory")."""
         if not self._in_flight:  # asked at every step, and mostly so
             return 0
         with self.lock:
@@ -78,7 +78,7 @@ class InFlight:
     ) -> Flight:
         """Admit a checkpoint under the next counter. Called before the engine's loop gets it.
 
-        ``state_seconds`` is the time that ``state_dict()`` and laying out its state took.
+        ``state_seconds`` is the time that ``state_dict()`` and laying out the state took.
         """
         self.counter += 1
         step = self.counter if step is None else step
@@ -97,9 +97,9 @@ class InFlight:
         return flight
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
-        """Return what the caller of a skipped checkpoint gets; None if there is a place for it or it may wait.
+        """Return the result of a call that is skipped; None if it is not, by ``max_in_flight`` and ``on_busy``.
 
-        The caller reports it (:meth:`tell_skipped`) once it holds no lock.
+        The caller then calls :meth:`tell_skipped`, once it holds no lock.
         """
         if self._config.on_busy != "skip":
             return None
@@ -114,7 +114,7 @@ class InFlight:
         self._stream.emit(Skipped(step=step, counter=skipped.counter, in_flight=self._config.max_in_flight))
 
     def withdraw(self, flight: Flight) -> None:
-        """End a checkpoint that its caller does not receive, if it never reached the engine's loop."""
+        """Fail a checkpoint that its caller does not receive, unless it has ended, or is captured and goes on."""
         with self.lock:
             if flight.is_captured or flight not in self._in_flight:
                 return  # the loop got it, and ended it or has captured it
@@ -126,9 +126,9 @@ class InFlight:
     def note_waited(
         self, flight: Flight, start: float, where: Literal["checkpoint", "optimizer"] = "optimizer"
     ) -> None:
-        """Count the time from ``start`` (of ``time.perf_counter()``) until now: training waited for ``flight``.
+        """Count the time from ``start`` (of ``time.perf_counter()``) until now, when training waited for ``flight``.
 
-        ``where``: as in :class:`Waited`.
+        ``where``: the place of the wait, as in :class:`Waited`.
         """
         seconds = time.perf_counter() - start
         flight.stall += seconds
@@ -139,7 +139,10 @@ class InFlight:
     # -- their ends
 
     def note_end(self, flight: Flight, error: Exception | None, superseded: bool, info: CheckpointInfo | None) -> None:
-        """Count the end of a checkpoint. Called before its waiting callers get it."""
+        """Count the end of a checkpoint, and end those in memory that it supersedes.
+
+        Called before the callers that wait for it are woken. Does nothing if it was withdrawn.
+        """
         now, step, counter = time.monotonic(), flight.step, flight.counter
         seconds, captured, stall = now - flight.admitted_at, flight.captured_at - flight.admitted_at, flight.stall
         nbytes = 0 if info is None else info.nbytes
@@ -171,7 +174,7 @@ class InFlight:
     def note_in_memory(self, flight: Flight) -> None:
         """Called when a checkpoint that is due in memory alone is committed there: it ends when a newer one is on disk.
 
-        One that was withdrawn has ended.
+        Does nothing if it was withdrawn.
         """
         now, since = time.monotonic(), flight.admitted_at
         captured, nbytes = max(0.0, flight.captured_at - since), flight.nbytes or 0
@@ -183,7 +186,7 @@ class InFlight:
                 self._reports["memory"].append(report)
 
     def note_saved(self, info: CheckpointInfo) -> None:
-        """Called when a checkpoint of which there was a copy in memory alone is durable on disk."""
+        """Called when a checkpoint that was in memory alone is durable on disk: ends it, and the older ones there."""
         with self.lock:
             same = [flight for flight in self._in_memory if flight.counter == info.counter]
             self._in_memory = [flight for flight in self._in_memory if flight not in same]
@@ -192,7 +195,7 @@ class InFlight:
         self._end_in_memory(info.counter, info)
 
     def _end_in_memory(self, counter: int, info: CheckpointInfo | None) -> None:
-        """End the checkpoints in memory that are older than one on disk: it supersedes them."""
+        """End, as superseded, the checkpoints in memory that are older than the one with ``counter`` on disk."""
         if not self._in_memory or info is None:
             return
         with self.lock:
@@ -202,9 +205,9 @@ class InFlight:
             flight.set_durable(info, superseded=True)
 
     def fail_in_memory(self, error: Exception | None) -> None:
-        """End the checkpoints in memory that no newer one will supersede. Called when the engine closes.
+        """Fail the checkpoints that are still in memory alone. Called when the engine closes.
 
-        ``error`` is that of writing the newest one to disk.
+        ``error`` is the error of writing the newest one to disk, which then counts as a failure; None: there was none.
         """
         with self.lock:
             left, self._in_memory = self._in_memory, []
@@ -220,7 +223,10 @@ class InFlight:
             flight.set_failed(failure)
 
     def take_reports(self, tier: Tier) -> list[SaveReport]:
-        """Return reports on the checkpoints that became durable, or were saved in memory alone, since the last call."""
+        """Return the reports on checkpoints that became durable ("disk"), or were saved in memory alone ("memory").
+
+        Each report is returned once.
+        """
         reports = self._reports[tier]
         return [reports.popleft() for _ in range(len(reports))]
 
@@ -253,7 +259,7 @@ class InFlight:
         raise first
 
     def warn_of(self, flight: Flight, error: Exception) -> bool:
-        """Warn of a failure if ``on_error`` is "warn", showing the user's line; else return False."""
+        """Warn of a failure at the user's line if ``on_error`` is "warn"; return whether it is."""
         if self._config.on_error != "warn":
             return False
         flight.failure_told = True
@@ -262,5 +268,8 @@ class InFlight:
 
 
 def _chosen_and_torn(flight: Flight, error: Exception) -> bool:
-    """Whether a capture is torn that ``engine.step`` chose to overlap: that is warned of, and the next are eager."""
+    """Return whether a failure is a torn capture that ``engine.step`` chose to overlap.
+
+    Such failures are only warned of, as tensors that are torn repeatedly are captured eagerly from then on.
+    """
     return flight.overlap_was_chosen and isinstance(error, TornCaptureError)

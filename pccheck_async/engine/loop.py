@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own event loop on a thread of its own.
+"""The engine's event loop, on a thread of its own.
 
 A training step blocks the loop it runs on for its whole length. Captures and writes must go on meanwhile, so the engine
 never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
@@ -57,7 +57,7 @@ class EngineLoop:
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:
-        """Start a coroutine here from any thread. Returns its future and a function that cancels the coroutine.
+        """Start a coroutine on this loop from any thread. Return its future, and a function that cancels the coroutine.
 
         The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
         when it is done, nothing is running any more.
@@ -94,7 +94,7 @@ class EngineLoop:
         return future, cancel
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Call a function on this loop soon, from any thread; False if the loop was stopped, and then never."""
+        """Call a function on this loop soon, from any thread; return False, and never call it, if the loop stopped."""
         with self._guard:
             if not self._stopping:
                 self.loop.call_soon_threadsafe(function, *arguments)
@@ -103,7 +103,7 @@ class EngineLoop:
     async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
         """Refuse new coroutines, cancel the submitted ones, and wait until they ended. Called on this loop.
 
-        The caller's own task is left alone, and so is ``spared``, which ends by itself when the caller has.
+        The caller's own task is not cancelled, nor is ``spared``, which ends by itself after the caller.
         """
         with self._guard:
             self._stopping = True
@@ -115,11 +115,14 @@ class EngineLoop:
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Whether it runs on the calling thread, which must then not block until something happens on it."""
+        """Whether the calling thread is the one that runs this loop: then it must not block for work on this loop."""
         return threading.current_thread() is self._thread
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine here and block the calling thread until it ended."""
+        """Run a coroutine on this loop, block the calling thread until it ended, and return its result.
+
+        Raises RuntimeError on the loop's own thread.
+        """
         if self.is_of_this_thread:
             coroutine.close()
             raise RuntimeError("blocking on the engine's own thread would never end")
@@ -133,10 +136,10 @@ class EngineLoop:
             raise
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine here and await it on the caller's loop.
+        """Run a coroutine on this loop, await it on the caller's loop, and return its result.
 
-        Cancellation: cancels the coroutine and returns once it has ended; also if this one is thrown away, and then
-            the thread is blocked meanwhile.
+        Cancellation: cancels the coroutine, and is raised once that has ended. If this coroutine is closed
+            (GeneratorExit), it does so, too, but blocks the calling thread meanwhile.
         """
         future, cancel = self.submit(coroutine)
         try:
@@ -158,7 +161,7 @@ class EngineLoop:
         self._thread.join()
 
     def ask_to_stop(self) -> concurrent.futures.Future[None]:
-        """Stop the loop without waiting; the future is done when it is closed and its thread does nothing more."""
+        """Stop the loop without waiting; the returned future is done when the loop is closed and its thread ends."""
         with self._guard:
             self._stopping = True
         if self._thread.is_alive():
@@ -219,6 +222,6 @@ async def until_done(future: concurrent.futures.Future[Any]) -> None:
 
 
 def call_once(work: Coroutine[Any, Any, T], name: str = "pccheck-read") -> T:
-    """Block until ``work`` is done, on a loop of its own, whose thread has this name."""
+    """Run ``work`` on an event loop of its own, whose thread has this name; block until done, and return the result."""
     with closing(work), EngineLoop(name) as loop:  # else Python warns of work that never began
         return loop.call(work)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory tier: a second store, on tmpfs, in which a checkpoint is captured, and from which the disk is written.
 
-It outlives the process, not the machine. It is a store like that on disk, with the same records, checks and readers;
-only the disk's line (:class:`pccheck_async.format.Line`) says which of its checkpoints count.
+The store in memory outlives the process, not the machine. It is a store like the one on disk, with the same records,
+checks and readers; but the disk's line (:class:`pccheck_async.format.Line`) decides which of its checkpoints are valid.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ T = TypeVar("T")
 MEMORY_ROOT = "/dev/shm"
 _GIB = 1 << 30
 ORIGIN_NAME = "origin"
-"""The path of the store on disk, for people."""
+"""Name of the file in memory that holds the path of the store on disk, for people."""
 _HELD_SECONDS = 1.0
 _FOR_ROUNDS = 2
-"""Checkpoints that are kept for copies on other hosts: the newest one that is there, and the one on its way."""
+"""Checkpoints that are kept in addition for copies on other hosts: the last one copied, and the one being copied."""
 _AT_ONCE = 16 << 20
-"""Bytes of a slot that is made while its first checkpoint waits: that takes some 10 ms at the most."""
+"""Bytes of the largest slot that is created while its first checkpoint waits: some 10 ms."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +64,9 @@ class Staged:
 
     Attributes:
         store: The store in memory.
-        view: The payload.
+        view: The bytes of the payload.
         manifest: The bytes of the manifest.
-        entry: Of the record in memory.
+        entry: The entry of the checkpoint for the record in memory.
         committed: Whether a record in memory names it.
     """
 
@@ -77,22 +77,22 @@ class Staged:
     committed: bool = True
 
     def release(self) -> None:
-        """Give the slot back. Called once."""
+        """Allow the slot to be reused. Called once."""
         self.store.slots.table.stop_reading(self.entry.slot)
 
 
 def memory_root(tier: MemoryTier) -> Path:
-    """Return the tmpfs of a tier."""
+    """Return the tmpfs that a memory tier uses."""
     return Path(MEMORY_ROOT if tier.path == "auto" else tier.path)
 
 
 def memory_prefix() -> str:
-    """Return how the names of this user's folders in memory begin."""
+    """Return the prefix of the names of this user's folders in memory."""
     return f"pccheck-{os.geteuid()}-"
 
 
 def on_the_line(entries: Iterable[Entry], own: Line | None, disk: Line | None) -> list[Entry]:
-    """Return those of the ``entries`` of a store in memory, whose line is ``own``, that the disk's line accepts."""
+    """Return the ``entries`` of a store in memory with the line ``own`` that the line ``disk`` of the disk accepts."""
     if own is None or disk is None:
         return []
     return [
@@ -105,9 +105,9 @@ def on_the_line(entries: Iterable[Entry], own: Line | None, disk: Line | None) -
 def memory_folder(root: Path, path: Path, store_id: str, name: str = IDENTITY_NAME) -> Path:
     """Return the folder in memory that belongs to the store at ``path``, or to the group's folder there.
 
-    Its name depends on the file ``store.json``, or ``group.json``, too: a copy of a store, or a backup that was put
-    back, has the same id, and other checkpoints. It is never changed, but a filesystem may soon give its inode's number
-    to another file.
+    The folder's name depends on the id, and on inode number and ctime of the file ``store.json`` or ``group.json``: a
+    copy of a store, or a backup that was put back, has the same id, and other checkpoints. That file is never changed;
+    the ctime is needed as a filesystem may soon give its inode number to another file.
     """
     try:
         found = os.stat(path / name)
@@ -120,9 +120,9 @@ def memory_folder(root: Path, path: Path, store_id: str, name: str = IDENTITY_NA
 
 
 def warn_of_memory(path: str, store: Store, find: Callable[[Path, Store], Path]) -> None:
-    """Log that a store was used with a tier in memory, which is still there, by an engine that has none.
+    """Log, for an engine without a memory tier, that the store was used with one, whose folder is still there.
 
-    ``find`` returns its folder, as for :meth:`Memory.open`.
+    ``find`` returns that folder, as for :meth:`Memory.open`.
     """
     with suppress(CheckpointError, OSError):
         folder = find(Path(MEMORY_ROOT), store)
@@ -135,7 +135,7 @@ def warn_of_memory(path: str, store: Store, find: Callable[[Path, Store], Path])
 
 
 def _warn_of_former(root: Path, folder: Path, path: str) -> None:
-    """Log which folders in memory are of the store at ``path`` as it was before: they take memory, and do not count."""
+    """Log the folders in memory that belong to a former store at ``path``: they take memory, and are not valid."""
     below = Path(*folder.relative_to(root).parts[1:], ORIGIN_NAME)
     for other in root.glob(f"{memory_prefix()}*"):
         with suppress(OSError, StoreError):
@@ -149,7 +149,7 @@ def _warn_of_former(root: Path, folder: Path, path: str) -> None:
 
 
 def check_own_folder(folder: Path) -> None:
-    """Raise StoreError unless it is a folder, no link, of this user and closed to all others."""
+    """Raise StoreError unless ``folder`` is a folder, no link, of this user, and closed to all others."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise StoreError(
@@ -163,11 +163,11 @@ class Memory:
 
     Attributes:
         store: The store in memory.
-        folder: Its folder.
+        folder: The folder of that store.
         turn: Held by one checkpoint at a time, from its lease to its commit in memory.
         tier: The settings.
-        off: Why checkpoints are saved here no more; empty while they are.
-        on_off: Called with that.
+        off: Why no more checkpoints are saved in memory; empty while they are.
+        on_off: Called with ``off`` when the tier is turned off.
     """
 
     def __init__(
@@ -194,7 +194,10 @@ class Memory:
         self.on_off: Callable[[str], object] = lambda _: None
 
     def adopt_line(self) -> None:
-        """Go by the line of the store on disk. Called after the opening, for one process."""
+        """Apply the line of the store on disk, and log which checkpoints in memory it makes invalid.
+
+        Called after the opening, if this process saves alone.
+        """
         disk, store = self._disk, self.store
         self._base = self.largest_counter
         disk.committed.line = disk.committed.record.line
@@ -219,13 +222,14 @@ class Memory:
 
         Args:
             tier: The settings.
-            path: Of the store on disk.
-            disk: That store.
-            operations: The engine's.
-            in_flight: Slots beside those that are kept.
+            path: The path of the store on disk.
+            disk: The store on disk.
+            operations: The engine's threads.
+            in_flight: Number of slots in addition to those of the checkpoints that are kept.
             lock_timeout: Seconds to wait for another writer.
-            find: Returns its folder, for the root of the tier; called on a thread of the engine's.
-            version: Of its records.
+            find: Returns the folder of the store in memory, given the root of the tier and ``disk``; called on a thread
+                of the engine's.
+            version: Format version of the records in memory.
 
         Raises StoreError: its place is not in memory, or cannot be trusted.
         """
@@ -282,7 +286,10 @@ class Memory:
         return cls(tier, disk, await open_or_begin_anew(folder, path, kept, in_flight), folder, open_beside)
 
     async def open_beside(self, name: str) -> Store:
-        """Open another rank's store on this host, or make it, for two checkpoints; it is closed and removed with this.
+        """Open the store on this host for copies of another rank's checkpoints, or make it; for two checkpoints.
+
+        That store is closed and removed with this tier's own.
+
 
         Raises the errors of :func:`open_store`.
         """
@@ -290,7 +297,7 @@ class Memory:
         return store
 
     async def remove_beside(self, name: str, operations: Operations) -> None:
-        """Close and remove one of those, whose records cannot be written any more."""
+        """Close and remove a store of :meth:`open_beside` whose records cannot be written any more."""
         folder = self.folder.parent / name
         await self._beside.pop(folder).medium.close()
         await operations.call(partial(shutil.rmtree, folder, ignore_errors=True))
@@ -304,7 +311,7 @@ class Memory:
 
     @property
     def largest_counter(self) -> int:
-        """The largest one in either tier: counters of this run are larger."""
+        """The largest counter that the newest record on disk, or in memory, names; -1 for none."""
         return max(self._disk.committed.largest_counter, self.store.committed.largest_counter)
 
     def note_restored(self, counter: int) -> None:
@@ -314,8 +321,8 @@ class Memory:
     async def begin(self) -> None:
         """Make this run's line durable on disk, before its first checkpoint in any tier.
 
-        Only then is freed what no line accepts any more; if that fails, the tier is off. Raises StoreFailedError: the
-        disk takes no more commits.
+        Then drop the checkpoints in memory that this line does not accept; if that fails, the tier is turned off. Does
+        nothing after the first call. Raises StoreFailedError: the disk takes no more commits.
         """
         if not self._begun:
             async with self.turn:
@@ -338,14 +345,15 @@ class Memory:
 
     @property
     def ready(self) -> bool:
-        """Whether a checkpoint that is due in memory alone is to be made: a slot for it can be expected."""
+        """Whether a checkpoint for memory alone is worth starting: the tier is on, and a slot is likely to be free."""
         return not self.off and self._growing is None and time.monotonic() >= self._held_until
 
     async def lease(self, nbytes: int) -> SlotLease | None:
-        """Lease a slot of at least ``nbytes``; None if there is no memory for it (then the tier is off), or not yet.
+        """Lease a slot of at least ``nbytes``; return None if there is no slot yet, or no memory for one.
 
-        The pages of a large slot are made beside training, for the next checkpoints: half a second for a GiB. Readers
-        that hold slots cost one slot more; if they hold that, too, nothing is saved here for a while.
+        Without memory the tier is turned off. A large slot is created in the background, for later checkpoints: its
+        pages take half a second per GiB. If readers hold slots, one more is created; if they hold that, too, nothing
+        is saved in memory for a while.
         """
         if self.off or self._growing is not None:
             return None
@@ -391,7 +399,10 @@ class Memory:
             self.turn_off(error)
 
     def check_room(self, store: Store, nbytes: int) -> None:
-        """Raise StoreFullError if the slots that a store lacks are more than the tmpfs, or this process, can take."""
+        """Raise StoreFullError if tmpfs or process have no room for the slots that a store still has to create.
+
+        ``nbytes`` is the size of a slot.
+        """
         table = store.slots.table
         missing = max(1, table.most - table.count)
         there = min(free_bytes(self.folder), available_memory())
@@ -405,7 +416,7 @@ class Memory:
             )
 
     def turn_off(self, error: Exception) -> None:
-        """Save no more in memory, after an error; the disk goes on."""
+        """Save no more checkpoints in memory, after an error; they are still saved on disk."""
         if not self.off:
             self.off = str(error)
             write("memory_off", "the memory tier is off until the next opening: %s", error, error=str(error))
@@ -414,12 +425,12 @@ class Memory:
     async def commit(
         self, written: Written, manifest: bytes, commit: Callable[[Written], Awaitable[T]]
     ) -> tuple[Staged, T | None]:
-        """``commit`` a checkpoint in memory, and keep its slot from being reused; return that, and the result.
+        """Commit a checkpoint in memory by ``commit``, and hold its slot against reuse.
 
-        Called under :attr:`turn`.
+        Returns the staged checkpoint, to be released, and the result of ``commit``. Called under :attr:`turn`.
 
-        After an error of its storage the tier is off, and the checkpoint is not committed: its bytes are there all the
-        same. Raises other errors of ``commit``.
+        After an OSError the tier is turned off, and the checkpoint is returned as not committed, with a result of None;
+        its bytes are in the slot all the same. Raises other errors of ``commit``.
         """
         lease, entry = written.lease, written.entry
         self.store.slots.table.hold(lease.slot)
@@ -444,28 +455,31 @@ class Memory:
 
     @property
     def _newer(self) -> Entry | None:
-        """The newest checkpoint in memory, if it counts and is newer than all on disk."""
+        """The newest valid checkpoint in memory, if it is newer than all on disk and not rejected; else None."""
         newest, largest = next(iter(self.entries), None), self._disk.committed.largest_counter
         return newest if newest is not None and newest.counter > largest and not newest.rejected else None
 
     @property
     def unsaved(self) -> Entry | None:
-        """The newest checkpoint in memory, if it is newer than all on disk and this run made or restored it."""
+        """The newest checkpoint in memory, if it is newer than all on disk, and this run has saved or restored one."""
         return self._newer if self._begun or self._restored is not None else None
 
     @property
     def is_disposable(self) -> bool:
-        """Whether the disk of one process has all that counts."""
+        """Whether nothing in memory would be missed: the disk has a checkpoint as new, and none here is passed over.
+
+        For a process that saves alone. Once this run has begun, checkpoints that its line does not accept are ignored.
+        """
         counts = self._begun or len(self.entries) == len(self.store.committed.entries)
         return counts and self._newer is None
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots, those of other ranks' copies included."""
+        """Bytes of all slots in memory, those of other ranks' copies included."""
         return sum(store.statistics().slot_bytes for store in (self.store, *self._beside.values()))
 
     async def close_files(self) -> None:
-        """Close the stores, and leave them as they are."""
+        """Close the files of the stores in memory, and leave their contents as they are."""
         for store in (self.store, *self._beside.values()):
             await store.medium.close()
 
@@ -475,7 +489,7 @@ class Memory:
             store.medium.abandon()
 
     async def close(self, operations: Operations, *, removes: bool) -> None:
-        """Close the store in memory, and remove it if it is not needed any more, unless it is to be kept."""
+        """Close the stores in memory; with ``removes`` remove their folders, unless the settings keep them."""
         if self._growing is not None:
             await asyncio.wait((self._growing,))
         await self.close_files()

@@ -21,7 +21,7 @@ __all__ = ["CONTENT_TYPE", "METRICS", "EngineCollector", "Metric", "MetricSample
 __all__ += ["scalars"]
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-"""Of :func:`openmetrics`, for an HTTP response."""
+"""Content type of the text of :func:`openmetrics`, for an HTTP response."""
 
 _PREFIX = "pccheck_"
 Kind = Literal["counter", "gauge", "histogram", "info"]
@@ -31,12 +31,12 @@ class Metric(NamedTuple):
     """One metric: the origin of its value, and its description.
 
     Attributes:
-        name: Without ``pccheck_``.
+        name: Name without the prefix ``pccheck_``.
         kind: Type in OpenMetrics.
         help: Its description.
-        read: Returns a number, or of a histogram a :class:`Distribution`; by label value if there is a label; None
-            if it is not known yet. Of ``info`` it returns labels.
-        label: Name of its own label, if it has one.
+        read: Returns the value: a number, for a histogram a :class:`Distribution`, for ``info`` a dict of labels; with
+            ``label`` a dict of such values by label value; None if it is not known yet.
+        label: Name of the label that the metric has beside ``store``; empty if it has none.
     """
 
     name: str
@@ -109,7 +109,7 @@ METRICS = (
     Metric("events_dropped", "counter", "Events that a slow hook did not get.", lambda s: s.events_dropped),
     Metric("engine", "info", "How the engine works.", lambda s: {"io": s.io, "loop": s.loop}),
 )
-"""A metric whose value is not known yet has no sample."""
+"""All metrics. A metric whose value is not known yet has no sample."""
 
 
 class MetricSample(NamedTuple):
@@ -130,7 +130,7 @@ class _Source(Protocol):
 
 
 def families(statistics: Mapping[str, EngineStatistics]) -> Iterator[tuple[Metric, list[MetricSample]]]:
-    """Yield the metrics of some engines, by the paths of their stores, with their samples, if there are any."""
+    """Yield each metric that has samples, with them. ``statistics``: those of engines, by paths of their stores."""
     for metric in METRICS:
         found = [_samples(metric, metric.read(each), {"store": store}) for store, each in statistics.items()]
         if samples := [*chain.from_iterable(found)]:
@@ -138,14 +138,14 @@ def families(statistics: Mapping[str, EngineStatistics]) -> Iterator[tuple[Metri
 
 
 def openmetrics(statistics: Mapping[str, EngineStatistics]) -> str:
-    """Return an exposition of some engines, by the paths of their stores, in the text format of OpenMetrics."""
+    """Return the metrics of engines in OpenMetrics' text format. ``statistics``: by the paths of their stores."""
     return "".join(_lines(families(statistics)))
 
 
 def scalars(statistics: EngineStatistics) -> dict[str, float]:
     """Return the numbers of one engine by name, for TensorBoard, Weights & Biases and the like.
 
-    Counts and sums are of all the time so far. Numbers not known yet are left out.
+    Counts and sums cover the time since the engine was opened. Numbers not known yet are left out.
     """
     values: dict[str, Any] = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
     values = {name: value for name, value in values.items() if isinstance(value, int | float)}
@@ -167,14 +167,14 @@ class EngineCollector:
     An engine that was not opened yet has no metrics.
 
     Args:
-        engines: Asynchronous or synchronous ones, of different stores.
+        engines: Asynchronous or synchronous engines, of different stores.
     """
 
     def __init__(self, *engines: _Source) -> None:
         self._engines = engines
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics of now; may be called from any thread."""
+        """Yield the metrics with their present values; may be called from any thread."""
         from prometheus_client import metrics_core
 
         statistics = {}
@@ -190,7 +190,7 @@ class EngineCollector:
             yield family
 
     def describe(self) -> list[Any]:
-        """Name nothing: metrics depend on which engines are open."""
+        """Return no metrics: which ones exist depends on the engines that are open."""
         return []
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures that run while training goes on: the guard that makes steps wait for them, and the search for torn ones.
+"""Captures that run while training goes on: the guard that makes steps wait for them, and the detection of torn ones.
 
 Parameters and the tensors that an optimizer keeps for them change only in its step, so they may be copied during the
 next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard makes steps of attached
 optimizers wait. If all copies that are left are queued on devices, the devices wait and not the training thread:
-the step's work there comes behind a fence. Python code that reaches for the memory of tensors being captured, past
-torch's counters, waits as well (:mod:`pccheck_async.state.tensor_access`): weights are swapped for evaluations so.
-Changes that cannot be made to wait tear the capture, which is found out as far as possible:
+the step's work there is queued after a fence. Python code that accesses the memory of tensors being captured without
+torch's version counters, as code that swaps weights for an evaluation does, waits as well
+(:mod:`pccheck_async.state.tensor_access`). Changes that cannot be made to wait tear the capture, which is detected as
+far as possible:
 
 - a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
 - other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
@@ -49,14 +50,15 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepHooks:
-    """The callbacks before and after each step of one optimizer, or before those of all.
+    """The callbacks before and after each step of one optimizer, or of all optimizers.
 
-    The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and a hook taken out of
-    that as an engine closes is an error in the step of another thread. Without callbacks they do nothing.
+    torch's hooks that run the callbacks are never removed: torch iterates over its table of hooks during a step, and
+    removing one as an engine closes would raise an error in another thread's step. Without callbacks hooks do nothing.
 
-    ``step(closure)`` computes the gradients inside the step. If the closure comes before any change, the calls come
-    after it: forward and backward do not wait for captures. That is so for the optimizers of torch, except for
-    L-BFGS, as long as their closures leave the parameters alone, which the first one shows.
+    ``step(closure)`` computes the gradients inside the step. If the optimizer calls the closure before it changes
+    anything, the callbacks run after the closure, so that forward and backward do not wait for captures. That holds
+    for torch's optimizers, except L-BFGS, while their closures leave the parameters unchanged. As long as that is not
+    known, the callbacks run before the closure, too.
     """
 
     def __init__(self) -> None:
@@ -65,13 +67,13 @@ class StepHooks:
         self._lock = threading.RLock()
 
     def add(self, *, before: Callback | None = None, after: Callback | None = None) -> None:
-        """Call ``before`` and ``after`` from now on."""
+        """Call ``before`` before each step, and ``after`` after each step, from now on."""
         with self._lock:
             self.before += () if before is None else (before,)
             self.after += () if after is None else (after,)
 
     def remove(self, callback: Callback) -> None:
-        """Do not call it any more."""
+        """Remove a callback: it is not called any more."""
         with self._lock:
             self.before = tuple(each for each in self.before if each != callback)
             self.after = tuple(each for each in self.after if each != callback)
@@ -79,7 +81,7 @@ class StepHooks:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments | None:
-        """Called by torch before a step; returns the arguments that it goes on with, if they are others."""
+        """Called by torch before a step; returns the arguments that replace those of the step, None to keep these."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
         if closure is None or not self.before or not _calls_closure_first(optimizer):
             self.call_before(optimizer)
@@ -114,13 +116,13 @@ _unchanging: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.We
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step is one of torch's own that calls its closure once, before it changes anything."""
+    """Return whether an optimizer's step is one of torch's that call their closure once, before any change."""
     step = type(optimizer).step
     return step.__module__.startswith("torch.optim.") and step.__qualname__ != "LBFGS.step"
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return how often each parameter was changed, as far as torch counts it."""
+    """Return torch's version counter of each parameter: how often it was changed, as far as torch counts that."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with no_functions():  # lazy parameters, and classes of users, refuse unknown functions
         return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
@@ -130,9 +132,10 @@ _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.We
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose step calls hooks: that inside a trainer's wrapper which only inherits its class.
+    """Return the optimizer whose ``step`` calls hooks: ``optimizer``, or the one inside a trainer's wrapper.
 
-    Those of Accelerate, Lightning and Fabric are such. Torch marks the ``step`` of a class when one of it is made.
+    Wrappers of Accelerate, Lightning and Fabric inherit the class, but call no hooks. torch marks the ``step`` of a
+    class as ``hooked`` when an optimizer of that class is made.
     """
     seen: list[object] = []
     while not getattr(getattr(type(optimizer), "step", None), "hooked", False) and all(
@@ -150,7 +153,7 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _hook_switches(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
-    """Make ``train`` and ``eval`` call the hooks: those of schedule-free optimizers swap the parameters in place."""
+    """Make ``train`` and ``eval`` of an optimizer run the callbacks: in schedule-free ones they swap the parameters."""
     here = weakref.ref(optimizer)
     for name in ("train", "eval"):
         if name not in vars(optimizer) and callable(method := getattr(type(optimizer), name, None)):
@@ -166,7 +169,7 @@ def _hook_switches(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
-    """Return those of an optimizer. Raises TypeError if it has none."""
+    """Return the callbacks of an optimizer; the first call registers the hooks. Raises TypeError if it takes none."""
     try:
         _ = optimizer.param_groups
         hooks = _hooks.get(optimizer)
@@ -188,7 +191,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
 
 @cache
 def hooks_of_all() -> StepHooks:
-    """Return those around every step of every optimizer."""
+    """Return the callbacks around the steps of all optimizers; the first call registers the hooks."""
     hooks = StepHooks()
     register_optimizer_step_pre_hook(hooks.before_step)
     register_optimizer_step_post_hook(hooks.after_step)
@@ -199,7 +202,7 @@ class Overlapped:
     """One overlapped capture: which tensors must not change before it ended, and whether one did.
 
     Attributes:
-        fence: Over once there is a fence behind which a device may change the captured tensors.
+        fence: Promise of the fence after which devices may change the captured tensors: all copies are queued.
         note_end: Called with the error that made the checkpoint fail, None if it did not.
     """
 
@@ -214,7 +217,7 @@ class Overlapped:
 
     @property
     def running(self) -> bool:
-        """Whether live bytes may still be read."""
+        """Whether the capture may still read the live tensors."""
         return not self.flight.is_captured
 
     @property
@@ -228,14 +231,18 @@ class Overlapped:
         return frozenset(self._addresses)
 
     def order_after_copies(self) -> bool:
-        """Make the devices' current streams wait for the copies; False: there is no fence yet, or they cannot wait."""
+        """Make the devices' current streams wait for the copies.
+
+        Returns False if there is no fence yet, or if they cannot wait.
+        """
         fence = self.fence  # the engine's thread may replace it
         return fence.over and fence.result().order_after_copies()
 
     def compare(self) -> None:
         """Compare the tensors with their versions for the last time: the caller may change everything from now on.
 
-        That is when the capture ended, and, for copies queued on the devices, when these wait for it. Idempotent.
+        Called when the capture has ended, or when the devices' later work waits for its queued copies. A change makes
+        :meth:`check` raise. Idempotent.
         """
         with self._lock:
             versions, self._versions = self._versions, None
@@ -244,7 +251,7 @@ class Overlapped:
                 self._note_torn(paths, what, TornCaptureError.ADVICE)
 
     def detect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Called when an optimizer is about to change ``tensors``: while the capture runs, that tears it."""
+        """Called when an optimizer is about to change ``tensors``: if the capture still runs, they tear it."""
         with self._lock:
             if self._versions is None or self._torn is not None or not self.running:
                 return
@@ -254,7 +261,7 @@ class Overlapped:
                 self._note_torn(paths, what, advice)
 
     def check(self) -> None:
-        """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
+        """Compare for the last time, and raise TornCaptureError if any change is known. Called before the commit."""
         self.compare()
         self.fence = Promise()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
@@ -270,9 +277,10 @@ class Guard:
     """Makes steps of attached optimizers wait while the tensors that they change are being captured.
 
     Args:
-        max_stall: Most seconds that training waits.
+        max_stall: Most seconds that training waits for captures; None: as long as they take.
         stop_capture: Ends a capture that takes longer; returns once nothing of it is running.
-        waited: Called with a checkpoint, and when training began to wait for its capture.
+        waited: Called after training waited for the capture of a checkpoint, with that checkpoint and the
+            ``time.perf_counter()`` at which the waiting began.
 
     Attributes:
         attached: Whether an optimizer was ever attached.
@@ -299,11 +307,11 @@ class Guard:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The attached ones that are still in use."""
+        """The attached optimizers that still exist."""
         return [optimizer for each in self._attached if (optimizer := each()) is not None]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError if it has no hooks."""
+        """Make steps of ``optimizer`` wait for captures from now on. Idempotent. Raises TypeError: it has no hooks."""
         if optimizer in self._hooks:
             return
         hooks = hooks_of(optimizer)
@@ -314,7 +322,7 @@ class Guard:
         self._hooks[optimizer] = hooks  # last: without it the next call takes this one for interrupted
 
     def watch(self, flight: Flight, lazy: LazyPart) -> Overlapped:
-        """Make steps wait from now on until the capture of a checkpoint with a lazy part ended."""
+        """Make steps wait, from now on, until the capture of a checkpoint with a lazy part has ended."""
         capture = Overlapped(flight, lazy)
         flight.compare = capture.compare
         if self._others is None:
@@ -328,7 +336,7 @@ class Guard:
         return capture
 
     def wait(self) -> None:
-        """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
+        """Block until no capture reads the live state any more; abandon those that last longer than ``max_stall``."""
         deadline = self._deadline()
         for capture in self._captures:
             self._block(capture, deadline, for_fence=False)
@@ -337,8 +345,8 @@ class Guard:
     def order_after_copies(self, captures: Iterable[Overlapped] | None = None) -> None:
         """Order the caller's next work on its current streams after the captures: devices wait if they can.
 
-        The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
-        another step may use other streams.
+        The thread blocks only until all remaining copies are queued on the devices. A capture is watched until it has
+        ended: another step may use other streams.
         """
         deadline = self._deadline()
         for capture in self._captures if captures is None else captures:
@@ -369,7 +377,7 @@ class Guard:
             self._captures = [each for each in self._captures if each is not capture or each.running]
 
     def close(self) -> None:
-        """Remove the callbacks from all optimizers."""
+        """Remove the callbacks from all optimizers, and watch no captures or accesses to memory any more."""
         for hooks in self._hooks.values():
             hooks.remove(self.before_step)
         if self._others is not None:
@@ -382,7 +390,7 @@ class Guard:
         self._others = None
 
     def before_access(self, owner: Any) -> None:
-        """Delay code that reaches for memory that is being captured (``owner`` is a tensor or storage)."""
+        """Delay code that accesses memory that is being captured (``owner`` is a tensor or storage)."""
         with self._lock:
             running = [capture for capture in self._captures if capture.running]
             if not running:
@@ -392,13 +400,13 @@ class Guard:
         self.order_after_copies([capture for capture in running if address in capture.storages])
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hold up a step of an attached optimizer."""
+        """Make a step of an attached optimizer wait for the captures."""
         if os.getpid() == self._pid:
             self.order_after_copies()
             self._detect(optimizer)
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for captures that a step of an optimizer which is not attached tears."""
+        """Detect captures that are torn by a step of an optimizer that is not attached."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
             # Its step may use other streams than the attached one that came before.
             self.order_after_copies([capture for capture in self._captures if capture.compared])

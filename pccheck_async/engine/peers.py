@@ -40,15 +40,16 @@ from pccheck_async.transfer.operations import Operations
 __all__ = ["Alone", "Connected", "Peers", "Private", "RestoreCandidate", "RestoreCandidates", "StepEnd"]
 
 Private: TypeAlias = Literal["modulo"] | Sequence[str]
-"""Tensors that a rank of another world may restore of rank r modulo the old number: all, or globs over their paths."""
+"""Private tensors that rank r may restore from rank r modulo the old number of ranks, if that was another one: all of
+them ("modulo"), or those whose paths match one of these globs."""
 
 
 class Connected(NamedTuple):
     """The result of joining.
 
     Attributes:
-        counter: The largest one that any checkpoint had; the next one is greater.
-        owners: Which ranks save which replicas; None if this process saves everything.
+        counter: The largest counter of any checkpoint so far, -1 for none; the next checkpoint's is greater.
+        owners: Decides which ranks save which replicas; None if this process saves everything.
     """
 
     counter: int
@@ -73,11 +74,11 @@ class RestoreCandidate:
 
     Attributes:
         sources: The parts that can be read here, by the ranks that saved them.
-        own: The rank whose part this one restores.
+        own: The rank whose part this process restores.
         elsewhere: The ranks whose parts cannot be read here.
-        must_verify: Whether it never was committed: it counts only if all of it is whole.
-        other_world: This rank and the number of ranks, if another number of ranks saved it.
-        source: The tier that it is read from.
+        must_verify: Whether it was superseded, so that it may be partly overwritten: valid only once all is verified.
+        other_world: This rank and the present number of ranks, if another number of ranks saved it; else None.
+        source: The tier that the part of ``own`` is read from.
     """
 
     sources: Mapping[int, Source]
@@ -89,30 +90,30 @@ class RestoreCandidate:
 
 
 class RestoreCandidates(ABC):
-    """The checkpoints that one restore may take, the best one first; all ranks try the same one at a time.
+    """The checkpoints that one restore may take, in the order of preference; all ranks try the same one at a time.
 
     All methods raise the error that ends the restore, on all ranks.
 
     Attributes:
-        fell_back: Whether damaged ones were passed over for the one that was restored.
+        fell_back: Whether damaged checkpoints were passed over for the one that was restored.
     """
 
     fell_back = False
 
     @abstractmethod
     async def next(self, caller: Caller) -> RestoreCandidate | None:
-        """Return the next one to try; None: there is no checkpoint."""
+        """Return the next candidate to try; None: there is none."""
 
     @abstractmethod
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         """Called when the candidate was compared with the state; returns whether it is to fill the state.
 
-        ``error``: UnreadableError, or why it cannot.
+        ``error``: an UnreadableError, or the reason why the candidate does not match the state; None: it matches.
         """
 
     @abstractmethod
     async def filled(self, caller: Caller, error: UnreadableError | None, differing: Collection[int]) -> bool:
-        """Called when the state's arrays were filled, or could not be; returns whether all ranks restored it.
+        """Called when the state's arrays were filled, or could not be; returns whether all ranks filled theirs.
 
         ``differing``: hashes of ranks found to have saved different replicas.
         """
@@ -128,8 +129,8 @@ class Peers(ABC):
 
     Attributes:
         collective: Whether all ranks save after the same steps: then no clock and no metric of one rank decides.
-        record_version: Of the records of this engine's stores.
-        undecided: Checkpoints in memory that may be written there, or wait for their commit.
+        record_version: Format version of the records of this engine's stores.
+        undecided: Most checkpoints that are being written to memory, or wait for their commit there, at a time.
     """
 
     collective: ClassVar[bool]
@@ -140,7 +141,7 @@ class Peers(ABC):
 
     @abstractmethod
     def retention(self, config: EngineConfig) -> Retention:
-        """Return the rules of retention. Raises ValueError: the settings are not for these peers."""
+        """Return the rules of retention. Raises ValueError: these peers do not support the settings."""
 
     @abstractmethod
     def folder(self, path: str) -> str:
@@ -151,7 +152,7 @@ class Peers(ABC):
         """Return the folder in memory, in a tmpfs, of this engine's own ``store``, whose folder is ``path``."""
 
     def meet(self, config: EngineConfig) -> None:
-        """Find the others. Called before the opening; collective if the group is a process group."""
+        """Exchange the address of rank 0. Called before the store is opened; collective with a process group."""
 
     @abstractmethod
     async def join(
@@ -166,18 +167,18 @@ class Peers(ABC):
     ) -> Connected:
         """Connect to the others, once this engine's own store is open. Raises GroupError.
 
-        ``end_with`` ends a checkpoint that is being written with an error, by its counter; ``memory`` is the tier in
-        memory.
+        ``operations`` are the engine's threads; ``end_with`` makes a checkpoint that is being written fail with an
+        error, by its counter; ``memory`` is the memory tier, ``drain`` the drain, if there are any.
         """
 
     def leaving(self) -> None:
-        """Called when closing begins: no checkpoint comes after those that are in flight, and that in memory."""
+        """Called when closing begins: no more checkpoints are admitted; those in flight or memory are still saved."""
 
     async def unopened(self, error: BaseException) -> None:
         """Called when the opening failed: the others need not wait for this one."""
 
     async def leave(self, seconds: float | None) -> None:
-        """Called when no more checkpoints come; takes so many seconds at the most."""
+        """Called when no more checkpoints come. ``seconds``: the most time that it may take; None: a default."""
 
     async def cut_short(self) -> None:
         """Called when closing is cancelled, maybe before :meth:`leave`: the others find out that this one is gone."""
@@ -189,7 +190,7 @@ class Peers(ABC):
 
     @property
     def degraded(self) -> str:
-        """Why the newest checkpoint in memory is not in that of other hosts; empty if it is, or is not to be."""
+        """Why the newest checkpoint in memory is not in the memory of other hosts; empty if it is, or is not to be."""
         return ""
 
     # -- one checkpoint
@@ -204,14 +205,14 @@ class Peers(ABC):
         *,
         on_disk: bool = True,
     ) -> None:
-        """Called for each checkpoint on the engine's loop, in the order of counters; not ``on_disk``: in memory alone.
+        """Called for each checkpoint on the engine's loop, in the order of counters.
 
         ``sums`` and ``differing`` are ``tally_sums`` and ``differing`` of a
-        :class:`~pccheck_async.engine.capture.Capture`.
+        :class:`~pccheck_async.engine.capture.Capture`. ``on_disk=False``: the checkpoint is for memory alone.
         """
 
     def describe(self, error: BaseException) -> str | None:
-        """Return the text for the others of an error with which a call ended here; None if no other one waits for it.
+        """Return the error of a call on this rank as a text for the other ranks; None if there are no others.
 
         Called on the caller's thread.
         """
@@ -220,11 +221,11 @@ class Peers(ABC):
     def request_failed(self, counter: int, step: int, why: str, *, on_disk: bool = True) -> None:
         """Called on the engine's loop instead of :meth:`request` for a checkpoint that cannot be made here.
 
-        Called after :meth:`request` for the same counter, as an interrupt came once that had it, it does nothing.
+        Does nothing if :meth:`request` was called for this counter before: an interrupt may have come after that.
         """
 
     async def admitted(self, counter: int) -> bool:
-        """Wait until a checkpoint may be written; False if it need not: it was superseded, by a rejection, before.
+        """Wait until a checkpoint may be written; return False if it was superseded before, by a rejection.
 
         Raises GroupError: it failed on another rank.
         """
@@ -232,10 +233,10 @@ class Peers(ABC):
 
     @abstractmethod
     async def commit(self, written: Written, sample: ReplicaSample | None) -> bool:
-        """Commit a checkpoint; False if it is superseded.
+        """Commit a checkpoint; return False if it is superseded.
 
-        Errors, durability and cancellation are those of :meth:`Store.commit`; ``sample`` is of the tensors that ranks
-        are believed to have alike. Besides it raises GroupError: another rank's part failed, or rank 0 is gone;
+        Errors and cancellation are those of :meth:`Store.commit`; ``sample`` is a sample of the tensors that ranks are
+        believed to have alike. Also raises GroupError: another rank's part failed, or rank 0 is gone;
         ReplicasDifferError: those tensors differ.
 
         Durability: on True the parts of all ranks survive power loss.
@@ -243,7 +244,10 @@ class Peers(ABC):
 
     @abstractmethod
     async def prepared(self, counter: int) -> bool:
-        """Wait until a durable record names this rank's part; False if the checkpoint ended before, or has no parts."""
+        """Wait until a durable record names this rank's part; return False if the checkpoint ended before that.
+
+        Returns False at once if this process saves alone.
+        """
 
     def ended(self, counter: int, error: Exception | None) -> None:
         """Called on the engine's loop when nothing of a checkpoint is being written any more."""
@@ -256,25 +260,28 @@ class Peers(ABC):
 
     @abstractmethod
     async def commit_in_memory(self, written: Written, sample: ReplicaSample | None) -> asyncio.Future[bool] | None:
-        """Commit a checkpoint in memory; return None, or a future of whether the group commits it there, too.
+        """Commit a checkpoint in memory, whose bytes are all in its slot there. Raises the errors of Store.commit.
 
-        Its slot has all of it by then. Raises the errors of :meth:`Store.commit`.
+        Returns None if it is committed, or a future of whether the group commits it in memory.
         """
 
     def in_replicas(self, counter: int) -> asyncio.Future[None] | None:
-        """Return a future of whether a checkpoint in memory is in that of other hosts; None if none is to have it."""
+        """Return a future that is done once a checkpoint, or a newer one, is in the memory of other hosts.
+
+        The future fails if it will not be; None if no other host is to have copies.
+        """
         return None
 
     def ended_in_memory(self, counter: int, error: Exception | None) -> None:
-        """Called on the engine's loop when a checkpoint is not saved in memory: there was no room for it, say."""
+        """Called on the engine's loop when a checkpoint is not saved in memory, as there was no room for it, say."""
 
     # -- committed checkpoints
 
     @abstractmethod
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
-        """Return the checkpoints that a restore may take: the newest ones, or that of a step or name.
+        """Return the checkpoints that a restore may take: all, the newest one first, or those of a step or name.
 
-        Those that a dry run finds damaged are kept.
+        A dry run marks no checkpoint as damaged.
         """
 
     @property
@@ -284,40 +291,43 @@ class Peers(ABC):
 
     @property
     def in_memory(self) -> Sequence[Entry]:
-        """Checkpoints in memory that count, newest first."""
+        """Valid checkpoints in memory, newest first."""
         return ()
 
     @property
     @abstractmethod
     def unsaved(self) -> Entry | None:
-        """The newest checkpoint in memory, if it is newer than all on disk, and this run's: closing saves it there."""
+        """The newest checkpoint in memory, if it is newer than all on disk, and of this run; closing saves it on disk.
+
+        None otherwise.
+        """
 
     def request_unsaved(self, entry: Entry) -> None:
-        """Called before that is written to disk, as :meth:`request` is."""
+        """Called instead of :meth:`request` before the :attr:`unsaved` checkpoint is written to disk."""
 
     @property
     @abstractmethod
     def disposable_memory(self) -> bool:
-        """Whether the disk has all that is in memory, which closing removes then."""
+        """Whether the disk has all checkpoints that are in memory, so that closing removes the store in memory."""
 
     @property
     @abstractmethod
     def newest(self) -> Entry | None:
-        """The newest checkpoint that is durable and, if there is such a one, not rejected; None: all were removed."""
+        """The newest durable checkpoint that is not rejected, or the newest if all are; None: there is none."""
 
     @abstractmethod
     async def pin(self, which: int | str, pinned: bool) -> Entry:
-        """See :meth:`Store.pin`."""
+        """Pin or unpin a checkpoint, as :meth:`Store.pin`."""
 
     @abstractmethod
     async def reject(
         self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
     ) -> list[Entry]:
-        """See :meth:`Store.reject`."""
+        """Reject checkpoints from one on, as :meth:`Store.reject`."""
 
     @abstractmethod
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        """See :meth:`Store.remove`."""
+        """Remove checkpoints for good, as :meth:`Store.remove`."""
 
     # -- training steps
 
@@ -330,21 +340,21 @@ class Peers(ABC):
 
     @abstractmethod
     def due_in_memory(self, policy: Policy, report: StepReport) -> bool:
-        """Return whether to save a step in memory. Called after :meth:`due`, if there is that tier."""
+        """Return whether to save a step in memory. Called after :meth:`due`, if there is a memory tier."""
 
     @abstractmethod
     def stopping(self, *, preempted: bool) -> bool:
-        """Return whether no step comes after this one. Called on the trainer's thread, also if the engine is not open.
+        """Return whether no step is to come after this one. Called on the trainer's thread, also on a closed engine.
 
         ``preempted``: a signal requested the end of this process.
         """
 
     def end_steps(self) -> None:
-        """Called when no more steps come, also if the engine is not open."""
+        """Called when no more steps come, also on an engine that is not open."""
 
 
 class Alone(Peers):
-    """One process that saves everything by itself."""
+    """A process that saves everything by itself."""
 
     collective: ClassVar[bool] = False
     record_version: ClassVar[int] = FORMAT_VERSION
@@ -457,9 +467,11 @@ class Alone(Peers):
 
 
 class _OwnCandidates(RestoreCandidates):
-    """Those of a store of one process: committed ones, then damaged ones for their error, superseded ones last.
+    """The candidates in a store of one process: first committed and superseded checkpoints together, newest first.
 
-    Of one that is in memory, too, that copy is tried first; of one that is in a bucket, too, that copy is tried last.
+    Superseded ones are among them only if no step or name is given. Then follow those that are known to be damaged,
+    for their error. Of each checkpoint the copy in memory is tried first, then that on disk, then that in the bucket;
+    of a superseded one only that on disk.
     """
 
     def __init__(
@@ -486,7 +498,10 @@ class _OwnCandidates(RestoreCandidates):
         return {entry.counter: entry for entry in entries if (tier, entry.counter) not in self._passed_over}
 
     def _copy_of(self, entry: Entry, tier: Reach) -> Entry | None:
-        """Return the copy of a checkpoint in a tier: one of the same manifest, as counters of branches are alike."""
+        """Return the copy of a checkpoint in a tier: the entry of its counter, if it has the same manifest.
+
+        Checkpoints of other branches may have the same counter.
+        """
         found = self._copies(tier).get(entry.counter)
         return found if found is not None and found.manifest_checksum == entry.manifest_checksum else None
 

@@ -18,8 +18,8 @@ __all__ = ["PendingCheckpoint", "flight_of"]
 class PendingCheckpoint:
     """The result of ``checkpoint()``. Usable from any thread and any event loop; ``await pending`` waits for durable.
 
-    With ``on_busy="skip"`` and ``max_in_flight`` checkpoints in flight nothing is captured, and it stands for the
-    newest one in flight (:attr:`skipped`): captured already, and durable when that is.
+    With ``on_busy="skip"`` and ``max_in_flight`` checkpoints in flight nothing is captured, and this object stands for
+    the newest checkpoint in flight (:attr:`skipped`): it counts as captured, and is durable when that one is.
     """
 
     __slots__ = ("_flight", "_skipped")
@@ -30,7 +30,7 @@ class PendingCheckpoint:
 
     @property
     def step(self) -> int:
-        """The user's number."""
+        """The user's number of the step."""
         return self._flight.step if self._skipped is None else self._skipped
 
     @property
@@ -40,12 +40,12 @@ class PendingCheckpoint:
 
     @property
     def name(self) -> str | None:
-        """The user's name for it, None for none."""
+        """The user's name for the checkpoint; None if it has none, or was skipped."""
         return None if self.skipped else self._flight.name
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of its tensors, None until it is its turn."""
+        """Bytes of the checkpoint's tensors; None until its turn has come, and if it was skipped."""
         return None if self.skipped else self._flight.nbytes
 
     @property
@@ -60,7 +60,7 @@ class PendingCheckpoint:
 
     @property
     def progress(self) -> CheckpointProgress:
-        """How far it is, or, for a skipped one, how far the one is that it stands for. Never blocks."""
+        """How far the checkpoint is, or, if it was skipped, how far the one is that it stands for. Never blocks."""
         progress = self._flight.progress
         return replace(progress, phase="skipped") if self.skipped else progress
 
@@ -75,14 +75,18 @@ class PendingCheckpoint:
         await (asyncio.sleep(0) if self.skipped else self._flight.captured())
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
+        """Block until the capture is complete, for code that is not async (see :meth:`captured`).
+
+        Raises TimeoutError.
+        """
         if not self.skipped:
             self._flight.wait_captured(timeout)
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed on disk.
 
-        One in memory alone waits for a newer one there, or for the engine to close (see :meth:`reached`).
+        For a checkpoint that is for memory alone this waits until a newer one is on disk, or the engine has saved it as
+        it closes (see :meth:`reached`).
 
         Durability: the returned checkpoint survives power loss. For a superseded or skipped one it is a newer one, for
             one that was rejected in flight the newest that is not.
@@ -103,7 +107,10 @@ class PendingCheckpoint:
         return self.durable().__await__()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
+        """Block until the checkpoint is durable, for code that is not async (see :meth:`durable`).
+
+        Raises TimeoutError.
+        """
         if timeout is None:  # else TimeoutError says where it is
             self._warn_if_in_memory_alone()
         return self._flight.result(timeout)
@@ -118,24 +125,24 @@ class PendingCheckpoint:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     async def reached(self, tier: Reach) -> None:
-        """Wait until the checkpoint is committed in a tier: in "memory" it survives the process, on "disk" the power.
+        """Wait until the checkpoint is committed in a tier: "memory" survives the process, "disk" a loss of power.
 
-        In "replicas" it, or a newer one, is in the memory of other hosts, too: it survives the loss of so many hosts.
-        In "remote" it, or a newer one, is in the bucket of the engine's drain.
+        In "replicas" the checkpoint, or a newer one, is in the memory of other hosts, too: it survives the loss of as
+        many hosts as ``MemoryTier.replicas``. In "remote" it, or a newer one, is in the bucket of the engine's drain.
 
-        One that is due in memory alone, and its successors too, reaches the disk when a newer one does, or when the
-        engine's context is left.
+        A checkpoint that is for memory alone reaches the disk when a newer one does, or when the engine's context is
+        left.
 
         Cancellation: only stops the waiting.
 
         Raises:
-            CheckpointError: it failed; or it is on disk, and was not saved in memory; or another host has no copy; or
-                the drain stopped, or was closed, before it was copied.
+            CheckpointError: it failed; or the engine has no such tier; or it is on disk, and was not saved in memory;
+                or another host has no copy; or the drain stopped, or was closed, before it was copied.
         """
         await (self._flight.durable() if check_reach(tier) == "disk" else self._flight.reached(tier))
 
     def wait_reached(self, tier: Reach, timeout: float | None = None) -> None:
-        """Block until it is committed in a tier, for code that is not async (see :meth:`reached`).
+        """Block until the checkpoint is committed in a tier, for code that is not async (see :meth:`reached`).
 
         Raises TimeoutError.
         """
@@ -145,7 +152,7 @@ class PendingCheckpoint:
             self._flight.wait_reached(tier, timeout)
 
     def done(self) -> bool:
-        """Return whether it is durable, superseded or failed."""
+        """Return whether the checkpoint is durable, superseded or failed."""
         return self._flight.over
 
     def __repr__(self) -> str:
@@ -153,5 +160,5 @@ class PendingCheckpoint:
 
 
 def flight_of(pending: PendingCheckpoint) -> Flight:
-    """Return the engine's side of a checkpoint; for a skipped one that of the checkpoint that it stands for."""
+    """Return the flight of a checkpoint; if it was skipped, the flight of the checkpoint that it stands for."""
     return pending._flight

@@ -16,9 +16,9 @@ class StepReport:
     """One training step.
 
     Attributes:
-        step: The user's number of it.
+        step: The user's number of the step.
         now: When it ended, in seconds of a monotonic clock.
-        seconds: Its duration, without the waiting that the engine caused.
+        seconds: Duration of the step, without the waiting that the engine caused.
         stall: Seconds the engine kept the training thread waiting since the last report.
         in_flight: Checkpoints that were in flight at any time during the step; 0 is a clean step.
     """
@@ -32,7 +32,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """One checkpoint that became durable.
+    """One checkpoint that became durable, or was saved in memory alone.
 
     Attributes:
         step: The user's number of the step that it captured.
@@ -40,7 +40,7 @@ class SaveReport:
         seconds: From admission to the end (Tw).
         capture_seconds: From admission until it was captured (Tc).
         stall: Seconds of the training thread that it cost directly, as far as known when it ended.
-        nbytes: Its size.
+        nbytes: Size of the checkpoint.
     """
 
     step: int
@@ -58,9 +58,9 @@ class Decision:
     Attributes:
         interval: Steps between checkpoints; None if the policy goes by time, or has none yet.
         seconds: Seconds between checkpoints; None if not known.
-        reason: One sentence.
-        most_seconds: Greatest age in seconds of the newest durable checkpoint while steps end, under any measurements;
-            or twice the time that a checkpoint takes to become durable, if that is more. None: no limit.
+        reason: One sentence on why.
+        most_seconds: Greatest age in seconds of the newest durable checkpoint at the end of a step, whatever is
+            measured; or twice the time that a checkpoint takes to become durable, if that is more. None: no limit.
     """
 
     interval: int | None
@@ -71,7 +71,7 @@ class Decision:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides after which steps to checkpoint. Methods have no clock.
+    """Decides after which steps to checkpoint. Methods read no clock.
 
     All are called on the training thread, except that the first :meth:`decision` is called by the thread that opens
     the engine; never under a lock of the engine.
@@ -94,19 +94,19 @@ class Policy(Protocol):
 
 
 class TrainingHooks:
-    """An engine's calls of the training around it. These implementations are for engines without training steps."""
+    """Hooks that an engine calls for the training around it. These implementations are for code without steps."""
 
     last_report: StepReport | None = None
     """The last training step that went well: for the status file."""
 
     step_seconds: float | None = None
-    """From the end of the step before that one to its end: of the whole loop, not of the step's context alone."""
+    """Seconds from the end of the step before the last one to the end of that: of the whole loop's iteration."""
 
     decision: Decision = Decision(None, None, "no policy")
     """The policy's last decision: data for statistics, which any thread reads, under locks of the engine."""
 
     decision_in_memory: Decision | None = None
-    """The last decision of the policy of the tier in memory; None without that."""
+    """The last decision of the policy of the memory tier; None without that tier."""
 
     @property
     def patience(self) -> float | None:

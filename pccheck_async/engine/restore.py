@@ -31,9 +31,9 @@ from pccheck_async.telemetry import ReadProgress, events, reading_progress, writ
 __all__ = ["restore"]
 
 _HOLDS_PARTS = "arrays were being filled when this failed: the state may hold parts of a checkpoint"
-"""A note on errors."""
+"""The note on an error that may have left the state partly filled."""
 _NAMED = 5
-"""Paths that the warning of a partial restore names."""
+"""Most paths that the warning of a partial restore names."""
 
 
 async def restore(
@@ -50,13 +50,14 @@ async def restore(
     private: Private,
     dry_run: bool = False,
 ) -> Restored | None:
-    """Restore the first candidate that is whole and matches the state; None: there is none.
+    """Restore the first candidate that is whole; None: there is none. Raises StateMismatchError if it does not match.
 
-    The live arrays are filled while their chunks are verified. Objects and plain values change only once all is found
-    whole, on every rank. After damage another checkpoint has to fill every array that was begun.
+    The live arrays are filled while their chunks are verified. Objects and plain values change only once all chunks are
+    found whole, on every rank. After damage another checkpoint has to fill every array that was begun.
 
     ``strict``, ``dtype`` and ``allow_pickle`` are for :func:`pccheck_async.state.match`; ``private`` is for values that
-    each rank of another world had for itself. A dry run compares, and then refuses the candidate as all ranks do.
+    each rank had for itself, if another number of ranks saved them. A dry run only compares the first candidate that
+    can be read, fills nothing, and returns what a restore would do.
     """
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
@@ -109,7 +110,7 @@ async def restore(
 
 
 class _ComparedError(StateMismatchError):
-    """Ends a dry run, on all ranks alike."""
+    """The error that ends a dry run, on all ranks alike; it carries the result."""
 
     def __init__(self, plan: Restored) -> None:
         super().__init__("this was a dry run")
@@ -120,8 +121,8 @@ class Reading:
     """One candidate on its way into a state: the steps of a restore, in their order.
 
     Attributes:
-        checkpoint: Reads it.
-        restoration: The match with the state: missing paths, arrays to fill; from :meth:`match` on.
+        checkpoint: The reader of the candidate.
+        restoration: The match with the state: missing paths, arrays to fill; set by :meth:`match`.
     """
 
     restoration: Restoration
@@ -146,9 +147,10 @@ class Reading:
         private: Private,
         dry_run: bool,
     ) -> None:
-        """Keep the slots from being reused, and compare with the live state, changing nothing.
+        """Keep the slots from being reused, and compare the candidate with the live state, which is not changed.
 
-        Raises UnreadableError, StateMismatchError.
+        A superseded candidate is first verified as a whole, and, except in a dry run, adopted: it counts as committed
+        again. Raises UnreadableError, StateMismatchError.
         """
         candidate, checkpoint = self._candidate, self.checkpoint
         generators = candidate.other_world is None
@@ -195,10 +197,11 @@ class Reading:
     async def _check_private(
         self, caller: Caller, state: Mapping[str, Any], ranks: tuple[int, int], private: Private
     ) -> None:
-        """Raise StateMismatchError if the parts have different tensors under one name, and UnreadableError.
+        """Raise StateMismatchError if parts have different tensors under one name, unless ``private`` allows that.
 
-        It is undefined then which of them a rank of this world restores. Buffers that DistributedDataParallel makes
-        alike at the next forward may differ, and paths that the state lacks are not restored.
+        It is undefined then which of them a rank of this world restores. Two kinds of paths are not compared: buffers
+        that DistributedDataParallel makes alike at the next forward, and paths that the state lacks. Raises
+        UnreadableError if a part cannot be read.
         """
         if private == "modulo":
             return
@@ -225,10 +228,10 @@ class Reading:
             raise error
 
     async def fill(self, caller: Caller, state: Mapping[str, Any], owners: Owners | None) -> Collection[int]:
-        """Fill the live arrays, but for targets that :meth:`finish` copies; return hashes of ranks that differ.
+        """Fill the live arrays, except the targets that :meth:`finish` copies; return hashes of ranks that differ.
 
-        Those saved different replicas, and are not believed to have them alike again: else the first checkpoint of
-        every run would be aborted. Ranks that see other parts, or share replicas with other ranks, find others.
+        These ranks saved different replicas, and are not assumed to have equal ones in this run: else its first
+        checkpoint would be aborted. Each rank finds only those whose parts it sees, and with which it shares replicas.
 
         Raises UnreadableError; some targets are filled then.
         """
@@ -254,7 +257,7 @@ class Reading:
             raise
 
     def plan(self, error: StateMismatchError | None) -> Restored:
-        """Return what a restore would do, after a dry run; ``error`` was found beside that of the restoration."""
+        """Return what a restore would do, after a dry run. ``error``: raised by :meth:`match`, None: nothing was."""
         restoration, error = self.restoration, error or self.restoration.error
         return Restored.of(
             self.checkpoint.entry.info,
@@ -268,11 +271,11 @@ class Reading:
         )
 
     def release(self) -> None:
-        """Release its slots. Idempotent."""
+        """Release the candidate's slots, soon, on the engine's loop. Idempotent."""
         self._assembly.loop.post(self.checkpoint.release)
 
     def finish(self) -> Restored:
-        """Give every object its state, and return a summary."""
+        """Give every object its state, log what was left out or lost, and return a summary."""
         restoration, entry = self.restoration, self.checkpoint.entry
         restoration.finish()
         if cleared := restoration.clear_gradients():
@@ -303,7 +306,7 @@ def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
 
 
 def _first_few(names: Sequence[str]) -> str:
-    """Return the first few paths for a line of a log, and how many there are."""
+    """Return the first few paths for a line of a log, and, if there are more, how many there are."""
     few = ", ".join(readable(names[:_NAMED])) or "nothing"
     return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler: the order of one checkpoint, from its admission until it is durable.
 
-A checkpoint is a task graph: beside the reservation of its slot, a coroutine for each chunk copies it and hands it to
-the writer (:class:`SlotWriter`); when all ended, the manifest follows, and the commit. Of a state that was captured
-inline nothing is left to copy. Checkpoints run concurrently, at most ``max_in_flight`` of them (PCcheck, section 3.1),
-admitted in the order of their counters. (Invariants, such as I9: :mod:`pccheck_async.store`.)
+A checkpoint is a task graph: while its slot is being reserved, one coroutine per chunk copies the chunk and hands it to
+the writer (:class:`SlotWriter`); when all have ended, the manifest is written, and the checkpoint is committed. Nothing
+is left to copy of a state that was captured inline. Checkpoints run concurrently, at most ``max_in_flight`` of them
+(PCcheck, section 3.1), admitted in the order of their counters. (Invariants, such as I9: :mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pccheck_async.transfer.plan import Plan, Planner
 __all__ = ["Job", "Scheduler"]
 
 _YIELD_EVERY = 8
-"""Chunks that are begun before others may run."""
+"""Number of chunks that are begun before other tasks of the loop may run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,16 +60,16 @@ class Job:
     capture: Capture
     metadata: dict[str, str | int | float | bool | None]
     overlapped: Overlapped | None
-    """Detects a torn capture; None if training waits for all of it."""
+    """Detects a torn capture; None if training waits for the whole capture."""
     trace: Sink | None
-    """Gets spans of the work for it."""
+    """Receives the spans of the work for this checkpoint; None: none are recorded."""
     in_memory: bool = False
-    """Whether it is due in memory, too (:mod:`pccheck_async.engine.memory`)."""
+    """Whether it is due in memory (:mod:`pccheck_async.engine.memory`)."""
     captured: bool = False
-    """Whether that was reported: nothing of the live state is read any more."""
+    """Whether the end of its capture was reported: the live state is not read any more."""
     task: asyncio.Task[None] = field(init=False)
     abandoned: CheckpointError | None = None
-    """Its failure, once its capture was stopped."""
+    """The error that it fails with when its task is cancelled, if it was abandoned, or its group decided against it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -85,7 +85,7 @@ class Scheduler:
     in_flight: InFlight
     stream: Stream
     path: str
-    """Of the store, for the log."""
+    """The path of the store, for the log."""
     memory: Memory | None = None
     draining: Draining | None = None
 
@@ -98,11 +98,11 @@ class Scheduler:
 
     @property
     def tasks(self) -> dict[Flight, asyncio.Task[None]]:
-        """Those of the checkpoints that have not ended."""
+        """The tasks of the checkpoints that have not ended."""
         return {flight: job.task for flight, job in self._jobs.items()}
 
     def start(self, job: Job) -> None:
-        """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
+        """Admit a checkpoint, and start its task. Called in the order of counters, in which they get their turns."""
         flight, capture, refused = job.flight, job.capture, None
         try:
             self.peers.request(
@@ -121,7 +121,10 @@ class Scheduler:
         job.task.add_done_callback(lambda _: self._jobs.pop(flight))
 
     async def abort(self, flight: Flight) -> bool:
-        """Cancel a checkpoint, and wait until nothing of it runs (I9); False if it was captured, and goes on."""
+        """Cancel a checkpoint, and wait until nothing of it runs (I9).
+
+        Returns False if it ended before, or was captured and goes on.
+        """
         job = self._jobs.get(flight)
         if job is None or flight.is_captured:
             return False
@@ -130,7 +133,7 @@ class Scheduler:
         return True
 
     def end_with(self, counter: int, error: CheckpointError) -> None:
-        """Write a checkpoint no further: its group decided otherwise."""
+        """Cancel a checkpoint that its group decided against: it fails with ``error``."""
         for flight, job in self._jobs.items():
             if flight.counter == counter:
                 job.abandoned = error
@@ -138,10 +141,10 @@ class Scheduler:
                 asyncio.get_running_loop().call_soon(job.task.cancel)
 
     async def stop_capture(self, flight: Flight, max_stall: float | None) -> bool:
-        """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
+        """Abandon a capture that makes training wait for too long; return once nothing reads the live state any more.
 
-        The checkpoint fails; its writes may take longer: buffers, slot and turn go back when they ended (I9). False
-        if it was captured already, and goes on.
+        The checkpoint fails at once. Its writes may take longer: buffers, slot and turn are given back when these have
+        ended (I9). Returns False if the checkpoint ended before, or was captured and goes on.
         """
         job = self._jobs.get(flight)
         if job is None or flight.is_captured:
@@ -161,7 +164,7 @@ class Scheduler:
     async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[Flight]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
 
-        ``last``: nothing comes after it, and it also ends at the time of :meth:`end_last_drains_at`.
+        ``last``: no checkpoint comes after these, and the waiting also ends at the time of :meth:`end_last_drains_at`.
 
         Cancellation: only stops the waiting.
         """
@@ -179,25 +182,28 @@ class Scheduler:
         return [flight for flight, task in waiting.items() if not task.done() and not flight.over]
 
     async def ended(self, flight: Flight) -> None:
-        """Wait until nothing of a checkpoint is done any more: one that is due in memory alone is not over then."""
+        """Wait until the task of a checkpoint has ended: one that is due in memory alone is not over by then."""
         if (job := self._jobs.get(flight)) is not None:
             await asyncio.wait((job.task,))
 
     def give_up(self, flights: Iterable[Flight]) -> None:
-        """Begin no commit of these any more, whenever their operations end; one that is under way may end well."""
+        """Cancel these checkpoints without waiting: none begins a commit any more; one under way may still succeed."""
         for flight in flights:
             if (job := self._jobs.get(flight)) is not None:
                 job.task.cancel()
 
     def end_last_drains_at(self, until: float | None) -> None:
-        """Make last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
+        """Limit each :meth:`drain` with ``last``, under way or to come, to a time of ``time.monotonic()``.
+
+        None: set no limit for those to come.
+        """
         self._until = until
         for drain in self._last_drains:
             self._shorten(drain)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until last drains end; None: when every checkpoint ended."""
+        """Seconds until the time of :meth:`end_last_drains_at`, at least 0; None: there is no limit."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def _shorten(self, drain: asyncio.Timeout) -> None:
@@ -207,7 +213,7 @@ class Scheduler:
             drain.reschedule(end if when is None else min(when, end))
 
     async def cancel_all(self) -> None:
-        """Cancel the remaining tasks and wait until they ended."""
+        """Cancel the tasks of all checkpoints that have not ended, and wait until they ended."""
         tasks = self.tasks.values()
         for task in tasks:
             task.cancel()
@@ -215,7 +221,7 @@ class Scheduler:
             await asyncio.wait(tasks)
 
     async def _run(self, job: Job, refused: BaseException | None) -> None:
-        """Save a checkpoint, or end one that the store ``refused`` with that error."""
+        """Save a checkpoint, and end it; or fail it with the error with which the peers ``refused`` it."""
         flight = job.flight
         work.set(Work(self.path, flight.step, flight.counter, recorder=job.trace))
         try:
@@ -280,7 +286,10 @@ class Scheduler:
                     self.draining.note_durable(flight, info.counter)
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
-        """Capture the rest, write, and commit; return the checkpoint that is durable then, and whether it is newer."""
+        """Capture the rest, write, and commit.
+
+        Returns the checkpoint that is durable then, and whether that is a newer one, by which this one is superseded.
+        """
         plan = await self._begin(job)
         staged, decided = await self._save_in_memory(job, plan) or (None, None)
         try:
@@ -305,7 +314,7 @@ class Scheduler:
         return (entry.info, False) if committed else (self._superseding(job.flight), True)
 
     def _superseding(self, flight: Flight) -> CheckpointInfo:
-        """Return the newest checkpoint, which a superseded one ends with."""
+        """Return the newest checkpoint, with which a superseded one ends. Raises NoCheckpointError: there is none."""
         if (newest := self.peers.newest) is None:
             flight.failure_told = True  # the next call need not raise it: all were removed on purpose
             raise NoCheckpointError(
@@ -314,7 +323,7 @@ class Scheduler:
         return newest.info
 
     async def _begin(self, job: Job) -> Plan:
-        """Get ready to copy, and return the chunks."""
+        """Prepare the capture, unless that was done, and return the chunks."""
         flight, capture, overlapped = job.flight, job.capture, job.overlapped
         if flight.nbytes is not None:
             return capture.plan  # it was to be saved in memory alone
@@ -349,11 +358,14 @@ class Scheduler:
     # -- the tier in memory
 
     async def _save_in_memory(self, job: Job, plan: Plan) -> tuple[Staged, asyncio.Future[bool] | None] | None:
-        """Capture a checkpoint into a slot in memory, and commit it there; None if it is not due there, or no room is.
+        """Capture a checkpoint into a slot in memory, and commit it there; return it with its slot held.
 
-        A torn capture is found here, once for both tiers; raises its error. After an error of the storage the tier is
-        off, and the disk goes on: from the state, which is then captured anew, or, once that is whole, from the slot.
-        Raises CheckpointError: neither has all of it. The future is that of :meth:`Peers.commit_in_memory`.
+        The future is that of :meth:`Peers.commit_in_memory`. Returns None if the checkpoint is not due in memory, or if
+        there is no slot for it.
+
+        A torn capture is detected here, once for both tiers, and raises its error. After an error of the storage the
+        tier is turned off, and the disk is written from the state, which is captured again, or, if the capture was
+        complete, from the slot. Raises CheckpointError: neither of them has all of the checkpoint.
         """
         memory, capture, counter = self.memory, job.capture, job.flight.counter
         if memory is None or not job.in_memory:
@@ -412,7 +424,10 @@ class Scheduler:
         flight.set_in_replicas(error)
 
     async def _save_in_memory_alone(self, job: Job) -> bool:
-        """Save a checkpoint in memory alone; return whether there was room. Raises CheckpointError: it failed there."""
+        """Save a checkpoint in memory alone; return False if there was no room, or the group did not commit it there.
+
+        Raises CheckpointError: it failed.
+        """
         saved = await self._save_in_memory(job, await self._begin(job))
         if saved is None:
             return False
@@ -425,9 +440,9 @@ class Scheduler:
         return decided is None or await asyncio.shield(decided)
 
     def _refuse_in_memory(self, flight: Flight) -> None:
-        """In a group, end a checkpoint that is not in memory: some rank's tier is off, or was full, and others' is not.
+        """In a group, log that a checkpoint is not in memory, as on some rank there was no room, and raise that error.
 
-        No error of training: the next one on disk has what it had.
+        The error counts as delivered, so that training goes on: the next checkpoint on disk has what this one had.
         """
         if self.peers.collective:
             flight.failure_told = True
@@ -436,7 +451,7 @@ class Scheduler:
             raise CheckpointError(text % flight.step)
 
     async def _write_staged(self, plan: Plan | Manifest, staged: Staged, writer: SlotWriter) -> None:
-        """Write a checkpoint from its slot in memory, unless it is one chunk, which the writer has."""
+        """Write the chunks of a checkpoint from its slot in memory, unless it has one alone: the writer has that."""
         if len(plan.chunks) > 1:
             async with Tasks() as tasks:
                 await writer.reserve(tasks, lambda: len(staged.manifest))
@@ -445,7 +460,7 @@ class Scheduler:
                     tasks.create_task(writer.put(ChunkPlace(chunk.offset, view, None, None)))
 
     async def save_unsaved(self) -> None:
-        """Make the newest checkpoint in memory durable on disk, if that has none as new; wait if that is under way.
+        """Make the newest checkpoint in memory durable on disk, if the disk has none as new; wait if it is being saved.
 
         Raises the errors of :meth:`Store.commit`, and DamagedError: then nothing was written.
         """
@@ -492,7 +507,7 @@ class Scheduler:
             self.in_flight.note_saved(entry.info)
 
     async def _save_chunk(self, job: Job, index: int, writer: SlotWriter, place: ChunkPlace) -> None:
-        """Copy a chunk, and hand it to the writer."""
+        """Copy a chunk, and hand it to the writer. Raises CheckpointError: the caller has given up the capture."""
         enter_chunk(index)
         nbytes, start = len(place.view), time.perf_counter()
         try:
@@ -513,7 +528,7 @@ class Scheduler:
         job.flight.written_nbytes = writer.written
 
     def _note_progress(self, job: Job) -> None:
-        """Resolve the promises of the capture that are kept by now. Called when it got further."""
+        """Resolve the flight's promises about the capture, as far as they are true. Called after each progress."""
         flight, capture = job.flight, job.capture
         if not capture.eager:
             flight.set_eager_captured()
@@ -542,7 +557,7 @@ class Scheduler:
         )
 
     def _encode(self, job: Job) -> bytes:
-        """Return the manifest; as long as it can become, while there are chunks to capture."""
+        """Return the encoded manifest; while there are chunks to capture, one as long as it can become."""
         capture = job.capture
         manifest = Manifest(
             version=version_of(capture.skeleton, with_pieces=capture.has_sharded, composed=capture.has_composed),
@@ -561,7 +576,7 @@ class Scheduler:
 
 
 def _only_chunk(job: Job, plan: Plan, staged: Staged | None) -> memoryview | None:
-    """Return the only chunk of a checkpoint, if it was captured already; None if not, and of several chunks."""
+    """Return the only chunk of a checkpoint, if it is captured already; None if it is not, or there are several."""
     if job.capture.inline is not None:
         return job.capture.inline.buffer
     return None if staged is None or len(plan.chunks) > 1 else staged.view

@@ -29,16 +29,17 @@ class EngineStatistics:
             ``max_stall``.
         in_flight: Checkpoints admitted and not ended.
         stall_seconds: Time that training was kept waiting, in calls of ``checkpoint()`` and by the guard, summed.
-        guard_seconds: The part of it that training waited for overlapped captures: in steps of attached optimizers, in
-            ``engine.wait_captured()``, and when code reached for memory that was being captured.
+        guard_seconds: The part of ``stall_seconds`` that training waited for overlapped captures: in steps of attached
+            optimizers, in ``engine.wait_captured()``, and when code reached for memory that was being captured.
         guard_fences: Captures for which a step did not block: all copies were queued on the GPUs, and the step's own
             work runs after them. The GPU time spent waiting is in no count of seconds.
         interval: The decision of the policy behind ``engine.step``, and why.
         last_stall_seconds: Time that the last call of ``checkpoint()`` took.
-        state_seconds: The part of all calls that ``state_dict()`` and laying out the state took.
-        stages: By name: capture (copy and checksum), write, flush, commit (slot flush included), read, restore.
+        state_seconds: Time that ``state_dict()`` and laying out the state took, in all calls of ``checkpoint()``.
+        stages: Counts of each stage, by name: capture (copy and checksum), write, flush, commit (slot flush included),
+            read, restore.
         decisions: The numbers behind every "auto", and why.
-        io: I/O backend, whether I/O is direct, and why.
+        io: I/O backend, and whether I/O is direct, with the reason.
         loop: Kind of event loop that the engine runs on.
         pool_bytes: Staging memory that was ever used.
         pool_peak: Most staging buffers in use at a time.
@@ -54,18 +55,21 @@ class EngineStatistics:
         durable_bytes: Bytes of all checkpoints that committed.
         save_seconds: Time from admission to durable, of each durable checkpoint.
         capture_seconds: Time from admission until captured, of each durable checkpoint.
-        stalls: Each time that training was kept waiting: in calls of "checkpoint", or, as "optimizer", those in
-            ``guard_seconds``.
+        stalls: Durations of the waits of training, by place: "checkpoint" for calls of ``checkpoint()``, "optimizer"
+            for the waits that ``guard_seconds`` counts.
         pool_in_use_bytes: Staging memory in use now.
         in_memory: Checkpoints that were committed in memory (``memory``), those that went on to the disk included.
         memory_bytes: Bytes of all slots in memory, those of other ranks' copies included.
-        in_replicas: Checkpoints that came, or of which newer ones came, to the memory of other hosts (``replicas``).
-        replicas_degraded: Why the newest one is not there, and since which step; empty if nothing is wrong.
-        memory_interval: The decision of the policy of the tier in memory, and why; None without that.
+        in_replicas: Checkpoints that, themselves or a newer one, were copied to the memory of other hosts
+            (``replicas``).
+        replicas_degraded: Why the newest checkpoint in memory is not in the memory of other hosts, and since which
+            step; empty if nothing is wrong.
+        memory_interval: The decision of the policy of the memory tier, and why; None without that tier.
         drained: Checkpoints that were copied to the bucket (``drain``).
-        drained_bytes: Bytes that were sent there.
-        drain_lag_seconds: For how long the oldest checkpoint has been durable that is not there, nor a newer one.
-        drain_trouble: Why nothing is copied there, at the moment or any more; empty if nothing is wrong.
+        drained_bytes: Bytes that were sent to the bucket.
+        drain_lag_seconds: Seconds since the oldest durable checkpoint committed that is newer than all in the bucket;
+            0 if there is none.
+        drain_trouble: Why nothing is copied to the bucket, at the moment or any more; empty if nothing is wrong.
         unchanged_bytes: Bytes that were not written, as their slot still held them (``skip_unchanged``).
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
         fell_back: Restores that passed over damaged checkpoints that are newer.

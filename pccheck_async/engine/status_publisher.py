@@ -39,10 +39,10 @@ _making = ForkLock()
 
 
 class Publisher:
-    """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and delays nothing.
+    """Writes the status twice a second, on a thread of its own, as a write to a busy filesystem may take long.
 
-    Not through the store's medium: nothing here is ever flushed, nothing depends on it, and errors are logged
-    once and have no other consequence.
+    The store's medium is not used: the file is never flushed, nothing depends on it, and errors are logged once and
+    have no other consequence.
 
     Args:
         store: Path of the store.
@@ -60,7 +60,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Publish from now on. Called with the engine's lock held, at every checkpoint: only the first one costs."""
+        """Publish from now on. Called at every checkpoint, under the engine's lock; later calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)  # interrupted or not
             with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits
@@ -69,8 +69,8 @@ class Publisher:
     def close(self, timeout: float) -> None:
         """Remove the file and end the thread, or leave that to the thread if it takes longer than ``timeout`` seconds.
 
-        The store is still locked: the file cannot be another engine's. If nothing was published, a file is that of
-        an engine that died, and would go on to report its crash.
+        Called while the store is locked, so the file cannot be another engine's. If nothing was published, the file is
+        that of an engine that died, and is removed, too: it would go on to report that crash.
         """
         self._end.set()
         if self._thread is None:
@@ -108,10 +108,10 @@ class Publisher:
             self.abandon()
 
     def _create(self, data: bytes) -> None:
-        """Make the file anew: an existing one may be that of a process that died; raises an error if it is not.
+        """Replace the file of a process that died, or create it; raise an error if there is another kind of file.
 
-        It gets its name when it is locked and has content: a reader that found it before could lock it shared, or
-        take this process for dead.
+        The new file gets its name when it is locked and has content: a reader that found it before could lock it
+        shared, or take this process for dead.
         """
         with suppress(FileNotFoundError):
             self._remove_old()
@@ -131,7 +131,7 @@ class Publisher:
             raise
 
     def _remove_old(self) -> None:
-        """Remove the file of an engine that died. Raises an error if it is another file, or not there."""
+        """Remove the status file of an engine that died. Raises an error if it is another file, or not there."""
         fd = open_regular(self._path, os.O_RDONLY)
         try:
             if not starts_status(os.pread(fd, 32, 0)):

@@ -2,8 +2,8 @@
 """Several ranks, one checkpoint that all of them have or none.
 
 The protocol (:mod:`.member` and :mod:`.coordinator`, with :mod:`.view`, :mod:`.schedule` and :mod:`.restore`) is pure:
-messages in, actions out. An engine, a simulator and the explorer of the tests run the same code. :class:`Place` is the
-door for reading without an engine, of one process and of a group alike. It may import: tuning and the rooms below.
+messages in, actions out. An engine, a simulator and the explorer of the tests run the same code. :class:`Place` reads
+checkpoints without an engine, of one process and of a group alike. It may import: tuning and the rooms below.
 """
 
 from pccheck_async.group.control import Address, Meeting, reach

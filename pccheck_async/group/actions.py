@@ -42,7 +42,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Post(Action, frozen=True):
-    """Put a message into rank 0's inbox, after those posted before."""
+    """Put a message into rank 0's inbox, after the messages posted before."""
 
     message: AnyMessage
 
@@ -64,9 +64,9 @@ class Unopened(Action, frozen=True):
 class TakeOver(Action, frozen=True):
     """Create this rank's store, or make its newest record durable (I12), and that of each orphan; call ``took_over``.
 
-    With a ``line``, a record that has it is durable in this rank's store before that.
+    With a ``line``, first make a record with that line durable in this rank's store.
 
-    Durability: before ``took_over`` a power failure may bring back the records before these.
+    Durability: until ``took_over`` is called, a power failure may bring back older records.
     """
 
     orphans: tuple[SeenStore, ...]
@@ -80,9 +80,9 @@ class Admit(Action, frozen=True):
 
 
 class Cancel(Action, frozen=True):
-    """Name this checkpoint in no record; give its slot back when nothing writes to it, and call ``released``.
+    """Name this checkpoint in no record; give back its slot when nothing writes to it, and call ``released``.
 
-    One that failed is written no further. One that is superseded is written to its end, as in a store of one rank.
+    A checkpoint that failed is written no further. One that is superseded is written to its end, as by one process.
     """
 
     counter: int
@@ -109,25 +109,25 @@ class Free(Action, frozen=True):
 
 
 class RemoveOrphans(Action, frozen=True):
-    """Remove these folders, under their locks, by a rename first: nothing needs them any more."""
+    """Remove these folders, which nothing needs any more, by a rename first."""
 
     stores: tuple[SeenStore, ...]
 
 
 class Resolve(Action, frozen=True):
-    """A checkpoint has ended, for its waiting callers."""
+    """Report the end of a checkpoint to the callers that wait for it."""
 
     counter: int
     outcome: Literal["durable", "superseded", "failed", "differs", "torn"]
     why: str = ""
     rank: int = -1
-    """The one that failed."""
+    """The rank that failed; -1: none did."""
 
 
 class ResolveChange(Action, frozen=True):
-    """A call that changes the kept checkpoints has ended; with an error if ``why`` has one.
+    """Report the end of a change of the kept checkpoints to its caller: an error if ``why`` is given.
 
-    Without one, the change is durable on this rank.
+    Without an error, the change is durable on this rank.
     """
 
     index: int
@@ -142,7 +142,7 @@ class SendCopies(Action, frozen=True):
 
 
 class EndRound(Action, frozen=True):
-    """A round has ended: copies that are not on the keep-list go, and callers that wait for it go on."""
+    """Drop the copies that are not on the keep-list, as a round has ended, and wake the callers that wait for it."""
 
     end: RoundEnd
 
@@ -150,13 +150,12 @@ class EndRound(Action, frozen=True):
 class MatchManifest(Action, frozen=True):
     """Compare this rank's part of a checkpoint with the live state, changing nothing, and call ``matched``.
 
-    ``why``: the one before was damaged; empty for the first.
+    ``why`` and ``passed`` are those of :class:`Candidate`.
     """
 
     key: Key
     why: str = ""
     passed: tuple[int, ...] = ()
-    """As of :class:`Candidate`."""
 
 
 class FillArrays(Action, frozen=True):
@@ -166,13 +165,13 @@ class FillArrays(Action, frozen=True):
 
 
 class ChangeState(Action, frozen=True):
-    """All that was read is whole and fits: give objects their state, and change plain values."""
+    """Give objects their state, and change plain values: on all ranks all that was read is whole."""
 
     key: Key
 
 
 class EndRestore(Action, frozen=True):
-    """The restore ends without :class:`ChangeState`.
+    """End the restore without :class:`ChangeState`.
 
     Reason ``none``: ``restore`` returns None. Any other reason: it raises. All ranks get the same reason, except
     ``lost``: this rank lost rank 0.

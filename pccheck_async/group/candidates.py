@@ -38,12 +38,12 @@ class AgreedCandidates(RestoreCandidates):
     """The candidates that rank 0 proposes: all ranks restore the same one, or none and raise the same error.
 
     Args:
-        member: This rank's, whose restores these are.
-        stopped: Returns why nothing is decided any more; None while it is.
-        parts: The sources of its parts.
+        member: This rank's member, through which it takes part in the restore.
+        stopped: Returns why nothing is decided any more; None while decisions are made.
+        parts: The sources of the parts of checkpoints.
         do: Carries out actions of the member, on the engine's loop.
-        agreed: The actions that the ranks agree on, one for each request and answer.
-        ask: Requests the restore.
+        agreed: Queue of the actions that the ranks agree on, one for each request and answer.
+        ask: Returns the actions that request the restore.
     """
 
     def __init__(
@@ -103,16 +103,17 @@ class AgreedCandidates(RestoreCandidates):
                     raise GroupError(f"the restore cannot go on with {other!r}")
 
     def _warn_of(self, step: int | None, damage: str) -> None:
-        """Warn that all ranks pass over the checkpoint of a step: on rank 0, and where its part was found damaged."""
+        """Warn that all ranks pass over the checkpoint of a step: on rank 0, and where a part was found damaged."""
         rank = self._member.rank
         if rank == 0 or f"rank {rank}: " in damage:
             text = f"the checkpoint of step {step} cannot be read ({damage}); all ranks fall back to step {self._step}"
             write_and_warn("fell_back", text, step=step, error=damage)
 
     def _pass_over(self, error: Exception | None) -> bool:
-        """Go on with another source of this rank's part, if there is one: the checkpoint stays the same.
+        """After an UnreadableError, choose another source of this rank's part of the same checkpoint.
 
-        Damage belongs to one copy of a part: a bit flipped in memory drops no checkpoint.
+        Returns whether there is one that this rank reads itself. Damage belongs to one copy of a part: a bit flipped in
+        memory drops no checkpoint.
         """
         if not isinstance(error, UnreadableError) or is_exhausted(error.error):
             return False
@@ -182,12 +183,12 @@ class AgreedCandidates(RestoreCandidates):
 class PartSources:
     """The sources of the parts of complete checkpoints, as one rank sees them.
 
-    Domains are those of the tier in memory, if there is one, and those of disks after them.
+    Domains are numbered: first those of the memory tier, if there is one, then those of the disks.
 
     Args:
-        disk: Of this rank.
-        memory: Likewise; None without that tier.
-        client: This rank's.
+        disk: This rank's driver of the disk.
+        memory: This rank's driver of the memory tier; None without that tier.
+        client: This rank's client of the control plane.
     """
 
     def __init__(self, disk: Driver, memory: Driver | None, client: Client) -> None:
@@ -198,12 +199,15 @@ class PartSources:
         self._shift = 0 if memory is None else len({*memory.member.homes})
 
     def has_further(self, key: Key, passed: Sequence[int]) -> bool:
-        """Return whether another host has a copy of this rank's part, besides those that were ``passed``, and this."""
+        """Return whether there is a further copy of this rank's part, besides the present one and the passed ones.
+
+        ``passed``: as in :class:`.messages.Candidate`.
+        """
         rank = self._disk.member.rank
         return len(self._options(key, rank)) > 1 + (passed[rank] if passed else 0)
 
     def candidates(self, key: Key, passed: Sequence[int]) -> list[RestoreCandidate]:
-        """Return a checkpoint, of which this rank restores one part, with its sources, the nearest first."""
+        """Return a checkpoint as one candidate per source of this rank's part, the nearest source first."""
         member, ways = self._disk.member, self._ways(key, self._disk.member.rank, passed)
         old = len(ways[0]) if ways else 0
         if ways and old != member.world and member.rank == 0:
@@ -237,15 +241,16 @@ class PartSources:
         return RestoreCandidate(sources, own, elsewhere, other_world=other_world, source=tier)
 
     def _ways(self, key: Key, rank: int, passed: Sequence[int]) -> list[Sequence[int]]:
-        """Return from which domain a rank may read each part, its own part's nearest source first.
+        """Return the ways in which a rank may read a checkpoint now: each has the domain to read each part from.
 
-        All ranks find the same for each of them. If there is one, its part may have to be sent; else it need not.
+        The nearest source of the rank's own part comes first; sources that were ``passed`` are left out. All ranks
+        compute the same ways for each rank. A single way may be one whose part has to be sent.
         """
         options, number = self._options(key, rank), passed[rank] if passed else 0
         return options[number] if number < len(options) else []
 
     def _options(self, key: Key, rank: int) -> list[list[Sequence[int]]]:
-        """Return all ways that need no sending together, and each of the others alone."""
+        """Return lists of ways, to be tried in this order: first all that need no sending, then each of the others."""
         memory, found = self._memory, self._complete(key)
         disk = [home + self._shift for home in self._disk.member.homes]
         ways: list[Sequence[int]] = []
@@ -270,7 +275,7 @@ class PartSources:
         return [near, *others.values()] if near else [*others.values()]
 
     def _nearest(self, rank: int, way: Sequence[int], ways: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Return a way with another one's domain for each part but the rank's own that it sees only there."""
+        """Return a way in which other ranks' parts that the rank does not see are replaced by copies that it sees."""
         places, own = zip(way, *ways, strict=True), rank % len(way)
         return tuple(
             each[0] if part == own else next((domain for domain in each if self._sees(rank, domain)), each[0])
@@ -282,13 +287,13 @@ class PartSources:
         return domain == disk or (memory is not None and domain == memory.member.homes[rank])
 
     def _seen(self, rank: int, domain: int) -> Driver | None:
-        """Return the tier of this rank that has the folders of a domain; None if another host has them."""
+        """Return the driver of the tier whose folders a domain has; None if the rank does not see the domain."""
         if not self._sees(rank, domain):
             return None
         return self._disk if domain >= self._shift else self._memory
 
     def has_out_of_sight(self, key: Key | None, passed: Sequence[int]) -> bool:
-        """Whether this rank does not see all parts of a checkpoint, some of which only the memory of hosts has."""
+        """Return whether parts of a checkpoint that this rank does not see are to be read from other hosts' memory."""
         rank = self._disk.member.rank
         ways = [] if key is None or self._memory is None else self._ways(key, rank, passed)
         others = [
@@ -297,7 +302,7 @@ class PartSources:
         return any(domain < self._shift and not self._sees(rank, domain) for domain in others)
 
     def step(self, key: Key) -> int | None:
-        """Return the step of a complete checkpoint; None if it is gone."""
+        """Return the step of a complete checkpoint; None if it is not known here."""
         found = self._complete(key)
         for driver in (self._disk, self._memory):
             if driver is not None and (part := driver.member.parts.get(key)) is not None:
@@ -305,7 +310,7 @@ class PartSources:
         return None if found is None else found.entry.step
 
     def sendings(self, key: Key, passed: Sequence[int]) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield coroutines that send the parts that other hosts restore and only this one has."""
+        """Yield coroutines that send parts which ranks on other hosts restore, and which this rank has to send."""
         found = self._complete(key)
         world = self._disk.member.world if found is None else found.world
         for rank in range(self._disk.member.world):

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane: two ordered logs on a ``TCPStore`` that rank 0 serves, read and written by threads of their own.
 
-Ranks put messages into an inbox, rank 0 puts decisions into a log, and everyone reads that in order::
+Ranks put messages into an inbox, rank 0 puts decisions into a log, and all ranks read the log in order::
 
-    in                 how many messages were posted (``add``)
+    in                 the number of messages posted (``add``)
     in/<i>             message i; rank 0 deletes it when it has read it
     out/<rank>/<n>     decision n, for this rank, which deletes it; "@": it is large, and lies in ``large/<n>``
 
 The store is the group's own, never that of the default process group, and no collective is called: a trainer's thread
-may be inside one. A client of a ``TCPStore`` does one operation at a time, so each waiting thread has one. A thread
-that waits for a key of its own is woken by setting it: one that is still inside the store when the
-interpreter exits would abort the process.
+may be inside one. A client of a ``TCPStore`` does one operation at a time, so each waiting thread has a client of its
+own. To end a thread that waits for a key, that key is set: a thread that is still inside the store when the interpreter
+exits would abort the process.
 
 A rank that died, or was stopped, is not detected here: waits for it go on until the launcher ends the job. A lost
 connection to rank 0 is reported. An inconsistency breaks the group on all ranks: a message that cannot be decoded,
@@ -54,15 +54,16 @@ _LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeE
 _STORE_DESCRIPTORS: Final = 32
 """Descriptors that rank 0 needs beside those of the connections: the store's own, the engine's, the first client's."""
 _CONNECTIONS: Final = 3
-"""Of each rank, for as long as the engine is open."""
+"""Connections of each rank for as long as the engine is open."""
 _CLIENT_DESCRIPTORS: Final = 4
 """Descriptors of a client while it connects, with those of the store, which may be in this process."""
 _GAP_SECONDS = 60.0
-"""After which a message that others were posted behind counts as missing: its rank died before it had written it."""
+"""Seconds between two looks for a missing message: one that later messages follow, as its rank died before writing it.
+A message that is missing at two looks is given up."""
 
 
 class Meeting:
-    """A store that this process serves.
+    """A ``TCPStore`` that this process serves.
 
     Args:
         world: Ranks that will connect.
@@ -81,9 +82,10 @@ class Meeting:
         abandoned_in_child.add(self)
 
     def abandon(self) -> None:
-        """Never destroy the TCPStore, in a forked child: its destructor joins the server's thread, which is not there.
+        """In a forked child: make sure that the TCPStore is never destroyed.
 
-        Joining it, or a thread of the child's own that has got its number, aborts the child or never ends.
+        Its destructor joins the server's thread, which does not exist there: joining it, or a thread of the child's own
+        that has got its id, aborts the child or never ends.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
@@ -98,9 +100,9 @@ class Server(Meeting):
     """Rank 0's side: serves the store, and publishes the coordinator's decisions.
 
     Args:
-        coordinator: Called by one thread at a time.
-        world: Ranks in the group.
-        seconds: Time for all of them to say hello.
+        coordinator: Rank 0's coordinator; called by one thread at a time.
+        world: Number of ranks in the group.
+        seconds: Time in which all of them have to say hello.
 
     Raises:
         ReadError: This process has too few descriptors or threads left.
@@ -147,7 +149,7 @@ class Server(Meeting):
         self._coordinator.schedule.step = step
 
     def decide(self, ask: Callable[[Coordinator], Sequence[AnyDecision]]) -> None:
-        """Publish the coordinator's decisions on a request of rank 0 itself. May be called from any thread."""
+        """Publish the decisions that ``ask`` returns for the coordinator. May be called from any thread of rank 0."""
         with self._lock:
             self._publish(ask(self._coordinator))
 
@@ -157,7 +159,7 @@ class Server(Meeting):
             return self._coordinator.awaited()
 
     def close(self, seconds: float) -> list[int]:
-        """Wait so many seconds until every rank has left, and stop; return the ranks that did not."""
+        """Wait at most so many seconds until every rank has left, then stop serving; return the ranks that have not."""
         self._timer.cancel()
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -190,7 +192,7 @@ class Server(Meeting):
     def _watch(self) -> None:
         """Put an empty message in place of a missing one if later ones are there: rank 0 would wait for it for ever.
 
-        Not by a timeout of the waiting: torch writes lines to stderr for each.
+        A timeout of the waiting would do, too, but torch writes lines to stderr for each one.
         """
         missing = -1
         while not self._closed.wait(_GAP_SECONDS):
@@ -215,14 +217,14 @@ class Server(Meeting):
 async def name_slow_ranks(
     awaited: Callable[[], Mapping[str, Sequence[int]]], folder: Path, seconds: float = 60.0
 ) -> None:
-    """Warn in the log, once, of each operation that waits for ranks longer than so many seconds; runs until cancelled.
+    """Log, once for each, the operations that wait for ranks longer than ``seconds``; runs until cancelled.
 
     A rank that is slow, or hangs, aborts no checkpoint: the others wait for it.
 
     Args:
         awaited: Returns the ranks that each open checkpoint or restore waits for.
-        folder: The group's.
-        seconds: Between two looks.
+        folder: The group's folder.
+        seconds: Time between two calls of ``awaited``.
     """
     seen, named = set[str](), set[str]()
     while True:
@@ -237,14 +239,13 @@ async def name_slow_ranks(
 
 
 class Client:
-    """One rank's side: posts messages in order, and hands decisions over in order.
+    """One rank's side of the control plane: posts messages in order, and hands over decisions in order.
 
     Args:
-        address: Of the server.
-        rank: This one.
+        address: Address of the server.
+        rank: This rank.
         learn: Called with every decision, on a thread of its own.
-        lost: Called once with the reason if the store is gone, or a decision cannot be read; no decision comes
-            after that.
+        lost: Called once, with the reason, if the connection is lost, or a decision cannot be read.
 
     Raises:
         GroupError: Nothing is reached there.
@@ -277,19 +278,19 @@ class Client:
         return str(self._inbox.host)
 
     def another(self) -> TCPStore:
-        """Return one more client of the store, for another waiting thread."""
+        """Return a new client of the ``TCPStore``, for another waiting thread."""
         return reach(self._address, only=self._inbox.host)
 
     def set(self, key: str, data: bytes) -> None:
-        """Set a key of the store, over a connection that nothing waits in: one more may need descriptors.
+        """Set a key of the store, over a connection that no thread waits in, and which is open already.
 
-        An error is not raised: the connection is lost, which :meth:`another` and ``lost`` report.
+        Raises no error if the connection is lost: :meth:`another` and ``lost`` report that.
         """
         with suppress(*_LOST):
             self._waker.set(key, data)  # type: ignore[arg-type]
 
     def post(self, message: AnyMessage) -> None:
-        """Put a message into the inbox, after those before it. Returns at once."""
+        """Put a message into the inbox, after those posted before. Returns at once; a thread sends it."""
         self._outgoing.put(message)
 
     def close(self) -> None:
@@ -361,7 +362,7 @@ def _check_descriptors(count: int) -> None:
 
 
 def reach(address: Address, only: str | None = None) -> TCPStore:
-    """Return a client of the store at an address, or of the one name there.
+    """Return a client of the ``TCPStore`` at an address; ``only``: the only one of its host names to be tried.
 
     Raises:
         GroupError: Nothing is reached there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0's decisions on the messages of all ranks: one ordered log. How it is driven: :mod:`.member`."""
+"""Rank 0's decisions on the messages of all ranks, in one ordered log. How they are driven: see :mod:`.member`."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ _MIXED = "some ranks captured it before they knew that replicas differ, others a
 
 @dataclass(slots=True, eq=False)
 class _Ballot:
-    """Rank 0's state of a checkpoint that is not decided."""
+    """Rank 0's state of a checkpoint that is not decided about."""
 
     step: int
     rank: int
-    """The first that sent its step."""
+    """The rank that sent ``step``, the first one to send any."""
     metadata: Metadata | None = None
     """None until rank 0 admitted it."""
     entry: Entry | None = None
@@ -87,23 +87,24 @@ class _Ballot:
     sums: Counter[str] = field(default_factory=Counter)
     names: set[str | None] = field(default_factory=set)
     replicas: dict[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-    """By rank."""
+    """The ``replicas`` of each rank's :class:`Ok`, by rank."""
     differing: set[tuple[int, ...]] = field(default_factory=set)
     digests: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """By rank, once replicas were found to differ."""
+    """The digests of each rank's replicas, by rank, once they were found to differ."""
 
 
 class Coordinator:
     """Makes rank 0's decisions, from the messages of its inbox in their order.
 
     Args:
-        world: Ranks in the group.
-        retention: The rules.
-        nonce: A random number of 64 bits: distinguishes this run from others with its number.
-        memory: That of the tier in memory, which decides about checkpoints there by the same rules, and by its own
-            votes, keep-list and settled counters; its decisions are in the same log. It has the restores of both.
-        replicas: Of that in memory: how many other hosts have copies.
-        token: Of that in memory: see :class:`Roster`.
+        world: Number of ranks in the group.
+        retention: The rules of retention.
+        nonce: A random number of 64 bits, which tells this run from another one with the same run number.
+        memory: If this is the disk's coordinator: the memory tier's, None without that tier. The memory tier's has
+            votes, a keep-list and settled counters of its own, and applies the same protocol to them; its decisions go
+            into the same log. Both share its ``restore``.
+        replicas: For the memory tier's: number of other hosts that have copies.
+        token: For the memory tier's: the ``token`` of :class:`Roster`.
     """
 
     def __init__(
@@ -125,14 +126,14 @@ class Coordinator:
         self.rounds = LeadRounds(world)
         self._token = token
         self.disk: Coordinator | None = None
-        """That of the other tier, of one in memory."""
+        """The disk's coordinator, if this is the memory tier's; else None."""
         self.restore: LeadRestore = LeadRestore(world) if memory is None else memory.restore
         if memory is not None:
             memory.disk = self
         self.run: Run | None = None
         self.broken: Broken | None = None
         self.committed: dict[int, tuple[Run, Entry]] = {}
-        """The agreed list: complete checkpoints by counter, with rank 0's metadata."""
+        """The kept complete checkpoints that all ranks agree on, by counter, with rank 0's metadata."""
         self.unproven: tuple[Key, ...] = ()
         self.settled = Settled()
         self._hellos: dict[int, Hello] = {}
@@ -147,12 +148,12 @@ class Coordinator:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that did not say hello: opening the group waits for these."""
+        """The ranks that have not said hello: opening the group waits for them."""
         return [rank for rank in range(self.world) if rank not in self._hellos]
 
     @property
     def remaining(self) -> list[int]:
-        """The ranks that did not say goodbye: rank 0 leaves, and its log ends, after them."""
+        """The ranks that have not said goodbye: rank 0 leaves, and its log ends, after them."""
         return [rank for rank in range(self.world) if rank not in self._left]
 
     def awaited(self) -> dict[str, list[int]]:
@@ -168,9 +169,9 @@ class Coordinator:
         return awaited if self.memory is None else self.memory.awaited() | awaited
 
     def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
-        """Take the next message of the inbox in; return the decisions, to be published in this order.
+        """Take the next message of the inbox; return the decisions, to be published in this order.
 
-        Raises ValueError: there is no such rank. Any error: see :meth:`give_up`.
+        Raises ValueError: there is no such rank. After any error the caller calls :meth:`give_up`.
         """
         if not 0 <= message.rank < self.world:
             raise ValueError(f"there is no rank {message.rank} among {self.world}")
@@ -219,7 +220,10 @@ class Coordinator:
         return decisions
 
     def schedule_in_memory(self, step: int, *, save: bool) -> Sequence[AnyDecision]:
-        """Return the decision that ``step`` is the next one at which all save in memory; none once that tier broke."""
+        """Return the decision that ``step`` is the next scheduled one in memory; ``save``: all ranks save there then.
+
+        Returns nothing without a memory tier, or once it is broken.
+        """
         if self.memory is None or self.memory.broken is not None:
             return []
         return _in_memory(self.memory.schedule.publish(step, save=save))
@@ -227,7 +231,7 @@ class Coordinator:
     def _restorable(self) -> list[tuple[Run, Entry]]:
         """Return the checkpoints of both tiers, newest first; of one that is in both, the disk's entry.
 
-        Only that says whether it is pinned or rejected.
+        Only the disk's entry has whether it is pinned or rejected.
         """
         there = self.committed if self.disk is None else self.committed | self.disk.committed
         return [there[counter] for counter in sorted(there, reverse=True)]
@@ -235,7 +239,10 @@ class Coordinator:
     # -- opening
 
     def refuse_late(self, seconds: float) -> list[AnyDecision]:
-        """Refuse the opening if ranks did not say hello within so many seconds; end it, if not in memory."""
+        """Refuse the opening if ranks did not say hello within so many seconds.
+
+        If ranks are missing in the memory tier alone, break that tier.
+        """
         text = "ranks {} did not open {} within {} s"
         if missing := self.missing:
             return [Refused(text.format(", ".join(map(str, missing)), "this group", seconds))]
@@ -283,7 +290,7 @@ class Coordinator:
         return [Opened(view, self.nonce)]
 
     def _view_of_both(self, disk: Coordinator, found: Sequence[SeenStore]) -> View:
-        """Return the view over both tiers: a part in memory counts by the disk's line alone (:func:`view_of_both`)."""
+        """Return the view over both tiers (:func:`view_of_both`), or over the disk alone if that one has an error."""
         assert disk._view is not None
         on_disk = [store for rank in sorted(disk._found) for store in disk._found[rank].stores]
         view = view_of_both(on_disk, disk._roster.homes, found, self._roster.homes, self._roster.hosts)
@@ -306,9 +313,9 @@ class Coordinator:
     # -- commits
 
     def _may_start(self) -> bool:
-        """Whether every rank took its store over (I12).
+        """Whether the run may start: every rank has taken over its store (I12), and the disk's run has started.
 
-        Before, a power failure may bring back parts that a keep-list drops, and take away those that it counts on.
+        Before that, a power failure may bring back parts that a keep-list drops, and lose parts that it names.
         """
         started = self.disk is None or self.disk.run is not None  # its line is durable on all disks
         return self.run is None and len(self._stores) == self.world and started
@@ -330,16 +337,17 @@ class Coordinator:
         return [start, *also]
 
     def _came_from_in_part(self, view: View) -> tuple[Key, ...]:
-        """Return the checkpoint that the run goes on from, if the disk has a part of it, and memory the others.
+        """Return the checkpoint that the run goes on from, if the disk has only some of its parts, and memory the rest.
 
-        Its part on disk stays until a newer checkpoint is complete there.
+        The parts on disk stay until a newer checkpoint is complete there.
         """
         return tuple(one.key for one in view.incomplete if one.key == self._came_from and one.key not in self.unproven)
 
     def _start_in_memory(self, disk: Coordinator, view: View) -> Start:
-        """Begin the same run in memory: of what is there stays what its line accepts, as that is durable on disk now.
+        """Start the disk's run in memory: checkpoints there stay if the run's line, now durable on disk, accepts them.
 
-        What is incomplete over both tiers is newer than that, and goes: no later line accepts it.
+        Incomplete ones over both tiers are newer than the checkpoint that the run goes on from, and are dropped: no
+        later line accepts them.
         """
         assert disk.run is not None
         assert disk._view is not None
@@ -357,7 +365,10 @@ class Coordinator:
         return Start(self.run, self._keep_list(), ())
 
     def _floor_found(self, view: View, there: Collection[Entry]) -> list[Entry]:
-        """Return the newest checkpoint that the hosts of this run have copies of, if there is one: it is the floor."""
+        """Return the newest checkpoint in ``there`` with enough copies on this run's hosts, and make it the floor.
+
+        The list is empty if there is none.
+        """
         hosts = len({*self._roster.homes})
         if not self.replicas or hosts == 1:
             return []
@@ -389,7 +400,7 @@ class Coordinator:
         return self._conclude(message.counter, ballot) if self._is_complete(ballot) else self._abort_what_lacks_ranks()
 
     def _conclude(self, counter: int, ballot: _Ballot) -> list[AnyDecision]:
-        """Decide about a checkpoint that all ranks prepared."""
+        """Decide about a checkpoint that all ranks have prepared."""
         if len(ballot.names) > 1:
             why = f"the ranks call it differently: {', '.join(sorted(map(repr, ballot.names)))}"
             return [self._abort(counter, why, -1)]
@@ -408,7 +419,7 @@ class Coordinator:
         return len(ballot.differing) > 1
 
     def _differing(self, ballot: _Ballot) -> tuple[int, ...]:
-        """Return hashes of the ranks whose replicas differ, as far as they sampled the same part of them."""
+        """Return hashes of the ranks whose replicas differ, as far as these ranks sampled the same part of them."""
         digests: dict[tuple[int, int], set[int]] = {}
         for replicas in ballot.replicas.values():
             for ranks, (part, digest) in replicas.items():
@@ -454,7 +465,7 @@ class Coordinator:
         return [self.broken, *_in_memory(memory._break(why, rank))]  # it begins after the disk's run alone
 
     def give_up(self, why: str) -> list[AnyDecision]:
-        """Break the group after any message that could not be taken in: a rank may wait for its decision."""
+        """Break the group, and end a restore, after a message that raised an error: a rank may wait for an answer."""
         if self.broken is None:
             self.broken = Broken(why, -1)
         memory = self.memory
@@ -478,7 +489,7 @@ class Coordinator:
             self._ballots.pop(counter, None)
 
     def _abort_what_lacks_ranks(self) -> list[AnyDecision]:
-        """Abort the checkpoints that a rank that left takes no part in."""
+        """Abort the checkpoints in which a rank that has left takes no part."""
         decisions: list[AnyDecision] = []
         # One that says so of memory only saves on disk, too, what it has in memory.
         leaving = {} if self.memory is None else self.memory._left
@@ -489,7 +500,7 @@ class Coordinator:
         return decisions
 
     def _commit(self, counter: int, ballot: _Ballot) -> list[AnyDecision]:
-        """Commit a checkpoint that all ranks prepared: retention over the agreed list, with rank 0's metadata."""
+        """Commit a checkpoint that all ranks prepared, and apply retention; abort it if there is no room to keep it."""
         assert self.run is not None
         assert ballot.entry is not None
         committed = [entry for _, entry in self._newest_first()]
@@ -510,7 +521,7 @@ class Coordinator:
         return [Commit(counter, self._keep_list(), superseded), *self._next_round()]
 
     def _next_round(self) -> list[AnyDecision]:
-        """Begin a round about the newest checkpoint that this run made in memory, if that is to be copied."""
+        """Begin a round about the newest checkpoint in memory, if this run made it, and it is still to be copied."""
         if not self.replicas or len({*self._roster.homes}) == 1 or self._left or not self.committed:
             return []
         run, newest = self._newest_first()[0]
@@ -518,7 +529,7 @@ class Coordinator:
         return [] if begun is None else [begun]
 
     def _receive_copied(self, message: Copied) -> list[AnyDecision]:
-        """End the round once all copies are there, or cannot be, and begin the next one."""
+        """End the round once all copies are there, or one cannot be made, and begin the next one."""
         floor = self.rounds.floor
         ended, why, rank = self.rounds.receive(message), message.why, message.rank
         if ended is None:
@@ -535,7 +546,7 @@ class Coordinator:
         return [end, *self._next_round()]
 
     def _end_rounds(self, message: Goodbye) -> list[AnyDecision]:
-        """End the last round, and the waiting for others, as a rank has left."""
+        """End the running round, and the waiting for later ones, as a rank has left."""
         rounds = self.rounds
         if not self.replicas or self.run is None or not self.committed:
             return []
@@ -544,9 +555,9 @@ class Coordinator:
         return [RoundEnd(rounds.number - 1, Key(newest.counter, run), newest.step, self._keep_list(), why)]
 
     def _superseded(self, counter: int, kept: Sequence[Entry]) -> tuple[int, ...]:
-        """Return the older ones in flight that retention would not keep beside the committed ones.
+        """Return the older checkpoints in flight that retention would not keep beside the ``kept`` ones.
 
-        Rank 0 admitted all of them before the one that commits, so that their steps and metadata are known.
+        Rank 0 admitted all of them before the one with ``counter``, so that their steps and metadata are known.
         """
         older = [(at, one) for at, one in self._ballots.items() if at < counter]
         return tuple(at for at, one in sorted(older) if not self._would_keep(kept, at, one))
@@ -595,19 +606,19 @@ class Coordinator:
         ]
 
     def _check_memory(self, wanted: WantedStep) -> None:
-        """Raise StoreError if memory cannot follow a change: a restart would find there what is gone on disk."""
+        """Raise StoreError if memory cannot follow a change: a restart would find checkpoints that the disk dropped."""
         if self.memory is not None and self.memory.broken is not None and "pin" not in wanted.change:
             why = self.memory.broken.why
             raise StoreError(f"the tier in memory is off ({why}), and may hold them: open the engine anew first")
 
     def _in_memory_alone(self) -> dict[int, tuple[Run, Entry]]:
-        """Return the checkpoints in memory that the disk does not have: no record can have a mark or a pin of them."""
+        """Return the checkpoints in memory that the disk does not have: no record there can mark or pin them."""
         if self.memory is None:
             return {}
         return {counter: one for counter, one in self.memory.committed.items() if counter not in self.committed}
 
     def _follow(self, request: ChangeRequest, rejected: Collection[int]) -> list[AnyDecision]:
-        """Return the decision by which memory follows a change on disk: what is removed there, or rejected, goes."""
+        """Return the decision by which memory follows a change on disk: drop what is removed or rejected there."""
         wanted = request.wanted
 
         def stays(counter: int, entry: Entry) -> bool:
@@ -619,10 +630,10 @@ class Coordinator:
         return [] if self.broken is not None else [Change(request.index, self._keep_list(), (), None)]
 
     def _rejected(self, wanted: WantedStep) -> set[int]:
-        """Return the counters of rejected checkpoints: complete in any tier, in flight, or maybe out of sight.
+        """Return the counters of the checkpoints to reject: complete in any tier, in flight, or unproven.
 
-        Rank 0 has admitted all up to ``wanted.until`` by now: all ballots are known. Raises the
-        errors of :meth:`Retention.reject`; StoreError if no rank could mark one.
+        Rank 0 has admitted all up to ``wanted.until`` by now, so all ballots are known. Raises the errors of
+        :meth:`Retention.reject`; StoreError if no rank could mark one of them.
         """
         view = self._view
         assert view is not None
@@ -640,7 +651,7 @@ class Coordinator:
         return chosen
 
     def _check_own(self, chosen: Collection[int], verb: str) -> None:
-        """Raise StoreError if no rank could mark or drop one: that goes by the records of stores that it writes to."""
+        """Raise StoreError if no rank could mark or drop a chosen one: no rank runs where its part lies."""
         for one in () if self._view is None else self._view.complete:
             own = any(place == home for place, home in zip(one.places, self._roster.homes, strict=False))
             if one.entry.counter in chosen and not own:

@@ -64,19 +64,19 @@ _FAILURES = {"failed": GroupError, "differs": ReplicasDifferError, "torn": TornC
 
 @dataclass(slots=True, eq=False)
 class _Checkpoint:
-    """A checkpoint from its request until nothing of it is being written any more."""
+    """The futures and flags of a checkpoint, from its request until nothing of it is being written any more."""
 
     admission: asyncio.Future[None]
     outcome: asyncio.Future[Resolve]
     prepared: asyncio.Future[bool]
     cancelled: bool = False
-    """The group decided about it before a record of this rank could name it."""
+    """Whether the group decided about it before a record of this rank could name it."""
     committing: bool = False
-    """All of it is written, and only the decision is waited for."""
+    """Whether all of it is written, and only the decision is waited for."""
 
     @property
     def error(self) -> CheckpointError | None:
-        """Its error, if the group decided that it failed."""
+        """The checkpoint's error, if the group decided that it failed; else None."""
         resolved = self.outcome.result() if self.outcome.done() else None
         if resolved is None or (kind := _FAILURES.get(resolved.outcome)) is None:
             return None
@@ -92,12 +92,12 @@ class Surroundings:
     Attributes:
         call: Calls a function on a thread of the engine's.
         post: Posts a message to rank 0, unless this rank has left.
-        agreed: Gets the actions of restores.
+        agreed: The queue that the actions of restores are put into.
         sends: Returns coroutines that send parts of a candidate to ranks on other hosts.
-        fail: Ends a checkpoint that is being written with an error, by its counter.
+        fail: Makes a checkpoint that is being written, given by its counter, fail with an error.
         lost: Called with the reason why this rank cannot go on.
-        changed: Called after actions: the member may be idle, or stopped.
-        lock_timeout: Seconds to wait for the writer of a store that is dying.
+        changed: Called after actions were carried out: the member may be idle, or stopped.
+        lock_timeout: Seconds to wait for the lock of a store whose writer is dying.
     """
 
     call: Callable[..., Awaitable[Any]]
@@ -112,16 +112,18 @@ class Surroundings:
 
 @dataclass(eq=False)
 class Driver:
-    """Carries out what a member says, and reports the results to it. All of it runs on the engine's loop.
+    """Carries out the actions of a member, and reports the results to it. All methods run on the engine's loop.
 
     Attributes:
-        member: This rank's, of this tier.
-        store: This rank's.
+        member: This rank's member of this tier.
+        store: This rank's store in this tier.
         opened: The medium of the group's folder.
-        folder: That folder.
+        folder: The group's folder.
         around: The rest of this rank.
-        ready: Done when the group is open.
-        replicas: Of the tier in memory, if other hosts have copies.
+        ready: Future that is done when the group is open, and fails if it cannot be.
+        changes: Futures of the requested changes, by index.
+        tasks: The tasks that carry out actions.
+        replicas: The copies on other hosts, of the memory tier; None if there are to be none.
     """
 
     member: Member
@@ -136,21 +138,21 @@ class Driver:
         self._checkpoints: dict[int, _Checkpoint] = {}
         self.changes: dict[int, asyncio.Future[Sequence[Entry]]] = {}
         self._changed: dict[int, Sequence[Entry]] = {}
-        """By change, the checkpoints that it left: later commits may drop some before its caller gets them."""
+        """The checkpoints that each change left, by index: later commits may drop some before the caller gets them."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.not_scanned: Exception | None = None
-        """The error of looking for stores in memory, which count as none then; those on disk have to be seen."""
+        """The error of reading the stores in memory, which are taken for none then; those on disk have to be read."""
         self.replicas: Replicas | None = None
 
     # -- one checkpoint
 
     def begin(self, counter: int) -> None:
-        """Wait for the outcome of a checkpoint from here on. Called before the actions of its request are done."""
+        """Register a checkpoint, so that its outcome can be awaited. Called before its request."""
         new = self.loop.create_future
         self._checkpoints[counter] = _Checkpoint(new(), new(), new())
 
     async def admitted(self, counter: int) -> bool:
-        """Wait until a checkpoint may be written; False if it is superseded. Raises its error."""
+        """Wait until a checkpoint may be written; return False if it is superseded. Raises the checkpoint's error."""
         one = self._checkpoints[counter]
         await asyncio.wait((one.admission, one.outcome), return_when=asyncio.FIRST_COMPLETED)
         if one.error is not None:
@@ -158,7 +160,10 @@ class Driver:
         return one.admission.done()
 
     async def decided(self, written: Written, sample: ReplicaSample | None) -> bool:
-        """Have a record name a checkpoint whose data is durable, and wait for the decision. Raises its error."""
+        """Have a record name a checkpoint whose data is durable, and wait for the decision.
+
+        Returns False if it is superseded. Raises the checkpoint's error. Releases the slot if no record will name it.
+        """
         entry = written.entry
         one, asked = self._checkpoints[entry.counter], False
         try:
@@ -174,16 +179,16 @@ class Driver:
                 await self.store.release(written.lease, entry.manifest_offset)
 
     def note_written(self, counter: int) -> None:
-        """Called before :meth:`decided`, which ends the checkpoint then."""
+        """Called when all of a checkpoint is written, before :meth:`decided`: it ends by the decision from then on."""
         self._checkpoints[counter].committing = True
 
     def is_committing(self, counter: int) -> bool:
-        """Whether all of a checkpoint is written, and :meth:`decided` ends it."""
+        """Return whether :meth:`note_written` was called for a checkpoint."""
         one = self._checkpoints.get(counter)
         return one is not None and one.committing
 
     async def prepared(self, counter: int) -> bool:
-        """Wait until a durable record names this rank's part; False if the checkpoint ended before."""
+        """Wait until a durable record names this rank's part; return False if the checkpoint ended before that."""
         one = self._checkpoints.get(counter)
         return one is not None and await asyncio.shield(one.prepared)
 
@@ -201,7 +206,10 @@ class Driver:
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """Those of this rank, or of rank 0 if this one has no part, as it ran elsewhere, or not, when it was saved."""
+        """The committed checkpoints, newest first, with the entries of this rank's parts.
+
+        Where this rank has no part, as it ran elsewhere, or not, when the checkpoint was saved, with rank 0's entry.
+        """
         member, found, parts = self.member, list[Entry](), self.member.parts  # replaced on the loop
         there = {one.key: one.entry for one in member.view.complete} if member.view is not None else {}
         for key in there if member.run is None else member.keep:  # None: nothing was saved in this run
@@ -214,9 +222,9 @@ class Driver:
         return sorted(found, key=lambda entry: -entry.counter)
 
     async def change(self, ask: Callable[[], list[Action]]) -> Sequence[Entry]:
-        """Request a change; returns the checkpoints that it left, newest first, when this rank's record has it.
+        """Request a change by the actions of ``ask``; return the checkpoints that it left, newest first.
 
-        Raises NoCheckpointError, StoreError, GroupError.
+        Returns when this rank's record has the change. Raises NoCheckpointError, StoreError, GroupError.
         """
         answer: asyncio.Future[Sequence[Entry]] = self.loop.create_future()
         self.changes[self.member.changes_asked] = answer
@@ -226,14 +234,14 @@ class Driver:
     # -- the member's actions
 
     def learn(self, decision: AnyDecision) -> list[Action]:
-        """Take a decision in; return the actions."""
+        """Hand a decision to the member; return its actions."""
         actions = self.member.learn(decision)
         if isinstance(decision, Change) and decision.why is None:
             self._changed[decision.index] = self.entries
         return actions
 
     def do(self, actions: Collection[Action]) -> None:
-        """Carry actions out, in order."""
+        """Carry out actions, in order; those that take time are started as tasks."""
         for action in actions:
             match action:
                 case Post():
@@ -284,7 +292,7 @@ class Driver:
         self.around.changed()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside; if it fails, this rank is lost."""
+        """Run a coroutine as a task; if it fails, this rank is reported as lost."""
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._note_task)
@@ -328,7 +336,7 @@ class Driver:
         return self.store.file.identity.id_bytes
 
     async def _take_over_orphan(self, orphan: SeenStore) -> None:
-        """Make the record of a store that no rank writes to durable (I12)."""
+        """Make the newest record of a store that no rank writes to durable (I12)."""
         path = os.fspath(self.folder / rank_name(orphan.rank))
         opened = await open_medium(path, "auto", writers=1, copiers=1)
         try:
@@ -354,7 +362,7 @@ class Driver:
 
 
 def set_future(future: asyncio.Future[Any] | None, result: object) -> None:
-    """Set the result of a future, or its error, unless it has one."""
+    """Set the result of a future, or its error if ``result`` is one; do nothing if it is None, or done."""
     if future is None or future.done():
         return
     if isinstance(result, Exception):

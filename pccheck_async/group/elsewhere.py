@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts on another host.
+"""Restoring parts that lie on another host.
 
-Ranks come back on other nodes, and a world may have another size: then rank r reads the part of rank r modulo the old
-size. A part that only another host can reach is sent by the lowest rank there, piece by piece over the group's own
-store, into a file of this rank's store that is removed afterwards.
+Ranks may come back on other nodes, and their number may be another one: then rank r reads the part of rank r modulo the
+old number. A part that only another host can reach is sent by the lowest rank there, piece by piece over the group's
+own ``TCPStore``, into a file in the receiver's folder that is removed afterwards.
 """
 
 from __future__ import annotations
@@ -35,27 +35,30 @@ _PIECE_BYTES: Final = 4 << 20
 _AHEAD: Final = 4
 """Pieces that may wait on rank 0's host for their receiver."""
 _STOPPED: Final = b"-"
-"""In place of an acknowledgement: the receiver takes no more pieces."""
+"""The value in place of an acknowledgement by which the receiver says that it takes no more pieces."""
 _CANCELLED: Final = "the restore was cancelled"
 _KINDS: Final[dict[str, type[CheckpointError]]] = {
     "damaged": DamagedError,
     "corrupt": CorruptStoreError,
     "unread": ReadError,
 }
-"""Of a sender's errors; any other one says nothing of the part."""
+"""The classes of a sender's errors that are sent; any other error does not mean that the part is damaged."""
 
 
 def remove_fetched(folder: Path) -> None:
-    """Remove parts that a rank had received when it was killed; the owner of a store receives one at a time."""
+    """Remove the files of received parts from a rank's folder, as a killed process leaves them.
+
+    Called by the owner of the folder, which receives one part at a time.
+    """
     for left in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             left.unlink()
 
 
 async def send_part(client: Client, prefix: str, source: Source) -> None:
-    """Send a part to the rank that receives under ``prefix``, or the error of reading it; ends early with the receiver.
+    """Send a part, or the error of reading it, to the rank that receives under ``prefix``; stop if that one does.
 
-    ``client`` is this rank's; the part goes over a connection of its own.
+    ``client`` is this rank's; the part is sent over a connection of its own. Closes ``source``.
 
     Cancellation: ends once nothing is sent any more.
     """
@@ -122,10 +125,10 @@ class ReceivedPart(Source):
     """A part on another host, received into a file here.
 
     Args:
-        client: This rank's; the part comes over a connection of its own.
-        prefix: Of the keys under which it is sent.
+        client: This rank's client; the part is received over a connection of its own.
+        prefix: Prefix of the keys under which the part is sent.
         opened: The medium of the group's folder, which is prepared.
-        root: That folder.
+        root: The group's folder.
         folder: The name of this rank's folder in it, for the file.
     """
 
@@ -139,9 +142,9 @@ class ReceivedPart(Source):
         self._stopping = False
 
     async def acquire(self) -> File:
-        """Receive all of it.
+        """Receive the whole part into a file; return that file, open.
 
-        Cancellation: ends once nothing is received and written any more.
+        Cancellation: raised once nothing is received and written any more.
 
         Raises the sender's DamagedError, ReadError or CorruptStoreError; StoreFullError, WriteError: the file cannot be
         written; GroupError: the connection is lost.

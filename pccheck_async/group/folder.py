@@ -61,9 +61,9 @@ _POLL_SECONDS = 0.01
 
 
 def domain_of(folder: Path) -> str:
-    """Return the id of the filesystem that the folder is on; the first one there chooses it.
+    """Return the id of the filesystem that the folder is on; the first rank there makes folder and id.
 
-    Durability: it is durable when this returns. A crash before leaves no file, or all of it.
+    Durability: the id is durable when this returns. A crash before that leaves no file, or a complete one.
 
     Raises:
         StoreError: The folder is the store of one process.
@@ -85,7 +85,7 @@ def domain_of(folder: Path) -> str:
 
 
 def _make_domain(folder: Path) -> None:
-    """Make ``group.json`` if there is none, durably. Without hard links another rank may see it before its bytes."""
+    """Make ``group.json`` durably, if there is none. Without hard links another rank may see it empty at first."""
     path, data = folder / GROUP_NAME, encode_domain(secrets.token_hex(16))
     new = folder / f".{GROUP_NAME}.{secrets.token_hex(8)}"
     try:
@@ -103,9 +103,9 @@ def _make_domain(folder: Path) -> None:
 
 
 def wait_for_made(folder: Path) -> None:
-    """Wait until the rank that makes ``group.json`` has removed its link to it, which changes the time of its inode.
+    """Wait until the rank that makes ``group.json`` has removed its other link to it, which changes the inode's ctime.
 
-    Not longer than that may take: a crash leaves the link, and the time does not change any more.
+    Waits at most two seconds: after a crash the link stays, and the ctime does not change any more.
     """
     path, deadline = folder / GROUP_NAME, time.monotonic() + _MAKING_SECONDS
     with suppress(OSError):  # whoever reads it next says so
@@ -128,9 +128,9 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def stored_domain(folder: Path, wait: bool = False) -> str | None:
-    """Return the id in a folder's ``group.json``, None without one. Raises CorruptStoreError, ReadError.
+    """Return the id in a folder's ``group.json``, None if there is none. Raises CorruptStoreError, ReadError.
 
-    With ``wait`` also None, after a moment, if it is empty: another rank may be writing it.
+    With ``wait`` also None, after a moment, if the file is empty: another rank may be writing it.
     """
     try:
         data = Folder(folder).read_small(GROUP_NAME)
@@ -150,10 +150,10 @@ def stored_domain(folder: Path, wait: bool = False) -> str | None:
 
 
 def seen_stores(folder: Path, *, passes_over: bool = False) -> Iterator[SeenStore]:
-    """Yield the newest record of every rank's store in a folder; a store that was never whole is none.
+    """Yield every rank's store in a folder, as its newest record describes it; those never fully made are left out.
 
-    Raises CorruptStoreError if a store has no valid record, or is one of one process, unless that ``passes_over`` it;
-    ReadError.
+    Raises CorruptStoreError: a store has no valid record, or is a store of one process; with ``passes_over`` such a
+    store is left out instead. Raises ReadError.
     """
     reading = partial(read_stores, folder=folder, passes_over=passes_over)
     for rank, found in at_once(folder, reading).items():
@@ -163,7 +163,11 @@ def seen_stores(folder: Path, *, passes_over: bool = False) -> Iterator[SeenStor
 async def read_stores(
     opened: OpenMedium, folder: Path, *, passes_over: bool = False
 ) -> dict[int, tuple[Identity, Record]]:
-    """Return identity and newest record of every rank's store in a folder, by rank. Raises as :func:`seen_stores`."""
+    """Return identity and newest record of every rank's store in a folder, by rank.
+
+    A store without a valid record raises CorruptStoreError, or is left out with ``passes_over``, as are stores of one
+    process then. Raises ReadError.
+    """
     stores = dict[int, tuple[Identity, Record]]()
     for rank, path in rank_folders(folder).items():
         try:
@@ -178,7 +182,7 @@ async def read_stores(
 
 
 def seen_store(rank: int, identity: Identity, record: Record) -> SeenStore:
-    """Return a rank's store as described by its newest record. Raises CorruptStoreError if it is no rank's."""
+    """Return a rank's store as its newest record describes it. Raises CorruptStoreError: it is one of one process."""
     if record.parts is None:
         raise CorruptStoreError(
             f"{rank_name(rank)} holds a store of one process, and no rank's parts of a group's checkpoints: `pccheck "
@@ -198,22 +202,25 @@ def parts_of(record: Record) -> tuple[Part, ...]:
 
 
 def record_of(parts: tuple[Part, ...], applied: Applied | None, before: Record, line: Line | None = None) -> Record:
-    """Return the record that comes after ``before`` and names these parts, newest first; with this ``line``."""
+    """Return the record that follows ``before``: with these parts, newest first, ``applied`` decision and ``line``."""
     memberships = tuple(Membership(part.run, part.rank, part.world, part.committed) for part in parts)
     entries = tuple(part.entry for part in parts)
     return Record(before.generation + 1, entries, before.entries, Parts(applied, memberships), line)
 
 
 async def write_parts(store: Store, parts: tuple[Part, ...], applied: Applied | None) -> None:
-    """Write the record of a rank that names these parts, newest first. Raises StoreFailedError: no further records."""
+    """Write a rank's next record, which names these parts, newest first, and has the store's line.
+
+    Raises StoreFailedError: the store takes no further records.
+    """
     await store.rewrite(partial(record_of, parts, applied, line=store.committed.line))
 
 
 async def mark_rejected(store: Store, chosen: Collection[int]) -> None:
     """Mark the checkpoints of these counters as rejected in the record of one store, which is open for writing.
 
-    Of a group one marked part rejects a checkpoint: a crash between two ranks' stores leaves it rejected on all, or on
-    none.
+    One marked part rejects a group's checkpoint: a crash between two ranks' stores leaves it rejected for all ranks, or
+    for none.
 
     Durability: when this returns the marks survive power loss. Raises StoreFailedError.
     """
@@ -234,9 +241,9 @@ async def mark_rejected(store: Store, chosen: Collection[int]) -> None:
 async def drop_checkpoints(store: Store, keys: Collection[Key]) -> None:
     """Drop checkpoints for good from the record of one store, which is open for writing, and free their slots.
 
-    Of a group a crash between two ranks' stores leaves one that lacks parts: the same call drops the others.
+    A crash between two ranks' stores leaves a group's checkpoint without some parts: the same call drops the others.
 
-    Durability: when this returns they are gone also after a power failure. Raises StoreFailedError.
+    Durability: when this returns, a power failure does not bring them back. Raises StoreFailedError.
     """
     record = store.committed.record
     if record.parts is None:
@@ -252,7 +259,7 @@ async def drop_checkpoints(store: Store, keys: Collection[Key]) -> None:
 
 
 def remove_store(folder: Path, rank: int) -> None:
-    """Remove a rank's folder, by a rename first: a crash leaves all of it, or nothing that counts."""
+    """Remove a rank's folder, by a rename first: a crash leaves all of it, or only files that are never read."""
     aside = folder / f".removed-{rank_name(rank)}-{secrets.token_hex(8)}"
     with suppress(FileNotFoundError):
         (folder / rank_name(rank)).rename(aside)

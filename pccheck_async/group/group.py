@@ -25,19 +25,19 @@ class Group:
     """Ranks that save together, for programs that do not initialise torch.distributed.
 
     Args:
-        rank: This one.
-        world_size: How many there are.
-        store: A ``torch.distributed.Store`` that all of them reach; used at opening only. Of a store that earlier runs
-            used, give a ``PrefixStore`` with a prefix of this run.
+        rank: This rank.
+        world_size: Number of ranks.
+        store: A ``torch.distributed.Store`` that all ranks reach; used at opening only. If earlier runs used the same
+            store, give a ``PrefixStore`` with a prefix of this run.
         timeout: Seconds within which all ranks have to open the engine.
         replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
             ``["model.*"]``: saved once on each filesystem, as shards are. Parameters of ``DistributedDataParallel`` and
-            the state of their optimizers are known to be. All other plain values are each rank's own.
-        trusted_replicas: Globs over the paths of such tensors that are not compared. Of the others each save compares a
-            sample; if ranks differ, that checkpoint is aborted, and from the next one on each rank saves its own.
+            the state of their optimizers need no glob. All other plain values are each rank's own.
+        trusted_replicas: Globs over the paths of replicated tensors that are not compared. Each save compares a sample
+            of the others; if ranks differ, that checkpoint is aborted, and in later ones each rank saves its own.
 
     Raises:
-        ValueError: The rank is none of the world's, or there are no globs in a place for them.
+        ValueError: The rank is not in the world, or ``replicated`` or ``trusted_replicas`` is no list of globs.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Group:
     def from_env(
         cls, *, timeout: float = 300.0, replicated: Sequence[str] = (), trusted_replicas: Sequence[str] = ()
     ) -> Group:
-        """Return the group of the environment that torchrun makes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+        """Return the group that torchrun's environment describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
         store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
         return cls(
             rank,
@@ -78,7 +78,7 @@ class Group:
 
     @classmethod
     def of(cls, group: object, *, replicated: Sequence[str] = (), trusted_replicas: Sequence[str] = ()) -> Group:
-        """Return the group of a process group; or a :class:`Group` itself, or with globs that it does not have yet.
+        """Return the :class:`Group` of a process group; or ``group`` if it is one, or a copy with the globs added.
 
         Args:
             group: A ``torch.distributed.ProcessGroup``, such as ``dist.group.WORLD``, or a :class:`Group`.
@@ -86,8 +86,8 @@ class Group:
             trusted_replicas: As for :class:`Group`.
 
         Raises:
-            TypeError: It is none, or it has such globs already.
-            ValueError: This process is not in it, or there are no globs in a place for them.
+            TypeError: ``group`` is neither, or it is a :class:`Group` that has such globs already.
+            ValueError: This process is not in the group, or an argument is no list of globs.
         """
         if isinstance(group, Group):
             return group._with(replicated=replicated, trusted_replicas=trusted_replicas)
@@ -125,9 +125,9 @@ class Group:
         return dist.get_process_group_ranks(self._process_group)
 
     def share(self, address: Address | None) -> Address:
-        """Return the address that rank 0 gives. Blocks the calling thread; all ranks call this alike.
+        """Send rank 0's ``address`` to all ranks; return it. Blocks the calling thread; all ranks have to call this.
 
-        Raises GroupError: no address came in time.
+        ``address`` is None on other ranks. Raises GroupError: no address came in time.
         """
         if self._process_group is not None:
             shared: list[Address | None] = [address]

@@ -2,7 +2,7 @@
 """The group commit: one rank's part, and rank 0's decisions. Messages in, actions out: no I/O, no clock, no thread.
 
 How it is driven. Every rank has a :class:`Member`; rank 0 has a :class:`Coordinator`, too. An adapter calls a method
-for each thing that happened, and carries out the actions that it returns, in order. ``Post`` puts a message into rank
+for each event, and carries out the actions that the method returns, in order. ``Post`` puts a message into rank
 0's inbox; rank 0's adapter hands each message of the inbox to :meth:`Coordinator.receive` and appends the result to
 the log, in order; every adapter hands each decision of the log to :meth:`Member.learn`, rank 0's own, too. Calls of
 one object never overlap; nothing else is assumed: messages of different ranks may arrive in any order, and decisions
@@ -13,13 +13,14 @@ at any time later. A rank says hello once it holds the lock of its own store. ::
     writing    written, failed  -> WriteRecord, record_durable -> Post(Ok) ... Resolve ... WriteRecord, Free
     ending     drain, leave     -> the last record applies all decisions; ``idle`` is true when all is done
 
-``commit()`` of a store is split at its record: data durable before ``written``, the record by ``WriteRecord``, slots
-free by ``Free``. Applying a decision waits for the next prepare, which takes it along in its own record, unless an
-admission waits for a slot or a permit, a change of the kept checkpoints waits, or the engine drains.
+``commit()`` of a store is split at its record: the data is durable before ``written``, ``WriteRecord`` writes the
+record, ``Free`` frees slots. A decision is applied by the record of the next prepare, unless an admission waits for a
+slot or a permit, a change of the kept checkpoints waits, or the engine drains: then by a record of its own.
 
-Invariants: a prepare names all kept ones, an ok follows the flush, all oks decide, each rank that reads the decision
-resolves its handle, and a part goes only by an applied decision that keeps a newer complete checkpoint or that aborts
-it. The rules that this rests on are functions of their own: the tests replace one after the other by a wrong one.
+Invariants: the record of a prepare names all kept checkpoints; an ok follows the flush; a commit needs the oks of all
+ranks; each rank that reads the decision resolves its handle; and a part is dropped only by an applied decision that
+keeps a newer complete checkpoint, or that aborts the part's own. Each of the rules behind these is a function of its
+own: the tests replace one after the other by a wrong one.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ _IN_FLIGHT = (*_LEASED, _Phase.PREPARING, _Phase.PREPARED)
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A checkpoint from its request until nothing of it is left but its part."""
+    """A checkpoint from its request until nothing remains to be done for it."""
 
     step: int
     sums: dict[str, int]
@@ -125,13 +126,13 @@ class _Job:
     differing: tuple[int, ...] = ()
     replicas: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
-    """Of the paths that ``replicas`` were made of."""
+    """The digests of single replicas, by path, for :class:`Digests`."""
     phase: _Phase = _Phase.WAITING
     entry: Entry | None = None
     decided: int | None = None
-    """The number of decisions read up to the one about it,"""
+    """The number of decisions that this rank had read with the one about this checkpoint; None: there is none yet."""
     differs: bool = False
-    """and whether that was that replicas of it differ."""
+    """Whether it was aborted because replicas differ."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,13 +149,13 @@ class Member:
     """One rank's side of the protocol.
 
     Args:
-        rank: This one.
-        world: Ranks in the group.
-        max_in_flight: Checkpoints that hold a slot and are not ended, at most.
+        rank: This rank.
+        world: Number of ranks in the group.
+        max_in_flight: Most checkpoints that hold a slot and have not ended.
         reserved: The most checkpoints that retention keeps at a time (:attr:`Retention.reserved`).
-        own: This rank's own store as found at opening; its domain is not read. None: there is none yet.
-        in_memory: Whether the tier is that in memory: if it breaks, restores go on.
-        replicas: Of that in memory: how many other hosts have copies of each part.
+        own: This rank's own store as found at opening; its ``domain`` is not read. None: there is none yet.
+        in_memory: Whether this is the member of the memory tier: if that tier breaks, restores go on.
+        replicas: For the memory tier: number of other hosts that have copies of each part.
     """
 
     def __init__(
@@ -179,29 +180,29 @@ class Member:
         self.restore = Restore(rank)
         self.view: View | None = None
         self.nonce = 0
-        """Of the run that begins, from the opening on."""
+        """The random number of the run that begins; 0 before the opening."""
         self.line: Line | None = None
-        """Written when this rank joins the run; None without a tier in memory."""
+        """The line that this rank writes to its disk when it joins the run; None without a memory tier."""
         self.came_from: Key | None = None
-        """The checkpoint that the line says the run goes on from."""
+        """The checkpoint that the run goes on from by its line; None: it begins anew, or there is no memory tier."""
         self.counter = -1
-        """Of the last checkpoint that was requested; before the first, the one before that."""
+        """The counter of the last checkpoint that was requested; before the first one, the largest of earlier runs."""
         self.stopped: Broken | None = None
-        """Why nothing more is done in this run."""
+        """Why nothing more is done in this run; None while it goes on."""
         self.learned = 0
-        """Decisions taken in."""
+        """Number of decisions that were taken from the log."""
         self.parts: dict[Key, Part] = {part.key: part for part in own.parts} if own is not None else {}
         """The parts that the newest durable record names."""
         self.run: Run | None = None
-        """From decision 0 on."""
+        """The run that has begun; None before decision 0."""
         self.keep: dict[Key, bool] = {}
-        """The keep-list, each with whether it is pinned."""
+        """The keep-list: the checkpoints that the group keeps, each with whether it is pinned."""
         self.unproven: frozenset[Key] = frozenset()
         self.rejected: set[Key] = set()
-        """Those that restores pass over, and maybe some that are gone."""
+        """The rejected checkpoints, which restores pass over; some may be gone already."""
         self.settled = Settled()
         self.differing: frozenset[int] = frozenset()
-        """Hashes of ranks whose replicas differ: in captures from now on each saves its own."""
+        """Hashes of ranks whose replicas differ: in captures from now on each of them saves its own."""
         self._joining = False
         self._orphans: tuple[SeenStore, ...] = ()
         self._jobs: dict[int, _Job] = {}
@@ -210,7 +211,7 @@ class Member:
         self._latched: str | None = None
         self._draining = False
         self.changes_asked = 0
-        """How many changes of the kept checkpoints were requested; the next one has this number."""
+        """Number of changes of the kept checkpoints that were requested; the next one has this index."""
         self._unanswered: set[int] = set()  # changes
         self._changes: tuple[int, ...] = ()  # decided, and not in a durable record of this rank
         self._left = False
@@ -222,7 +223,7 @@ class Member:
         return [Post(Hello(self.rank, VERSION, self.world, domain, host, settings, address))]
 
     def found(self, stores: Sequence[SeenStore]) -> list[Action]:
-        """Report the stores in this domain, this rank's own among them; their ``domain`` is filled in here."""
+        """Report the stores in this domain, this rank's own among them; their ``domain`` is set here."""
         home = self.homes[self.rank]
         seen = tuple(replace(store, domain=home) for store in stores)
         # No rank writes to the folder of a rank that does not run here: this one answers for them.
@@ -231,7 +232,7 @@ class Member:
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """The domain of each rank; none before all have met."""
+        """The domain of each rank; empty before all ranks have met."""
         return self.roster.homes
 
     def _is_written(self, rank: int, home: int) -> bool:
@@ -265,9 +266,10 @@ class Member:
         differing: Collection[int] = (),
         counter: int | None = None,
     ) -> list[Action]:
-        """Request a checkpoint: :attr:`counter` is then its number, even if it fails.
+        """Request a checkpoint: its number is then :attr:`counter`, even if it fails.
 
-        ``sums`` and ``differing`` are those of :class:`Ok`. ``counter`` is given if others had numbers of another tier.
+        ``sums`` and ``differing`` are those of :class:`Ok`. ``counter`` is by default the next one; with a memory tier
+        it has to be given, as checkpoints of both tiers share one sequence of counters.
         """
         counter = self.counter = self.counter + 1 if counter is None else counter
         if self.stopped is not None:
@@ -289,7 +291,10 @@ class Member:
         replicas: Mapping[int, tuple[int, int]] | None = None,
         digests: Mapping[str, int] | None = None,
     ) -> list[Action]:
-        """Called when all of a checkpoint is durable in its slot. The last two are those of Ok and :class:`Digests`."""
+        """Called when all of a checkpoint is durable in its slot.
+
+        ``replicas`` is as in :class:`Ok`, ``digests`` as ``by_path`` in :class:`Digests`.
+        """
         job = self._jobs.get(counter)
         if job is not None and job.phase is _Phase.WRITING:  # else it was cancelled meanwhile, and `released` comes
             job.phase, job.entry = _Phase.WRITTEN, entry
@@ -315,12 +320,15 @@ class Member:
         return self._advance()
 
     def took_over(self, store_id: bytes) -> list[Action]:
-        """Called when this rank's store is its own, and its free slots are safe to write over (I12)."""
+        """Called when this rank has taken over its store, so that free slots are safe to write over (I12)."""
         return [Post(Joined(self.rank, store_id, self.came_from))]
 
     @property
     def kept_copies(self) -> set[Key]:
-        """Checkpoints of which this rank keeps other ranks' parts: the floor, or what was found, and what is coming."""
+        """The checkpoints of which this rank keeps copies of other ranks' parts.
+
+        These are the floor, or, before there is one, those of earlier runs that are kept; and the one being copied.
+        """
         rounds = self.rounds
         of_rounds = {rounds.floor, None if rounds.running is None else rounds.running.key}
         return {key for key in self.keep if key in of_rounds or (rounds.floor is None and key.run != self.run)}
@@ -330,7 +338,7 @@ class Member:
         return [Post(Copied(self.rank, number, why))]
 
     def record_durable(self) -> list[Action]:
-        """Called when the record was flushed: reports prepared parts, and frees parts that it does not name."""
+        """Called when the record was flushed: reports the parts that it prepares, frees those that it does not name."""
         if self._writing is None:  # it was given up meanwhile
             return []
         written, before = self._writing, self.parts
@@ -350,12 +358,12 @@ class Member:
         return actions + self._advance()
 
     def record_failed(self, why: str) -> list[Action]:
-        """Called when a flush, the record or the take-over failed: a restart may find either record (I11)."""
+        """Called when a flush, the record or the take-over failed: this rank writes no more records (I11)."""
         self._latched, self._writing = why, None
         return [Post(Failed(self.rank, self.counter, why, latched=True))]
 
     def lost(self, why: str, rank: int = 0) -> list[Action]:
-        """Called when rank 0 or its log is gone: all that wait fail, and nothing is dropped."""
+        """Called when rank 0 or its log is gone: all waiting calls fail, and no checkpoint is dropped."""
         actions = self._stop(Broken(why, rank))
         if self.restore.active:
             self.restore.active = False
@@ -363,7 +371,7 @@ class Member:
         return actions
 
     def preempted(self) -> list[Action]:
-        """Report that this rank was preempted: the schedule will have the step after which all stop."""
+        """Report that this rank was preempted: the schedule will name the step after which all ranks stop."""
         return [Post(Preempted(self.rank))]
 
     def drain(self) -> list[Action]:
@@ -372,9 +380,9 @@ class Member:
         return self._advance()
 
     def leave(self, why: str | None = None) -> list[Action]:
-        """Take part in no later checkpoint; with an error none that still waits begins. Rank 0 leaves last.
+        """Take part in no later checkpoint; with an error (``why``), checkpoints that wait for admission fail.
 
-        Checkpoints being written go on, or are cancelled and reported as ``failed`` before this.
+        Checkpoints being written go on, or are cancelled and reported as ``failed`` before this. Rank 0 leaves last.
         """
         if self._left:
             return []
@@ -387,15 +395,15 @@ class Member:
         return [*actions, Post(Goodbye(self.rank, self.counter, why)), *self.drain()]
 
     def pin(self, which: int | str, pinned: bool) -> list[Action]:
-        """Pin the newest checkpoint of a step, or that of a name; or unpin all of them."""
+        """Request to pin the newest checkpoint of a step, or that of a name; or to unpin all of the step or name."""
         return self._change(WantedStep("pin" if pinned else "unpin", which))
 
     def remove(self, which: int | str, *, force: bool) -> list[Action]:
-        """Drop all checkpoints of a step, or that of a name."""
+        """Request to drop all checkpoints of a step, or that of a name; ``force``: even if no other is left."""
         return self._change(WantedStep("remove even the last" if force else "remove", which))
 
     def reject(self, which: int | str, until: int) -> list[Action]:
-        """Reject all from a step, or from the checkpoint of a name, on, up to a counter, in flight too."""
+        """Request to reject all checkpoints from a step or name on, up to the counter ``until``, also in flight."""
         return self._change(WantedStep("reject", which, until))
 
     def was_rejected(self, which: int | str, until: int) -> list[Action]:
@@ -403,12 +411,12 @@ class Member:
         return self._change(WantedStep("was rejected", which, until))
 
     def is_over(self, counter: int) -> bool:
-        """Whether a checkpoint was decided, or will be without a commit, as it failed on this rank."""
+        """Return whether a checkpoint was decided about, or cannot be committed any more, as it failed on this rank."""
         job = self._jobs.get(counter)
         return counter in self.settled or (job is not None and job.phase is _Phase.FAILED)
 
     def _change(self, wanted: WantedStep) -> list[Action]:
-        """Request a change of the kept checkpoints. Calls are numbered from 0 on."""
+        """Request a change of the kept checkpoints, joining the run if need be. Requests are numbered from 0 on."""
         index = self.changes_asked
         self.changes_asked += 1
         if self.stopped is not None:
@@ -422,7 +430,10 @@ class Member:
         return self._joining
 
     def join(self) -> list[Action]:
-        """At a run's first admission, in any tier: until then opening it has written nothing."""
+        """Join the run, by taking over this rank's store, unless that was begun. Called at the run's first admission.
+
+        Opening the group writes nothing to the stores before that.
+        """
         if self._joining:
             return []
         self._joining = True
@@ -464,7 +475,7 @@ class Member:
         return in_flight < self.max_in_flight and len(named) + leased < self._capacity()
 
     def _capacity(self) -> int:
-        """Slots at most. Those of dead runs on the keep-list have their own, or a crash loop would leave none."""
+        """The most slots. Kept checkpoints of earlier runs have slots of their own: else a crash loop uses up all."""
         return self.max_in_flight + max(self.reserved, len(self.keep) + len(self.unproven))
 
     def _record_due(self, run: Run) -> WriteRecord | None:
@@ -491,9 +502,9 @@ class Member:
         return Applied(run, self.learned, tuple(key for key, pinned in self.keep.items() if pinned))
 
     def _apply_is_due(self) -> bool:
-        """Whether an apply does not wait for the next prepare.
+        """Whether a record that applies decisions does not wait for the next prepare.
 
-        A restart must not find a checkpoint whose replicas differ: until the apply all records name it.
+        A restart must not find a checkpoint whose replicas differ: until its abort is applied, all records name it.
         """
         return self._draining or any(job.phase is _Phase.WAITING or job.differs for job in self._jobs.values())
 
@@ -507,7 +518,7 @@ class Member:
     # -- decisions
 
     def learn(self, decision: AnyDecision) -> list[Action]:
-        """Take the next decision of the log in."""
+        """Take the next decision of the log, and return the actions for it."""
         self.learned += 1
         match decision:
             case Next() | Propose() | Confirm() | Withdraw():
@@ -567,7 +578,7 @@ class Member:
         return [*actions, *self._note_change(decision.index), *self._advance()]
 
     def _note_change(self, index: int) -> list[Action]:
-        """Make a change's caller wait for the record that has it: until then a crash may undo it."""
+        """Make the caller of a change wait until a record with the change is durable: before, a crash may undo it."""
         self._changes += (index,)
         return []
 
@@ -587,7 +598,10 @@ class Member:
         return [resolve]
 
     def _remove_orphans(self) -> list[Action]:
-        """Remove folders of which a commit of this run keeps nothing; before one, they may be all there is."""
+        """Remove folders without a writer that hold no kept checkpoint. Called after a commit of this run only.
+
+        Before one, such folders may hold the only complete checkpoint.
+        """
         gone = tuple(one for one in self._orphans if not any(part.key in self.keep for part in one.parts))
         self._orphans = tuple(one for one in self._orphans if one not in gone)
         return [RemoveOrphans(gone)] if gone else []
@@ -607,11 +621,11 @@ class Member:
 def apply_decisions(
     parts: Mapping[Key, Part], run: Run, keep: Mapping[Key, bool], unproven: Collection[Key], settled: Settled
 ) -> dict[Key, Part]:
-    """Return those of a rank's ``parts`` that its next record names, after all decisions of the group so far.
+    """Return the parts of a rank's ``parts`` that its next record names, after all decisions of the group so far.
 
-    They are those of the checkpoints that the group keeps (``keep``; the value: whether it is pinned), those about
-    which this run has not decided yet, and those that it cannot decide about (``unproven``). All other parts are left
-    out: of checkpoints that were aborted, superseded, no longer kept, or begun by a run that ended.
+    Parts are named of checkpoints that the group keeps (``keep``; the value: whether it is pinned), that this run has
+    not decided about yet, and that it cannot decide about (``unproven``). All other parts are left out: of checkpoints
+    that were aborted, superseded, no longer kept, or begun by a run that ended.
     """
     named: dict[Key, Part] = {}
     for key, part in parts.items():
@@ -624,5 +638,5 @@ def apply_decisions(
 
 
 def is_undecided(key: Key, run: Run, settled: Settled) -> bool:
-    """Whether a part is of this run, and nothing was decided about it."""
+    """Return whether the checkpoint ``key`` is of this run, and nothing was decided about it."""
     return key.run == run and key.counter not in settled

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier in memory of one rank: a store of its own on tmpfs, about which the ranks vote as about those on disk.
+"""The memory tier of one rank: a store of its own on tmpfs, on whose checkpoints the ranks vote as on those on disk.
 
-A host's stores lie in one folder, whose name follows from the group's folder on disk as this host sees it. Which host
-that is, other ranks know by the tmpfs: no file says so, as the last rank that leaves removes the folder.
+The stores of one host lie in one folder, whose name follows from the group's folder on disk as this host sees it. Ranks
+tell hosts apart by the tmpfs, not by a file in that folder, as the last rank that leaves removes the folder.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from pccheck_async.transfer.operations import Operations
 __all__ = ["UNDECIDED", "GroupMemory"]
 
 UNDECIDED = 2
-"""Checkpoints in memory that may be written, or wait for the decision: beside them the last decided one stays."""
+"""Most checkpoints in memory that are being written, or wait for the decision, beside the last one decided about."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class GroupMemory:
-    """One rank's side of the tier in memory.
+    """One rank's side of the memory tier.
 
     Args:
-        memory: The tier, whose store is open.
-        disk: Of the other tier, which is open.
-        around: As for that.
-        steps: Of that.
-        server: On rank 0: the control plane.
-        operations: The engine's.
-        listener: For copies of other ranks' checkpoints; None if there are to be none.
+        memory: The memory tier, whose store is open.
+        disk: The driver of the disk, with which the group is open.
+        around: The surroundings of that driver.
+        steps: The training steps of the disk.
+        server: The control plane, on rank 0; else None.
+        operations: The engine's threads.
+        listener: Takes connections for copies of other ranks' checkpoints; None if there are to be no copies.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GroupMemory:
         memory.on_off = lambda why: self.driver.do(member.record_failed(why))
 
     async def open(self, host: str) -> None:
-        """Meet the other ranks. Raises GroupError."""
+        """Meet the other ranks in this tier. Raises GroupError. Logs which checkpoints in memory are not valid."""
         driver = self.driver
         try:
             await driver.opened.medium.prepare(create=False)
@@ -114,7 +114,7 @@ class GroupMemory:
 
     @property
     def homes(self) -> Sequence[int]:
-        """The domain of each rank: those of one domain see each other's parts in both tiers."""
+        """The domain of each rank: ranks with equal domains see each other's parts in both tiers."""
         pairs = [*zip(self._disk.member.homes, self.driver.member.homes, strict=True)]
         return [pairs.index(pair) for pair in pairs]
 
@@ -130,7 +130,7 @@ class GroupMemory:
         *,
         on_disk: bool,
     ) -> list[Action]:
-        """Request a checkpoint; return the actions for the disk."""
+        """Request a checkpoint in memory, and also ``on_disk``; return the actions for the disk."""
         self.driver.begin(counter)
         on_disk_too, actions = self.tiers.request(step, metadata, sums, differing, on_disk=on_disk)
         assert self.driver.member.counter == counter, (self.driver.member.counter, counter)
@@ -138,14 +138,17 @@ class GroupMemory:
         return on_disk_too
 
     async def admitted(self, counter: int) -> bool:
-        """Wait until a checkpoint may be written; False if the group decided about it already."""
+        """Wait until a checkpoint may be written in memory; return False if the group decided about it already."""
         try:
             return await self.driver.admitted(counter)
         except CheckpointError:
             return False
 
     async def commit(self, written: Written, sample: ReplicaSample | None) -> asyncio.Future[bool]:
-        """Vote for a checkpoint; return a future of whether it was committed. Raises the errors of its data."""
+        """Vote for a checkpoint, once its data is durable in memory. Raises the errors of :meth:`Store.finish_data`.
+
+        Returns a future: True if this checkpoint, or a newer one, is committed, False if it failed.
+        """
         await self._memory.store.finish_data(written)
         self.driver.note_written(written.entry.counter)
         return asyncio.ensure_future(self._decided(written, sample))
@@ -164,7 +167,7 @@ class GroupMemory:
             self.driver.ended(written.entry.counter, error)
 
     def ended(self, counter: int, error: Exception | None) -> None:
-        """Called when nothing of a checkpoint is being written any more; one that was written ends by the decision."""
+        """Called when nothing of a checkpoint is being written; does nothing if it was written, and waits for votes."""
         if not self.driver.is_committing(counter):
             self.driver.ended(counter, error or GroupError("it was not saved in memory"))
 
@@ -172,7 +175,7 @@ class GroupMemory:
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """Those of which a part is in memory, on any host, newest first: the same on all ranks."""
+        """The checkpoints of which a part is in memory, on any host, newest first: the same on all ranks."""
         member = self.driver.member
         if (view := member.view) is None:
             return ()
@@ -189,7 +192,7 @@ class GroupMemory:
 
     @property
     def unsaved(self) -> Entry | None:
-        """The newest one, if this run made it, and it is newer than all on disk."""
+        """The newest checkpoint in memory, if it is of this run, newer than all on disk, and did not fail there."""
         member, newest = self.driver.member, next(iter(self.entries), None)
         on_disk = max((entry.counter for entry in self._disk.entries), default=-1)
         if newest is None or member.run is None or newest.counter <= on_disk:
@@ -200,9 +203,9 @@ class GroupMemory:
         return None if part is None else part.entry
 
     def follow(self, index: int) -> asyncio.Future[Sequence[Entry]]:
-        """Take part in the run before a change of the kept checkpoints on disk, which memory follows.
+        """Join the run in both tiers, before the change ``index`` of the kept checkpoints on disk; memory follows it.
 
-        Returns a future that is done when this rank's record in memory has the change.
+        Returns a future that is done when this rank's record in memory has the change, or the tier is broken.
         """
         self._disk.do(self.tiers.join(unrestored=True))
         self.driver.do(self.driver.member.join())
@@ -215,7 +218,7 @@ class GroupMemory:
 
     @property
     def is_disposable(self) -> bool:
-        """Whether the disk has all that is in memory."""
+        """Whether the disk has all checkpoints that are in memory, so that memory need not be kept."""
         member = self.driver.member
         if self._disk.member.stopped is not None or (member.run is None and member.parts):
             return False
@@ -223,7 +226,10 @@ class GroupMemory:
         return newest is None or (on_disk is not None and on_disk.counter >= newest.counter)
 
     def note_stopped(self, disk: Broken | None) -> None:
-        """Called after each decision; ``disk``: why nothing more is decided in the other tier."""
+        """Called after each decision: if a tier is broken, end the waiting for memory; if this one is, turn it off.
+
+        ``disk``: why nothing more is decided in the disk's tier; None while decisions are made.
+        """
         own = self.driver.member.stopped
         if (broken := disk or own) is not None:
             set_future(self.driver.ready, GroupError(broken.why))
@@ -236,7 +242,7 @@ class GroupMemory:
 
 
 def _domain_of(folder: Path) -> str:
-    """Return a name of the tmpfs that a folder is on, and of the folder: ranks that see the same one have the same."""
+    """Return an id of a folder on a tmpfs: equal for ranks that see the same folder."""
     try:
         boot = Path(_BOOT_ID).read_text().strip()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading from the tier in memory without an engine, also beside the one that writes there. Nothing here writes."""
+"""Reading from the memory tier without an engine, also while one writes there. Nothing in this module writes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ __all__ = ["check_read_tier", "open_memory_place", "open_tier", "read_memory_pla
 
 
 class MemoryPlace(Place):
-    """The store in memory that belongs to one on disk, which says which of its checkpoints count; or those of a group.
+    """The store in memory that belongs to a store on disk, or the stores of a group's ranks in memory.
 
-    Of a group only checkpoints count that have all their parts in the memory of this machine.
+    The line on disk decides which checkpoints are valid. Of a group only checkpoints are complete that have all their
+    parts in the memory of this machine.
 
     Args:
-        path: The folder of the store on disk.
+        path: The folder of the store on disk, or of the group.
         opened: The medium of the folder in memory.
-        of_group: Whether it is that of a group.
-        rank: As for :class:`Place`.
+        of_group: Whether the folder in memory is a group's.
+        rank: The rank whose part is read first, as for :class:`Place`.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ def _nothing(path: str | os.PathLike[str]) -> NoCheckpointError:
 
 
 def _folder(path: str | os.PathLike[str], tier: MemoryTier) -> Path:
-    """Return the folder in memory of the store at ``path``.
+    """Return the folder in memory of the store, or the group, at ``path``.
 
-    Raises NoCheckpointError if there is none; StoreError if it may be another user's.
+    Raises NoCheckpointError: there is none; StoreError: it may be another user's.
     """
     place, root = _place_on_disk(path), memory_root(tier)
     if place.of_group:
@@ -111,7 +112,7 @@ def _folder(path: str | os.PathLike[str], tier: MemoryTier) -> Path:
 async def open_memory_place(
     path: str | os.PathLike[str], tier: MemoryTier, host_memory: int | Auto = "auto", *, rank: int | None = None
 ) -> MemoryPlace:
-    """Open the tier in memory of the store at ``path``, and read its records; close it.
+    """Open the memory tier of the store at ``path``, and read its records. The caller closes the place.
 
     Raises NoCheckpointError, StoreError, and the errors of :meth:`Place.look`.
     """
@@ -133,7 +134,7 @@ async def _look(path: str | os.PathLike[str], opened: OpenMedium, folder: Path, 
 
 
 def check_read_tier(tier: Tier | MemoryTier) -> Literal["disk"] | MemoryTier:
-    """Return the tier to read from, as users give it. Raises ValueError for other names."""
+    """Return the tier to read from, given as users do: "memory" becomes ``MemoryTier()``. Raises ValueError."""
     if isinstance(tier, MemoryTier):
         return tier
     return "disk" if check_tier(tier) == "disk" else MemoryTier()
@@ -147,13 +148,16 @@ async def open_tier(
     *,
     rank: int | None = None,
 ) -> Place:
-    """Open the folder at ``path``, or the tier in memory of it (see :func:`open_place`, :func:`open_memory_place`)."""
+    """Open the store at ``path``, or its memory tier (see :func:`open_place`, :func:`open_memory_place`)."""
     if tier == "disk":
         return await open_place(path, io, host_memory, rank=rank)
     return await open_memory_place(path, tier, host_memory, rank=rank)
 
 
 def read_memory_place(path: str | os.PathLike[str], tier: MemoryTier) -> MemoryPlace:
-    """Read the records on this thread. Raises the errors of :func:`open_memory_place`; the place is closed."""
+    """Read the records in memory, blocking this thread; return the place, closed.
+
+    Raises the errors of :func:`open_memory_place`.
+    """
     folder = _folder(path, tier)
     return at_once(folder, lambda opened: _look(path, opened, folder))

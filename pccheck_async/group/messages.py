@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of ranks to rank 0, by way of its inbox, and the decisions of rank 0 for all of them, in one order.
+"""The messages of ranks to rank 0, through its inbox, and the decisions of rank 0 for all ranks, in one ordered log.
 
-Both travel as MessagePack arrays that begin with their type's name. Numbers of decisions are their places in the log.
+Both are sent as MessagePack arrays that begin with their type's name. A decision's number is its place in the log.
 """
 
 from __future__ import annotations
@@ -70,27 +70,27 @@ __all__ = [
 ]  # fmt: skip
 
 VERSION = 9
-"""Of this protocol. Ranks with different ones refuse to open."""
+"""The version of this protocol. Ranks with different versions refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
 NetworkAddress: TypeAlias = tuple[str, int]
 
 
 class KeptPart(NamedTuple):
-    """One line of a keep-list."""
+    """An entry of a keep-list: a checkpoint, and whether it is pinned."""
 
     key: Key
     pinned: bool
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From one rank to rank 0."""
+    """A message of one rank to rank 0."""
 
     rank: int
 
 
 class GroupDecision(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From rank 0 to all."""
+    """A decision of rank 0 for all ranks."""
 
 
 # -- opening
@@ -102,24 +102,24 @@ class Hello(Message, frozen=True):
     version: int
     world: int
     domain: str
-    """The id of its filesystem: those with equal ids see each other's folders."""
+    """The id of the rank's filesystem: ranks with equal ids see each other's folders."""
     host: str
     settings: str
     """The settings that must be equal on all ranks, encoded."""
     address: NetworkAddress | None = None
-    """At which it takes copies of other ranks' checkpoints in memory; None: it takes none."""
+    """The address at which it takes copies of other ranks' checkpoints in memory; None: it takes none."""
 
 
 class Roster(GroupDecision, frozen=True):
-    """All are here; the lowest rank of each domain reads all rank folders there."""
+    """All ranks have said hello; the lowest rank of each domain now reads all rank folders there."""
 
     homes: tuple[int, ...]
     """The domain of each rank."""
     hosts: tuple[str, ...]
     addresses: tuple[NetworkAddress | None, ...] = ()
-    """By rank."""
+    """The ``address`` of each rank's :class:`Hello`, by rank; empty without copies."""
     token: bytes = b""
-    """By which ranks that send copies to each other prove that they are of this run."""
+    """The secret by which ranks that send copies to each other prove that they are of this run."""
 
 
 class Found(Message, frozen=True):
@@ -129,11 +129,11 @@ class Found(Message, frozen=True):
 
 
 class Opened(GroupDecision, frozen=True):
-    """The findings of all ranks together."""
+    """The group is open: the view that follows from the findings of all ranks."""
 
     view: View
     nonce: int = 0
-    """Of the run that begins: with the number in ``view`` its line names it, before its first decision."""
+    """The random number of the run that begins. With the number in ``view`` it names the run in its line."""
 
 
 class Refused(GroupDecision, frozen=True):
@@ -146,15 +146,15 @@ class Refused(GroupDecision, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """A rank's store is its own: created, or its newest record made durable (I12), with the run's line."""
+    """A rank has taken over its store: created it, or made its newest record durable (I12), with the run's line."""
 
     store_id: bytes
     came_from: Key | None = None
-    """The checkpoint that the line says the run goes on from."""
+    """The checkpoint that the run goes on from by its line; None: it begins anew, or there is no memory tier."""
 
 
 class Start(GroupDecision, frozen=True):
-    """Decision 0 of a run: nothing is prepared before it."""
+    """Decision 0 of a run: no checkpoint is prepared before it."""
 
     run: Run
     keep: tuple[KeptPart, ...]
@@ -162,7 +162,7 @@ class Start(GroupDecision, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """Rank 0 admitted a checkpoint: its step, for retention, and its metadata, which count for all."""
+    """Rank 0 admitted a checkpoint: its step, for retention, and its metadata, which hold for all ranks."""
 
     counter: int
     step: int
@@ -176,14 +176,14 @@ class Ok(Message, frozen=True):
     counter: int
     step: int
     entry: Entry | None
-    """Rank 0's."""
+    """The entry of the checkpoint, from rank 0; None from other ranks."""
     sums: Mapping[str, int] = {}
-    """By outermost names in the state, numbers that make 0 over all ranks, modulo 2**64, unless a tensor that
-    several ranks have is saved by none or by several of them, or one of them lacks it."""
+    """Numbers by outermost names in the state. Over all ranks those of a name add up to 0 modulo 2**64, unless a tensor
+    that several ranks have is saved by none or by several of them, or one of them lacks it."""
     name: str | None = None
-    """Its name on this rank."""
+    """The checkpoint's name on this rank."""
     replicas: Mapping[int, tuple[int, int]] = {}
-    """By hashes of ranks that are believed to have tensors alike: which part of these is compared, and its digest."""
+    """By hashes of ranks that are believed to have equal tensors: the number of the compared part, and its digest."""
     differing: tuple[int, ...] = ()
     """Hashes of ranks that were known to differ when the state was captured: each of them saved its own."""
 
@@ -194,22 +194,22 @@ class Failed(Message, frozen=True):
     counter: int
     why: str
     latched: bool
-    """A flush or a record failed: the rank's store takes no more."""
+    """Whether a flush or a record failed, so that the rank's store takes no more commits."""
     torn: bool = False
-    """Its capture was torn."""
+    """Whether the rank's capture was torn."""
 
 
 class Commit(GroupDecision, frozen=True):
-    """A checkpoint is complete."""
+    """A checkpoint is committed: the parts of all ranks are durable."""
 
     counter: int
     keep: tuple[KeptPart, ...]
     superseded: tuple[int, ...]
-    """Older ones in flight that retention would not keep beside it."""
+    """The older checkpoints in flight that retention would not keep beside it."""
 
 
 class Compare(GroupDecision, frozen=True):
-    """Digests of a prepared checkpoint differ: ranks send theirs by path, and from the next one on save their own."""
+    """Digests of a prepared checkpoint differ: ranks send theirs by path; later each rank saves its own replicas."""
 
     counter: int
     differing: tuple[int, ...]
@@ -232,20 +232,21 @@ class Abort(GroupDecision, frozen=True):
     counter: int
     why: str
     rank: int
-    """The one whose part failed; -1: none did."""
+    """The rank whose part failed; -1: none did."""
     cause: Cause = "failed"
     """"differs": replicas of it differ, and the next one holds each rank's own; "torn": a rank's capture was torn."""
 
 
 Refusal: TypeAlias = Literal["missing", "refused", "lost"]
-"""Why a change was refused: there is no such checkpoint, it may not be, or the ranks do not agree."""
+"""Why a change was refused. ``missing``: there is no such checkpoint; ``refused``: the change is not allowed; ``lost``:
+the ranks ask for different changes, or the group is broken."""
 
 
 class WantedStep(NamedTuple):
     """A change of the kept checkpoints."""
 
     change: Literal["pin", "unpin", "remove", "remove even the last", "reject", "was rejected"]
-    """``was rejected`` changes nothing; it is answered once every rank's record has the marks of the one before."""
+    """``was rejected`` changes nothing: it is answered once every rank's record has the marks of the last rejection."""
     which: int | str
     until: int = -1
     """The counter of the last checkpoint that a rejection covers; -1 for other changes."""
@@ -258,7 +259,7 @@ class ChangeRequest(Message, frozen=True):
     """A request for a change, which all ranks send alike."""
 
     index: int
-    """The number of earlier requests."""
+    """The number of earlier requests of the rank."""
     wanted: WantedStep
 
 
@@ -272,22 +273,22 @@ class Change(GroupDecision, frozen=True):
     """Why it was refused; then nothing is changed."""
     refused: Refusal = "lost"
     rejected: tuple[Key, ...] = ()
-    """Those that restores pass over from now on, besides earlier ones."""
+    """The checkpoints that restores pass over from now on, in addition to earlier ones."""
     superseded: tuple[int, ...] = ()
-    """Those in flight that were rejected."""
+    """The rejected checkpoints that were in flight."""
 
 
 class Goodbye(Message, frozen=True):
     """A rank takes part in no later checkpoint."""
 
     counter: int
-    """The last one."""
+    """The counter of the last checkpoint that the rank requested."""
     why: str | None
-    """The error that it leaves with."""
+    """The error that the rank leaves with; None: without one."""
 
 
 class Broken(GroupDecision, frozen=True):
-    """Nothing more is decided in this run; nothing is dropped."""
+    """Nothing more is decided in this run; no checkpoint is dropped."""
 
     why: str
     rank: int
@@ -297,11 +298,11 @@ class Broken(GroupDecision, frozen=True):
 
 
 class Next(GroupDecision, frozen=True):
-    """The next step at which all ranks act alike."""
+    """The next scheduled step."""
 
     step: int
     save: bool = True
-    """They save; else it only marks how far the schedule is known."""
+    """Whether all ranks save after this step; else it only marks how far the schedule is known."""
 
 
 class Preempted(Message, frozen=True):
@@ -309,7 +310,7 @@ class Preempted(Message, frozen=True):
 
 
 class Propose(GroupDecision, frozen=True):
-    """A last step before all ranks exit."""
+    """A proposal of the last step before all ranks exit."""
 
     number: int
     step: int
@@ -320,13 +321,13 @@ class Acknowledge(Message, frozen=True):
 
     number: int
     passed: int | None
-    """Refused: the rank has come to this step already."""
+    """The step that the rank has come to, if it refuses as that is past the proposed one; None: it does not refuse."""
     ended: bool
-    """Refused: its loop has ended."""
+    """Whether it refuses because its loop has ended."""
 
 
 class Confirm(GroupDecision, frozen=True):
-    """All acknowledged the proposal."""
+    """All ranks accepted the proposed last step."""
 
     step: int
 
@@ -347,23 +348,27 @@ class RestoreRequest(Message, frozen=True):
 
 
 class Candidate(GroupDecision, frozen=True):
-    """Match the manifest of your part with your state. ``why``: the one before was damaged; empty for the first."""
+    """Each rank compares the manifest of its part with its state.
+
+    ``why``: why the candidate before this one was passed over, as damaged; empty for the first.
+    """
 
     index: int
     attempt: int
     key: Key
     why: str = ""
     passed: tuple[int, ...] = ()
-    """By rank, how many sources of its part cannot be read, so that the next one is; empty: none."""
+    """By rank, how many sources of its part could not be read, so that the next one is read; empty: none for all."""
 
 
 MatchOutcome: TypeAlias = Literal["ok", "mismatch", "unseen", "elsewhere", "damaged", "unread"]
-"""``unread``: a read failed, and may succeed another time; ``elsewhere``: this copy cannot be read, another host has
-one; ``unseen``: a mismatch, maybe for want of parts that only the memory of other hosts has."""
+"""``ok``: the part matches the state; ``mismatch``: it does not; ``unseen``: it does not, maybe because this rank does
+not see parts in the memory of other hosts; ``damaged``: the part is; ``unread``: a read failed, and may succeed another
+time; ``elsewhere``: this copy cannot be read, but another host has one."""
 
 
 class Matched(Message, frozen=True):
-    """The outcome of a rank's match of the candidate."""
+    """The outcome of a rank's comparison of the candidate with its state."""
 
     index: int
     attempt: int
@@ -372,14 +377,14 @@ class Matched(Message, frozen=True):
 
 
 class Verify(GroupDecision, frozen=True):
-    """All match: verify all chunks of your part."""
+    """All ranks match: each one fills its arrays from its part, and verifies the chunks."""
 
     index: int
     attempt: int
 
 
 class Verified(Message, frozen=True):
-    """The outcome of a rank's reading of the candidate."""
+    """The outcome of a rank's reading of the candidate; ``damage``: why it cannot be read, None: it was."""
 
     index: int
     attempt: int
@@ -387,18 +392,18 @@ class Verified(Message, frozen=True):
     differing: tuple[int, ...]
     """Hashes of ranks that this one found to have saved different replicas."""
     unread: bool = False
-    """The damage is a read that failed, and may succeed another time."""
+    """Whether the damage is a read that failed, and may succeed another time."""
     elsewhere: bool = False
-    """Another host has a copy."""
+    """Whether another host has a copy of the damaged part."""
 
 
 class Restored(GroupDecision, frozen=True):
-    """All parts are whole: change the state now."""
+    """All parts are whole: each rank now completes the change of its state."""
 
     index: int
     key: Key
     differing: tuple[int, ...]
-    """All hashes that ranks found: in captures from now on each of these ranks saves its own."""
+    """Hashes of all ranks that were found to differ: in captures from now on each of these ranks saves its own."""
 
 
 Reason: TypeAlias = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement", "rejected"]
@@ -411,7 +416,7 @@ class NotRestored(GroupDecision, frozen=True):
     index: int
     reason: Reason
     why: Mapping[int, str]
-    """By rank; empty if the reason is the same for all."""
+    """The reason in words, by rank; by -1 if it is the same for all; empty if there is nothing to say."""
 
 
 # -- copies of checkpoints in memory on other hosts
@@ -429,25 +434,25 @@ class Round(GroupDecision, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """All holders of this rank's copies have its part, verified, and named by a record; or one has not."""
+    """All holders of a rank's copies have its part, verified, and named by a record; or, with ``why``, one has not."""
 
     number: int
-    """Of the round."""
+    """The number of the round."""
     why: str | None = None
-    """Why not: it begins with the holder's name."""
+    """Why a holder does not have the part, with that rank's number; None: all have it."""
 
 
 class RoundEnd(GroupDecision, frozen=True):
-    """The copies of all ranks are there: the checkpoint survives the loss of hosts, and replaces the one before it."""
+    """A round has ended: without ``why``, all copies are there, and the checkpoint replaces the last one copied."""
 
     number: int
     key: Key
     step: int
     keep: tuple[KeptPart, ...]
     why: str | None = None
-    """Why the round failed; the one before stays then."""
+    """Why the round failed, so that the last checkpoint that was copied stays; None: it succeeded."""
     rank: int = -1
-    """The one that could not send its part; -1: none, as the checkpoint was removed, or a rank has left."""
+    """The rank that could not send its part; -1: none, as the checkpoint was removed, or a rank has left."""
 
 
 _Message = (
@@ -476,7 +481,7 @@ class InMemory(GroupDecision, frozen=True):
 
 
 def about_memory(message: AnyMessage) -> AboutMemory:
-    """Return a member's message as one about the tier in memory."""
+    """Return a message of the memory tier's member, wrapped as one about that tier."""
     assert not isinstance(message, AboutMemory)
     return AboutMemory(message.rank, message)
 
@@ -489,7 +494,7 @@ _decision_decoder: msgspec.msgpack.Decoder[AnyDecision] = msgspec.msgpack.Decode
 
 
 def encode(message: Any) -> bytes:
-    """Return the bytes of a message or a decision; lone surrogates, as names and errors may have, go as escapes."""
+    """Return the bytes of a message or a decision; lone surrogates, as names and errors may have, become escapes."""
     try:
         return msgspec.msgpack.encode(message)
     except UnicodeEncodeError:

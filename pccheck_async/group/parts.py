@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a group's commit records: one rank's part of a checkpoint, and the last decision a record applied."""
+"""The contents of a group's commit records: a rank's parts of checkpoints, and the last decision that was applied."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     rank: int
     world: int
     committed: bool
-    """The record applied the decision that committed it; else it is only prepared. That decides nothing:
-    a checkpoint is complete when all ranks' records name it, no matter which ranks read the decision."""
+    """Whether the record applied the decision that committed the checkpoint; else the part is only prepared. This does
+    not matter for completeness: a checkpoint is complete if all ranks' records name it, whoever read the decision."""
     entry: Entry
 
     @property
@@ -50,33 +50,33 @@ class SeenStore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """A store as found at opening."""
 
     domain: int
-    """Its filesystem, numbered in the order of the lowest rank that runs there."""
+    """The number of the filesystem, in the order of the lowest ranks that run there."""
     rank: int
-    """Of its folder. Another rank may run in this domain now, or none."""
+    """The rank of the store's folder. Another rank may run in this domain now, or none."""
     store_id: bytes
     applied: Applied | None
     parts: tuple[Part, ...]
     line: Line | None = None
-    """Of its record, if it is a store on disk."""
+    """The line of the record, if the store is on disk."""
 
     @property
     def runs(self) -> set[Run]:
-        """The runs that its record names."""
+        """The runs that the store's record names."""
         return {part.run for part in self.parts} | ({self.applied.run} if self.applied is not None else set())
 
 
 def run_id(number: int, nonce: int) -> bytes:
-    """Return the 16 bytes by which a line names a run of a group."""
+    """Return the 16 bytes that stand for a run of a group in a line."""
     return number.to_bytes(8, "big") + nonce.to_bytes(8, "big")
 
 
 def link_to(key: Key) -> Link:
-    """Return a group's checkpoint as a line names it."""
+    """Return the link by which a line names a group's checkpoint."""
     return Link(run_id(key.run.number, key.run.nonce), key.counter)
 
 
 def on_the_line(stores: Iterable[SeenStore], line: Line | None) -> Sequence[SeenStore]:
-    """Return stores in memory with only those of their parts that a line on disk accepts; None accepts nothing."""
+    """Return stores in memory reduced to the parts that a line on disk accepts; None accepts nothing."""
 
     def accepted(store: SeenStore) -> SeenStore:
         parts = tuple(part for part in store.parts if line is not None and line.accepts(*link_to(part.key)))
@@ -86,17 +86,17 @@ def on_the_line(stores: Iterable[SeenStore], line: Line | None) -> Sequence[Seen
 
 
 def members_digest(stores: Iterable[tuple[int, bytes]]) -> int:
-    """Return a digest of the stores (rank, store id) of a run. A sum: candidates for it are cheap to try."""
+    """Return a digest of the stores (rank, store id) of a run. It is a sum, so that combinations are cheap to try."""
     return sum(member_hash(rank, store_id) for rank, store_id in stores) % MOST_HASH
 
 
 def member_hash(rank: int, store_id: bytes) -> int:
-    """Return one member's share of :func:`members_digest`."""
+    """Return the hash of one store, a term of the sum :func:`members_digest`."""
     return int.from_bytes(blake2b(rank.to_bytes(4, "little") + store_id, digest_size=8).digest(), "little")
 
 
 class Settled:
-    """The counters that were decided: all below a floor, and some above."""
+    """The counters of checkpoints that were decided about: all below ``floor``, and those in ``above``."""
 
     __slots__ = ("above", "floor")
 
@@ -108,7 +108,7 @@ class Settled:
         return counter < self.floor or counter in self.above
 
     def add(self, counter: int) -> None:
-        """Add a counter that was decided."""
+        """Add the counter of a checkpoint that was decided about."""
         self.above.add(counter)
         while self.floor in self.above:
             self.above.remove(self.floor)

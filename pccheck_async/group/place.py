@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door for reading without an engine, also beside running writers. Nothing here writes.
+"""All reading without an engine, also while writers run. Nothing in this module writes.
 
 A *place* is a folder with checkpoints: the store of one process, the folder of a group with the stores of its ranks, or
 the folder of one such rank; or a bucket, by its URL, which looks like the store of one process. Each checkpoint is a
-set of parts; in the store of one process it has one, that of rank 0.
+set of parts; in the store of one process it has a single one, as rank 0's.
 
-Checkpoints of a group that are listed as complete have all their parts in this folder. Parts of ranks on other hosts in
-folders of their own are not seen: there, a folder of one rank can be read for itself, as if one process had saved it.
+Checkpoints of a group that are listed as complete have all their parts in this folder. Parts of ranks whose folders are
+on other hosts are not seen: there, the folder of one rank can be read by itself, as if one process had saved it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = ["Place", "chunk_pool", "open_folder", "open_place", "read_place"]
 
 T = TypeVar("T")
 _ALONE: Final = Run(0, 0, 0)
-"""Of all checkpoints in a store of one process."""
+"""The run of all checkpoints in a store of one process."""
 
 
 class Place:
@@ -84,18 +84,18 @@ class Place:
 
     Args:
         path: The folder, or the URL of a bucket.
-        opened: Its medium.
+        opened: The medium of the folder or bucket.
         of_group: Whether the stores of a group's ranks are in it.
         rank: The rank whose part of a group's checkpoint is read first; by default 0.
 
     Attributes:
-        name: For messages.
-        is_bucket: Whether it is no folder.
-        stores: Identity and newest record of each whole store, by rank; that of one process is rank 0's.
+        name: Name of the place, for messages.
+        is_bucket: Whether it is a bucket, and no folder.
+        stores: Identity and newest record of each whole store, by rank; the store of one process as rank 0's.
         complete: The checkpoints that have all their parts, newest first.
-        incomplete: Those that lack some, newest first. Beside a running group, those being saved are among them.
+        incomplete: The checkpoints that lack some, newest first. While a group runs, those being saved are among them.
 
-    Raises ValueError: ``rank`` for a folder that is no group's.
+    Raises ValueError: ``rank`` is given for a folder that is no group's.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class Place:
     async def look(self) -> None:
         """Read the records of all stores.
 
-        They are read one after the other while ranks may write them. One that is read early may lack what later ones
-        name, so nothing is incomplete before all were read again. And a complete one may have been dropped from one
-        that is read late; that one names a newer checkpoint as committed, and all are read again until this is
-        complete, too.
+        They are read one after the other while ranks may write them. A record that is read early may lack parts that
+        later ones name, so a checkpoint counts as incomplete only after all records were read again. A complete
+        checkpoint may have been dropped from a record that is read late; that record names a newer one as committed,
+        and all records are read again until that one is complete, too.
 
         Raises:
             CorruptStoreError: a store has no valid record, or ``store.json`` is damaged.
@@ -149,7 +149,7 @@ class Place:
             before, incomplete = named, {one.key for one in view.incomplete}
 
     async def _seen(self) -> dict[int, SeenStore]:
-        """Read the records; all checkpoints that one process committed are of one run of one rank."""
+        """Read the records once; return the stores by rank. A store of one process counts as one run of one rank."""
         if self.of_group:
             self.stores, seen = await self._read_ranks()
         else:
@@ -163,7 +163,7 @@ class Place:
         return seen
 
     async def _read_ranks(self) -> tuple[dict[int, tuple[Identity, Record]], dict[int, SeenStore]]:
-        """Return the stores of a group's ranks, and the parts in them that count, by rank."""
+        """Return the stores of a group's ranks, and these reduced to their valid parts, by rank."""
         stores = await read_stores(self.opened, self.path)
         return stores, {rank: seen_store(rank, *found) for rank, found in stores.items()}
 
@@ -175,7 +175,7 @@ class Place:
 
     @property
     def is_part(self) -> bool:
-        """Whether this is the folder of one rank: parts of a group's checkpoints, prepared ones too, that is all."""
+        """Whether this is the folder of one rank of a group: it has this rank's parts alone, also prepared ones."""
         return not self.of_group and any(record.parts is not None for _, record in self.stores.values())
 
     @property
@@ -184,7 +184,7 @@ class Place:
         return rank_folders(self.path) if self.of_group else None
 
     def named(self, rank: int) -> int | None:
-        """Return the rank, for users; None for the only part of what one process saved."""
+        """Return the rank as shown to users: None in a store of one process."""
         return rank if self.of_group else None
 
     def parts(self, key: Key) -> dict[int, Part]:
@@ -192,12 +192,12 @@ class Place:
         return self._parts[key]
 
     def info(self, one: Complete) -> CheckpointInfo:
-        """Return the info of a complete checkpoint for users: the bytes of all ranks; the rest is rank 0's."""
+        """Return the info of a complete checkpoint for users: the bytes of all ranks' parts, all else from rank 0's."""
         nbytes = sum(part.entry.nbytes for part in self.parts(one.key).values())
         return replace(one.entry.info, nbytes=nbytes, tiers=self.tiers(one.entry.counter))
 
     def tiers(self, counter: int) -> tuple[Reach, ...]:
-        """Return where a checkpoint is known to be, by its counter."""
+        """Return the tiers in which a checkpoint is known to be, by its counter."""
         return ("remote",) if self.is_bucket else ("disk",)
 
     @property
@@ -221,10 +221,10 @@ class Place:
         return one
 
     def nothing(self, which: Which) -> CheckpointError:
-        """Return the error if there is no complete checkpoint, or not the requested one.
+        """Return the error for the case that there is no complete checkpoint, or not the requested one.
 
-        StoreError if all are rejected; IncompleteCheckpointError; NoCheckpointError; CorruptStoreError if a store lost
-        its identity.
+        Returns a StoreError if all are rejected; IncompleteCheckpointError if one lacks parts; CorruptStoreError if a
+        store lost its identity; else NoCheckpointError.
         """
         if error := only_rejected([one.entry for one in self.complete], which, self.name):
             return error
@@ -245,12 +245,12 @@ class Place:
 
     @property
     def look_for_parts(self) -> str:
-        """The advice for slots that may hold parts which older records do not name."""
+        """The advice to search slots, which may hold parts that the records do not name."""
         look = in_shell("recover", self.path, "--search")
         return f"if the records of a rank are older than its slots, {look} finds the newest parts there"
 
     def put_back(self, ranks: Iterable[int]) -> Iterator[str]:
-        """Yield what to do about those of ``ranks``, which lack parts, whose folders are not those of this group."""
+        """Yield advice for ``ranks``, which lack parts: which folders are missing, empty or another group's."""
         lacking = sorted(set(ranks))
         if gone := [rank_name(rank) for rank in lacking if rank not in (self.rank_folders or ())]:
             yield f"{first_few(gone, 5)} is not there: put it back, from a backup or that rank's host"
@@ -279,7 +279,7 @@ class Place:
     def part(
         self, key: Key, rank: int, staging: Staging, listed: Entry | None = None, *, superseded: bool = False
     ) -> PartReader:
-        """Return the reader of one part; close it. It gets pin and rejection of the ``listed`` entry."""
+        """Return the reader of one part, to be closed; its entry gets pin and rejection of the ``listed`` entry."""
         record = self.stores[rank][1] if rank in self.stores else None
         source = FolderPart(self.opened, self.folder(rank), key, listed, superseded=superseded, record=record)
         return PartReader(source, CopyBackend(self.opened.operations), staging)
@@ -293,12 +293,12 @@ class Place:
         keep: bool = False,
         falls_back: bool = True,
     ) -> T:
-        """Lock the newest checkpoint and use it; the next older one if it is damaged, also a superseded one.
+        """Lock the newest checkpoint and return the result of ``use``; if damaged, use the next older one instead.
 
-        With a step or a name that one alone is used, and damage raises; so it does without ``falls_back``. If writers
-        replace a checkpoint before it could be locked, the one that replaced it is used. ``host_memory``: bytes of
-        staging buffers, all made at once; None: made as they are needed. ``keep``: if ``use`` returned, the checkpoint
-        stays open and locked.
+        Superseded checkpoints are among the older ones. Damage raises if ``which`` is given, or without ``falls_back``.
+        If writers replace a checkpoint before it could be locked, the one that replaced it is used. ``host_memory``:
+        bytes of staging buffers, all allocated at once; None: allocated as they are needed. ``keep``: if ``use``
+        returned, the checkpoint stays open and locked.
 
         Raises:
             NoCheckpointError: there is none, or not the requested one.
@@ -349,7 +349,7 @@ class Place:
 
     @property
     def superseded(self) -> tuple[Entry, ...]:
-        """Checkpoints that one process committed before, and that may not have been written over yet."""
+        """Superseded checkpoints of one process, which may not have been overwritten yet; none of a group."""
         # If all are rejected, the one that was superseded last was removed on purpose.
         if self.of_group or all(one.entry.rejected for one in self.complete):
             return ()
@@ -361,9 +361,9 @@ class Place:
 
     @asynccontextmanager
     async def hold(self, which: Which, *, every: bool = False) -> AsyncIterator[CheckpointReader]:
-        """Hold the newest checkpoint, or the requested one, until the context is left; ``every``: all its parts.
+        """Keep the newest checkpoint, or the requested one, locked until the context is left.
 
-        Raises the errors of :meth:`read`, which does not fall back.
+        ``every``: lock all its parts at once. Raises the errors of :meth:`read` without ``falls_back``.
         """
 
         async def use(checkpoint: CheckpointReader) -> CheckpointReader:
@@ -378,12 +378,12 @@ class Place:
             await checkpoint.close()
 
     def check_group(self, why: str) -> None:
-        """Raise ValueError if no stores of a group's ranks are in it: for a request that is about them."""
+        """Raise ValueError, with ``why``, if this is no folder of a group: for requests about the stores of ranks."""
         if not self.of_group:
             raise ValueError(f"{self.name} is no folder of a group's checkpoints: {why}")
 
     def check_one_process(self) -> None:
-        """Raise StoreError if the stores of a group's ranks are in it: for a change that only ranks make together."""
+        """Raise StoreError if this is the folder of a group: for changes that only its ranks can make together."""
         if self.of_group:
             raise StoreError(
                 f"{self.name} holds a group's checkpoints, which only its ranks can pin together: engine.pin() "
@@ -415,16 +415,16 @@ async def open_place(
     rank: int | None = None,
     default_rank: int | None = None,
 ) -> Place:
-    """Open a folder for reading, and read its records; close it.
+    """Open a folder or bucket for reading, and read its records. The caller closes the place.
 
     Args:
-        path: Folder of a store, or of a group.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        path: Folder of a store or of a group, or the URL of a bucket.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
         host_memory: Most staging memory in bytes.
-        rank: Of a group: the rank whose part is read first; by default ``default_rank``, or 0.
-        default_rank: See above; of a store of one process it means nothing.
+        rank: For a group: the rank whose part is read first; by default ``default_rank``, or 0.
+        default_rank: Default of ``rank`` for a group; ignored for a store of one process.
 
-    Raises the errors of :meth:`Place.look`; ValueError: ``rank`` for a folder that is no group's.
+    Raises the errors of :meth:`Place.look`; ValueError: ``rank`` is given for a folder that is no group's.
     """
     opened = await open_folder(path, io, host_memory)
     try:
@@ -436,9 +436,9 @@ async def open_place(
 
 
 def read_place(path: str | os.PathLike[str]) -> Place:
-    """Read the records of a folder on this thread. Raises the errors of :meth:`Place.look`.
+    """Read the records of a folder or bucket, blocking this thread. Raises the errors of :meth:`Place.look`.
 
-    The place is closed: no checkpoint is read from it. A bucket is read on a loop of its own, which this waits for.
+    The returned place is closed: no checkpoint can be read from it. A bucket is read on an event loop of its own.
     """
     if is_location(path):
         return call_once(_read_bucket(path))
@@ -459,9 +459,9 @@ async def _place(path: str | os.PathLike[str], opened: OpenMedium, of_group: boo
 
 
 async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
-    """Open the medium of one folder, or of a bucket, with its threads; use it as a context manager, or close it.
+    """Open the medium of a folder or bucket, with its threads; use it as a context manager, or close it.
 
-    Raises ValueError if ``host_memory`` holds no chunk at all; RefusedError: the URL is wrong, or obstore is missing.
+    Raises ValueError: ``host_memory`` holds no chunk; RefusedError: the URL is wrong, or obstore is not installed.
     """
     # No buffers are made here: how much memory there is decides nothing.
     decided = decide(StorageOptions(host_memory=host_memory), block_bytes=MIN_BLOCK, cores=share_of_cores(), memory=0)
@@ -472,7 +472,7 @@ async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | A
 
 
 def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:
-    """Return buffers for chunks. Raises ValueError if ``host_memory`` holds no chunk."""
+    """Return a pool of staging buffers for chunks. Raises ValueError: ``host_memory`` holds no chunk."""
     cores, memory = share_of_machine()
     decided = decide(StorageOptions(host_memory=host_memory), block_bytes=block_bytes, cores=cores, memory=memory)
     return BufferPool(decided.host_memory, decided.chunk_bytes)

@@ -2,8 +2,8 @@
 """The ranks that hold copies of another rank's checkpoints in memory, each on another host (Gemini, SOSP'23).
 
 Hosts form groups of m = replicas + 1, in which each has copies of the others: so the loss of fewer than m hosts loses
-nothing, and of m hosts only that of one whole group. Hosts that make no whole group join the last one, in a ring: the
-copies of each are on the next ones. Any number of hosts will do, and of ranks on each.
+no checkpoint, and the loss of m hosts only if they are one whole group. Hosts that are too few for another group join
+the last one, in a ring: the copies of each host are on the next ones. Hosts and ranks may be of any number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["holders_of", "peer_hosts"]
 
 
 def peer_hosts(hosts: int, replicas: int) -> list[tuple[int, ...]]:
-    """Return the hosts that hold copies of each host's checkpoints: as many as ``replicas``, or as there are."""
+    """Return, for each host, the hosts that hold copies of its checkpoints: ``replicas`` of them, or all others."""
     together = min(replicas + 1, hosts)
     peers: list[tuple[int, ...]] = []
     while len(peers) < hosts:
@@ -25,11 +25,11 @@ def peer_hosts(hosts: int, replicas: int) -> list[tuple[int, ...]]:
 
 
 def holders_of(homes: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that hold copies of each rank's checkpoints.
+    """Return, for each rank, the ranks that hold copies of its checkpoints.
 
     Args:
         homes: The host of each rank.
-        replicas: Copies of each, on as many other hosts; fewer if there are no more hosts.
+        replicas: Number of copies, each on another host; fewer if there are not as many hosts.
     """
     numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
     ranks: list[list[int]] = [[] for _ in numbers]

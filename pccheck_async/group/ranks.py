@@ -60,19 +60,19 @@ __all__ = ["Ranks"]
 _GOODBYE_SECONDS: Final = 60.0
 """Seconds that rank 0 waits for the others to leave before it takes the log away."""
 _LAST_WORDS_SECONDS: Final = 0.5
-"""The same, of a group that is broken or was never opened."""
+"""Seconds that rank 0 waits for the others to leave, if the group is broken or was never opened."""
 
 
 class Ranks(Peers):
     """The peers of one rank's engine (see :class:`pccheck_async.engine.Peers`).
 
     A commit is split at its record: the data becomes durable here, then the rank's record names it as prepared, the
-    group decides, and a later record applies that and frees slots. :class:`.member.Member` says what comes next, and
-    :class:`.driver.Driver` carries it out. With a tier in memory there is one more of both (:mod:`.tiers`).
+    group decides, and a later record applies the decision and frees slots. :class:`.member.Member` returns actions, and
+    :class:`.driver.Driver` carries them out. With a memory tier there is one more of both (:mod:`.tiers`).
 
     Attributes:
-        address: Of the control plane, from the meeting on.
-        member: This rank's side of the protocol, from the beginning of the join on.
+        address: Address of the control plane; set by :meth:`meet`.
+        member: This rank's side of the protocol, on disk; set by :meth:`join`.
     """
 
     collective: ClassVar[bool] = True
@@ -226,7 +226,10 @@ class Ranks(Peers):
                 write("incomplete", text, one.step, one.lacking, hosts, then, store=os.fspath(self._folder))
 
     async def unopened(self, error: BaseException) -> None:
-        """See :meth:`Peers.unopened`. It blocks the engine's loop, which has nothing else to do now."""
+        """Report to the other ranks that this one cannot open its store, if it has not said hello.
+
+        Blocks the engine's loop, which has nothing else to do now.
+        """
         if self._said_hello:  # this rank leaves
             return
         failed = Failed(self.group.rank, -1, f"rank {self.group.rank} cannot open its store: {error}", latched=True)
@@ -396,7 +399,7 @@ class Ranks(Peers):
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """Those of this rank, or of rank 0 if this one has no part, as it ran elsewhere, or not, when it was saved."""
+        """Durable checkpoints, newest first, as in :attr:`.driver.Driver.entries`; none before the join."""
         return self._disk.entries if hasattr(self, "_disk") else ()
 
     @property
@@ -426,7 +429,7 @@ class Ranks(Peers):
 
     @property
     def _in_any_tier(self) -> list[Entry]:
-        """All that is committed, newest first."""
+        """All committed checkpoints, on disk and in memory, newest first."""
         there = {entry.counter: entry for entry in (*self.in_memory, *self.entries)}
         return [there[counter] for counter in sorted(there, reverse=True)]
 
@@ -439,9 +442,9 @@ class Ranks(Peers):
     async def reject(
         self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
     ) -> list[Entry]:
-        """See :meth:`Store.reject`; rank 0 knows the checkpoints in flight.
+        """Reject checkpoints from one on, as :meth:`Store.reject`. ``in_flight`` is not used: rank 0 knows these.
 
-        Cancellation: raised when it has ended: the others wait for this rank's second request.
+        Cancellation: raised when the rejection has ended: the other ranks wait for this rank's second request.
         """
         before = self._in_any_tier
 
@@ -458,9 +461,10 @@ class Ranks(Peers):
         return [there[counter].as_rejected() for counter in sorted(rejected & there.keys(), reverse=True)]
 
     async def _change(self, ask: Callable[[], list[Action]]) -> Sequence[Entry]:
-        """Request a change; returns the checkpoints that it left, newest first, when this rank's record has it.
+        """Request a change by the actions of ``ask``; return the checkpoints that it left, newest first.
 
-        Raises NoCheckpointError, StoreError, GroupError.
+        Returns when this rank's records on disk and in memory have the change. Raises NoCheckpointError, StoreError,
+        GroupError.
         """
         if self._memory is None:
             return await self._disk.change(ask)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of checkpoints in memory on other hosts: this rank's parts there, and other ranks' parts here.
 
-A copy is in an ordinary store of the rank whose part it is, in the folder of that rank in this host's memory: a restart
-finds it, reads it and goes on with it as with that rank's own. Its record names what the keep-list of the tier names,
-and a part only once all of it was received and verified.
+A copy lies in an ordinary store of the rank whose part it is, in that rank's folder in this host's memory: a restart
+finds, reads and continues it like that rank's own store. The record of such a store names parts on the keep-list of the
+tier, each only once all of it was received and verified.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Replicas"]
 _PATIENCE_SECONDS = 60.0
 _MOST_SECONDS = 86400.0
 _LEAST_RATE = 16 << 20
-"""Bytes per second below which a transfer is given up, and half the rate limit, if that is lower."""
+"""Bytes per second below which a transfer is given up, or half of one copy's share of the rate limit, if lower."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -49,23 +49,23 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     round: int
     part: Part
     seconds: float
-    """For all of it."""
+    """The most seconds that the whole transfer may take."""
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """The copies of one rank's parts."""
+    """The copies of one rank's parts in this host's memory."""
 
     store: Store
     parts: list[Part]
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by one transfer at a time."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by one change of the record: none waits for a transfer."""
+    """Held while the record is changed, and not during a transfer."""
 
 
 class _Leased(Source):
-    """A part in a slot that no record names."""
+    """The source of a part in a leased slot that no record names."""
 
     def __init__(self, store: Store, lease: SlotLease, entry: Entry) -> None:
         self.entry, self.medium, self.block_bytes = entry, store.medium, store.block_bytes
@@ -82,15 +82,15 @@ class Replicas:
     """One rank's side of the rounds. All of it runs on the engine's loop.
 
     Args:
-        tier: The settings.
-        member: This rank's, of the tier in memory.
-        memory: The tier.
-        operations: The engine's.
+        tier: The settings of the memory tier.
+        member: This rank's member of the memory tier.
+        memory: The memory tier.
+        operations: The engine's threads.
         do: Carries out actions of the member.
-        listener: At this rank's address.
+        listener: The listener at this rank's address.
 
     Attributes:
-        degraded: Why the last round failed, and since which step; empty if it did not.
+        degraded: Why rounds fail, and since which step, or why there are fewer copies; empty if all is well.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Replicas:
     # -- opening and closing
 
     async def open(self) -> None:
-        """Open the stores of the copies that this rank holds, and take new ones. Called once all ranks have met.
+        """Open the stores of the copies that this rank holds, and begin to take copies. Called once all ranks have met.
 
-        Raises GroupError: ranks cannot reach each other, on all ranks.
+        Raises GroupError, on all ranks: ranks cannot reach each other.
         """
         member = self._member
         _check_addresses(member.roster)
@@ -151,7 +151,7 @@ class Replicas:
         self._listener.serve(member.roster.token, member.rank, self._take)
 
     async def close(self) -> None:
-        """Take and send nothing any more."""
+        """Take and send no more copies, and fail the waiting for them."""
         await self._listener.close()
         tasks = [*self._applying, *([] if self._sending is None else [self._sending])]
         for task in tasks:
@@ -164,7 +164,10 @@ class Replicas:
     # -- rounds
 
     def reached(self, counter: int) -> asyncio.Future[None]:
-        """Return a future that is done once a checkpoint, or a newer one, is in the memory of other hosts, too."""
+        """Return a future that is done once a checkpoint, or a newer one, is in the memory of other hosts, too.
+
+        The future fails with GroupError if the round that settles this fails, or there are no more rounds.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         floor = self._member.rounds.floor
         if floor is not None and counter <= floor.counter:
@@ -176,12 +179,12 @@ class Replicas:
         return future
 
     def begin(self, running: Round) -> None:
-        """Send this rank's part of a round's checkpoint to all that hold copies of it."""
+        """Start to send this rank's part of a round's checkpoint to all ranks that hold copies of it."""
         self._changed.set()
         self._sending = asyncio.get_running_loop().create_task(self._send_all(running))
 
     def end(self, end: RoundEnd) -> None:
-        """Drop the copies that are not kept any more, and end the waiting for this checkpoint and older ones."""
+        """End a round: drop the copies that are not kept any more, and end the waiting for its checkpoint and older."""
         self._ended = end.number
         self._changed.set()
         if self._sending is not None:  # another rank has failed
@@ -206,7 +209,7 @@ class Replicas:
         self.degraded = f"since step {self._since}: {why}"
 
     def stop(self, why: str) -> None:
-        """Called when nothing more is decided."""
+        """Called when nothing more is decided: fails the waiting for copies."""
         self.degraded = self.degraded or why
         self._settle(1 << 62, GroupError(why))
 
@@ -235,7 +238,7 @@ class Replicas:
         self._do(self._member.copied(running.number, why))
 
     async def _send(self, running: Round, holder: int) -> None:
-        """Send this rank's part to one holder. Raises GroupError, which names it."""
+        """Send this rank's part to one holder. Raises GroupError, which names the holder."""
         try:
             await self._send_to(running, holder)
         except (CheckpointError, OSError) as error:
@@ -263,7 +266,7 @@ class Replicas:
             await source.close()
 
     async def _send_over(self, channel: Channel, offer: _Offer, source: Source, file: File) -> None:
-        """Send a part; an error of the other side is raised at once, whatever is being sent."""
+        """Send a part, and wait until it is taken; an error of the other side is raised at once, also while sending."""
         await channel.send(Kind.OFFER, msgspec.msgpack.encode(offer))
         await channel.receive(Kind.READY)
         async with Tasks() as tasks:
@@ -287,7 +290,7 @@ class Replicas:
     # -- taking
 
     async def _take(self, sender: int, channel: Channel) -> None:
-        """Take a part from the rank whose it is; it is told why not."""
+        """Take a part from the rank ``sender``, whose it is; on an error send it the reason."""
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 data = await channel.receive(Kind.OFFER, REGION_NBYTES)
@@ -336,7 +339,7 @@ class Replicas:
             await self._write(held, [part, *held.parts])
 
     async def _learned(self, number: int) -> Round:
-        """Wait until this rank has learned of a round; return it."""
+        """Wait until this rank has learned that a round runs; return it. Raises GroupError: it has ended."""
         while self._ended < number:
             if (running := self._member.rounds.running) is not None and running.number == number:
                 return running
@@ -361,7 +364,7 @@ class Replicas:
             await store.medium.write(lease.file, offset, buffer[:padded])
 
     async def _verify(self, store: Store, lease: SlotLease, entry: Entry) -> None:
-        """Compare all of it with its checksums: a record names nothing else."""
+        """Compare all of a received part with its checksums: a record may name only verified parts."""
         reader = PartReader(_Leased(store, lease, entry), self._backend, self._staging)
         try:
             await reader.hold()
@@ -372,7 +375,7 @@ class Replicas:
     # -- records
 
     async def apply(self) -> None:
-        """Drop the copies that the keep-list does not name."""
+        """Drop the copies that are not to be kept (:attr:`.member.Member.kept_copies`)."""
         if self._member.run is None:  # none is there before the first decision
             return
         for held in [*self._held.values()]:
@@ -387,7 +390,7 @@ class Replicas:
             await held.store.slots.remove_surplus()
 
     async def _write(self, held: _Held, parts: Sequence[Part]) -> None:
-        """Write a record; if that fails, the copies are removed: they may be of checkpoints that were dropped."""
+        """Write a record that names ``parts``; if that fails, remove the store: its record may name dropped ones."""
         member = self._member
         assert member.run is not None
         try:
@@ -404,7 +407,7 @@ class Replicas:
 
 
 def _check_addresses(roster: Roster) -> None:
-    """Raise GroupError if a rank listens where no other host reaches it."""
+    """Raise GroupError if a rank listens at an address that other hosts cannot reach."""
     if len({*roster.hosts}) > 1:
         for rank, (host, address) in enumerate(zip(roster.hosts, roster.addresses, strict=True)):
             if address is not None and ip_address(address[0]).is_loopback:
@@ -415,7 +418,7 @@ def _check_addresses(roster: Roster) -> None:
 
 
 def _frames(entry: Entry) -> Iterator[tuple[int, int]]:
-    """Yield places and lengths of the frames of a part: those of its payload, and of its manifest."""
+    """Yield offset in the slot and length of each frame of a part: first its payload, then its manifest."""
     for start, nbytes in ((0, entry.nbytes), (entry.manifest_offset, entry.manifest_nbytes)):
         for at in range(0, nbytes, FRAME_BYTES):
             yield start + at, min(FRAME_BYTES, nbytes - at)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks agree three times: on the candidate, on the match before arrays are filled, on the chunks before the rest.
 
-All restore one checkpoint, or none does, with one error. Damage on any rank takes all to the next older one; with a
-given step it is an error. That the "newest of all" may be damaged on one rank and that "the oldest of the
-newest" may not exist on another is why ranks do not choose for themselves.
+All ranks restore one checkpoint, or none does, with one error. If it is damaged on any rank, all ranks fall back to the
+next older one; with a given step that is an error. Ranks do not choose for themselves, as the newest checkpoint may be
+damaged on one rank, and the one that this rank falls back to may not exist on another.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ There: TypeAlias = tuple[Key, int, str | None]
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """One rank's side. Calls of ``restore`` come one after the other."""
+    """One rank's side of restores. Calls of ``restore`` come one after the other."""
 
     rank: int
     index: int = -1
     attempt: int = -1
     active: bool = False
-    """A restore is under way."""
+    """Whether a restore is under way."""
     key: Key | None = None
     """The last candidate."""
     restored: Key | None = None
@@ -50,10 +50,13 @@ class Restore:
     abandoned: str | None = None
     """Why this rank's call ended while the restore is under way: the member goes on answering, with no caller."""
     _next: tuple[tuple[Which, bool], ...] = ()
-    """The request that came meanwhile."""
+    """The request of a new call that came while ``abandoned`` was set; empty for none."""
 
     def request(self, which: Which, dry_run: bool = False) -> list[Action]:
-        """Request the newest checkpoint, the newest of a step, or that of a name."""
+        """Request a restore of the newest checkpoint, the newest of a step, or that of a name.
+
+        If an abandoned restore is still under way, the request is sent when that has ended.
+        """
         if self.abandoned is not None:  # rank 0 begins no other one before that ended
             self._next = ((which, dry_run),)
             return []
@@ -77,7 +80,7 @@ class Restore:
         return [Post(answer)]
 
     def abandon(self, why: str) -> list[Action]:
-        """Report that this rank takes no part any more; decisions on this restore are not for the next one."""
+        """Refuse this rank's part in the restore under way, as its call has ended; a request that waits is dropped."""
         if not self.active:
             return []
         if self.abandoned is not None:
@@ -87,14 +90,14 @@ class Restore:
         return self.matched("mismatch", why)
 
     def broke(self, why: str) -> list[Action]:
-        """End a restore without a candidate: ranks that have read of the break may not request it any more."""
+        """End a restore that has no candidate yet, as the group broke: other ranks may not request it any more."""
         if not self.active or self.attempt >= 0 or self.abandoned is not None:
             return []
         self.active = False
         return [EndRestore("disagreement", why)]
 
     def learn(self, decision: RestoreDecision) -> list[Action]:
-        """Take a decision in."""
+        """Take a decision; return the actions."""
         if self.abandoned is not None:
             if isinstance(decision, Candidate):
                 self.attempt = decision.attempt
@@ -131,11 +134,11 @@ def _joined(why: Mapping[int, str]) -> str:
 
 @dataclass(slots=True, eq=False)
 class LeadRestore:
-    """Rank 0's side of a restore."""
+    """Rank 0's side of restores."""
 
     world: int
     index: int = 0
-    """Of the restore that is under way, or comes next."""
+    """The index of the restore that is under way, or comes next."""
     attempt: int = 0
     which: Which = None
     candidate: Key | None = None
@@ -145,9 +148,9 @@ class LeadRestore:
     damaged: set[int] = field(default_factory=set)
     """Counters of checkpoints that some rank found damaged: the next commit drops them."""
     sources: dict[int, int] = field(default_factory=dict)
-    """By rank, how many sources of its part of the candidate cannot be read."""
+    """How many sources of a rank's part of the candidate could not be read, by rank."""
     passed: set[int] = field(default_factory=set)
-    """Those that this restore passes over, and that are kept: reads failed, or it is a dry run."""
+    """Counters of checkpoints that this restore passes over, and that are kept: reads failed, or it is a dry run."""
 
     def receive(
         self,
@@ -156,13 +159,13 @@ class LeadRestore:
         lacking: str,
         rejected: Sequence[There] = (),
     ) -> list[RestoreDecision]:
-        """Take a message in; return the decisions.
+        """Take a message; return the decisions.
 
         Args:
-            message: From any rank.
+            message: A message of any rank.
             there: The complete checkpoints that are not rejected, newest first.
             lacking: A sentence on checkpoints that lack parts; empty for none.
-            rejected: The complete checkpoints that are.
+            rejected: The complete checkpoints that are rejected.
         """
         if message.index != self.index:
             return []
@@ -179,7 +182,7 @@ class LeadRestore:
 
     @property
     def answered(self) -> Collection[int]:
-        """The ranks that have sent the message that the restore under way waits for."""
+        """The ranks that have sent the message for which the restore under way waits."""
         if self.candidate is None:
             return self.requests.keys()
         return (self.verified if self._all_in(self.matches) else self.matches).keys()
@@ -210,7 +213,10 @@ class LeadRestore:
     def _try_next(
         self, there: Sequence[There], damage: dict[int, str], reason: Reason = "damaged"
     ) -> list[RestoreDecision]:
-        """Propose the newest one that no rank found damaged; without one end the restore with a ``reason``."""
+        """Propose the newest checkpoint that no rank found damaged; without one end the restore with ``reason``.
+
+        If a step or name was requested, and ``damage`` found, the restore ends, too.
+        """
         whole = [key for key in self._wanted(there) if key.counter not in self.damaged | self.passed]
         asked_again = self.which is not None and damage
         if not whole or asked_again:
@@ -221,7 +227,7 @@ class LeadRestore:
         return [Candidate(self.index, self.attempt, self.candidate, _joined(damage))]
 
     def _try_again(self, candidate: Key, ranks: Iterable[int]) -> list[RestoreDecision]:
-        """Propose the same one: these ranks read their parts from another host."""
+        """Propose the same checkpoint again: these ranks read their parts from another host."""
         self.sources |= {rank: self.sources.get(rank, 0) + 1 for rank in ranks}
         self.attempt += 1
         self.matches, self.verified = {}, {}

@@ -3,14 +3,14 @@
 
 Only rank 0's policy decides. On reaching a scheduled step, and before it waits for anything, rank 0 publishes the next
 one; a rank that has passed the last one it knows waits for that at the end of its step. A policy that does not know
-its next save in advance is consulted after every step, and steps are scheduled at which nothing is saved: its saves
-are made at the first scheduled step that is not published yet.
+its next save in advance is consulted after every step; then steps are also scheduled at which nothing is saved, and a
+save that becomes due is made at the next step to be scheduled.
 
 Preemption: any rank reports it; rank 0 proposes a last step a few ahead; all acknowledge; rank 0 confirms. A rank that
 has passed the proposed step refuses it, and a later one is proposed, with twice the lead. One that reaches it
-unconfirmed waits. A thread of the protocol answers, never the trainer's, which may be inside a collective that waits
-for a rank that waits here; and it answers after the loop has ended, too. So one lock covers :class:`Schedule`: every
-call of it is one look at the step count.
+unconfirmed waits. Proposals are answered by a thread of the protocol, also after the loop has ended, never by the
+trainer's thread, which may be inside a collective that waits for a rank that waits here. So every call of
+:class:`Schedule` is made under one lock.
 
 Steps are the user's numbers and grow, not always by one. In a window of gradient accumulation no step is saved: saves
 due then, the last step included, are due at the first step at or after it that is whole.
@@ -27,7 +27,7 @@ __all__ = ["LeadSchedule", "Schedule", "Verdict"]
 
 
 class Verdict(Enum):
-    """The actions of a rank at the end of a step."""
+    """The action of a rank at the end of a step."""
 
     GO = "go on"
     SAVE = "save this step, then ask again"
@@ -41,11 +41,11 @@ class Schedule:
 
     rank: int
     step: int = -1
-    """The one that its trainer is in, or ended last."""
+    """The step that the trainer is in, or ended last."""
     ended: bool = False
-    """Its loop has ended."""
+    """Whether the trainer's loop has ended."""
     reached: int | None = None
-    """The step at which a scheduled one was reached last."""
+    """The step at whose end the last scheduled step was found to be reached; None before that."""
     upcoming: tuple[Next, ...] = ()
     """Scheduled steps that were not reached yet."""
     proposed: int | None = None
@@ -54,7 +54,7 @@ class Schedule:
     """The confirmed last step."""
 
     def begin(self, step: int) -> None:
-        """Called when the trainer begins a step: steps proposed from now on have to lie at or after it."""
+        """Called when the trainer begins a step: proposals of earlier steps are refused from now on."""
         self.step = step
 
     def end(self) -> None:
@@ -62,7 +62,10 @@ class Schedule:
         self.ended = True
 
     def at_end(self, step: int, *, whole: bool = True) -> Verdict:
-        """Return the verdict for the end of a step; ``whole``: outside windows of gradient accumulation."""
+        """Return the verdict for the end of a step, to be followed; ``whole``: outside windows of accumulation.
+
+        A scheduled step that is reached is then no longer upcoming: a second call for the same step goes on from there.
+        """
         self.step = step
         if not whole:
             return Verdict.GO
@@ -83,7 +86,7 @@ class Schedule:
         return not self.upcoming and (self.reached is None or step > self.reached)
 
     def learn(self, decision: Next | Propose | Confirm | Withdraw) -> Acknowledge | None:
-        """Take in a decision of rank 0; return the answer if it is a proposal, else None."""
+        """Take a decision of rank 0; return the answer if it is a proposal, else None."""
         match decision:
             case Next():
                 self.upcoming += (decision,)
@@ -110,25 +113,25 @@ class LeadSchedule:
 
     world: int
     lead: int = 2
-    """Steps from rank 0's to the one that is proposed."""
+    """Number of steps from the present one to the proposed one."""
     step: int = -1
-    """Rank 0's, as :attr:`Schedule.step`."""
+    """The step that rank 0's trainer is in, or ended last."""
     published: int | None = None
     """The scheduled step that was published last."""
     proposal: Propose | None = None
     answers: dict[int, Acknowledge] = field(default_factory=dict)
     settled: bool = False
-    """A last step was confirmed, or the proposal withdrawn."""
+    """Whether a last step was confirmed, or the proposal withdrawn."""
 
     def publish(self, step: int, *, save: bool = True) -> list[Next]:
-        """Return the decision that ``step`` is the next scheduled one; it has to lie behind the last."""
+        """Return the decision that ``step`` is the next scheduled one. Raises ValueError: it is not after the last."""
         if self.published is not None and step <= self.published:
             raise ValueError(f"step {step} is scheduled after step {self.published}: schedules go forward")
         self.published = step
         return [Next(step, save)]
 
     def receive(self, message: Preempted | Acknowledge) -> list[Propose | Confirm | Withdraw]:
-        """Take a message in; return the decisions."""
+        """Take a message; return the decisions."""
         if self.settled:
             return []
         if isinstance(message, Preempted):
@@ -141,7 +144,7 @@ class LeadSchedule:
         return [self._conclude(self.proposal)]
 
     def _conclude(self, proposal: Propose) -> Propose | Confirm | Withdraw:
-        """Confirm a step that all acknowledged, or propose a later one that none has passed."""
+        """Conclude a proposal that all ranks answered: confirm it, propose a later step, or withdraw it."""
         if any(answer.ended for answer in self.answers.values()):
             self.settled = True  # the others' loops end after the same step
             return Withdraw()

@@ -19,21 +19,21 @@ from pccheck_async.group.schedule import Schedule, Verdict
 __all__ = ["Steps"]
 
 _AHEAD_SECONDS: Final = 0.05
-"""How far ahead of the training a schedule is published at the least: the time of a message, on a busy machine."""
+"""Seconds that a step is scheduled ahead of the training, at the least: the time of a message, on a busy machine."""
 _MOST_AHEAD: Final = 64
-"""The most steps."""
+"""The most steps that a step is scheduled ahead."""
 
 
 class Steps:
     """The steps of this rank's trainer, on whose thread the methods run.
 
     Args:
-        schedule: This rank's.
+        schedule: This rank's copy of the schedule.
         broken: Returns why no more steps are scheduled; None while they are.
-        server: On rank 0: the control plane.
+        server: The control plane, on rank 0; else None.
         report_preempted: Reports to the group that this rank was preempted; called once.
-        disk: The steps of the disk, of those that are saved in memory: these end without an error if their tier breaks,
-            and are published two ahead, as they may come one after the other.
+        disk: For saves in memory: the steps of the disk; None: these are the steps of the disk. Steps of memory raise
+            no error if their tier breaks, and are published two ahead, as they may be consecutive.
 
     Attributes:
         changed: Held around every use of the schedules of both tiers, and notified after each decision.
@@ -67,15 +67,15 @@ class Steps:
                 self._server.step = step
 
     def end(self) -> None:
-        """Called when the loop ended: the group then agrees on no last step, which this rank would miss."""
+        """Called when the loop has ended: the group then agrees on no last step, as this rank would miss it."""
         with self.changed:
             self._schedule.end()
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
-        """Return what all ranks do after this step. Waits if the schedule does not cover it yet.
+        """Return the actions of all ranks after this step. Blocks while the schedule does not cover it yet.
 
-        A policy that has ``next_after(step)`` is followed to the step. The saves of another one are made a little
-        later: 1 to 2 times 50 ms, or 1 to 2 steps if these are longer. Raises GroupError: the schedule never will.
+        Saves of a policy that has ``next_after(step)`` are made exactly at its steps; those of another policy later, by
+        1 to 2 times 50 ms, or 1 to 2 steps if these are longer. Raises GroupError: no more steps will be scheduled.
         """
         save = False
         if self._server is not None:
@@ -94,7 +94,7 @@ class Steps:
             save = True
 
     def _publish(self, server: Server, policy: Policy, report: StepReport) -> None:
-        """Schedule the next steps, if those that are to come are too few."""
+        """On rank 0, schedule further steps, if too few are upcoming."""
         self._upcoming = [step for step in self._upcoming if step > report.step]
         next_after = getattr(policy, "next_after", None)
         while len(self._upcoming) < (1 if next_after is None else self._ahead):

@@ -2,12 +2,12 @@
 """The two tiers of one rank: the protocol of :mod:`.member` runs twice, in one log, for the disk and for memory.
 
 Each tier has its own votes, decisions, keep-list and records, so a checkpoint that fails in one goes on in the other.
-What joins them is here, and on rank 0 in :class:`.coordinator.Coordinator`:
+The parts that both tiers share are here, and on rank 0 in :class:`.coordinator.Coordinator`:
 
 - one sequence of counters, and one run: a checkpoint has one key in both;
 - one restore, over the checkpoints that have each of their parts in either tier;
 - the *line*. Before its first checkpoint in any tier a run writes durably, on every rank's disk, which run it is and
-  what it goes on from. A part in memory counts only if that line accepts its key: counters repeat, and memory may be
+  what it goes on from. A part in memory is valid only if that line accepts its key: counters repeat, and memory may be
   older than the disk, or of a branch that the disk has left behind.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Tiers"]
 
 
 class Tiers:
-    """One rank's members of both tiers, of which both are opened, that of the disk first."""
+    """The two members of one rank, for disk and memory. The group is opened with both, first with the disk's."""
 
     def __init__(self, disk: Member, memory: Member) -> None:
         self.disk = disk
@@ -37,7 +37,7 @@ class Tiers:
     ) -> tuple[list[Action], list[Action]]:
         """Request a checkpoint in memory, and also ``on_disk``; return the actions for the disk, and those for memory.
 
-        Its counter is that of the member in memory.
+        The checkpoint's counter is then ``memory.counter``.
         """
         counter = max(self.disk.counter, self.memory.counter) + 1
         actions = self.join()
@@ -46,9 +46,10 @@ class Tiers:
         return actions, self.memory.request(step, metadata, sums, differing, counter)
 
     def join(self, *, unrestored: bool = False) -> list[Action]:
-        """Take part in the run on disk, with its line, before the first checkpoint in any tier.
+        """Join the run on disk, with its line, unless that was done. Called before the first checkpoint in any tier.
 
-        ``unrestored``: not for a checkpoint, so a run that has restored nothing begins nothing new either.
+        ``unrestored``: called for a change, not a checkpoint. If nothing was restored, the run then goes on from the
+        newest checkpoint that is not rejected, so that those in memory stay valid.
         """
         disk, view = self.disk, self.memory.view
         assert view is not None

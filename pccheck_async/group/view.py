@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings of a group's ranks at opening, taken together: which checkpoints are complete, and which may be.
 
-Pure functions over the records of every rank folder in every member's domain, running there now or not: ranks may have
-swapped nodes. A checkpoint is
+Pure functions over the records of every rank folder in every member's domain, whether that rank runs there now or not:
+ranks may have swapped nodes. A checkpoint is
 
 - *complete* when durable entries of one run and counter, with equal step and world, are there for all its ranks;
 - *provably incomplete* when all the stores of its run are in sight, one lacks its part, and no record calls it
   committed: no caller can ever have received it as durable;
-- *unproven* else: a store that is out of sight may have the missing part. It stays until a newer one commits.
+- *unproven* otherwise: a store that is out of sight may have the missing part. An unproven checkpoint is kept until a
+  newer one commits.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from pccheck_async.store import Retention, rank_name, ranks_in_words
 __all__ = ["Complete", "Incomplete", "View", "kept_at_start", "line_in", "view_of", "view_of_both"]
 
 _MOST_COMBINATIONS = 4096
-"""Of stores that may have been the members of a run, before it is left unproven: if ranks swapped nodes often, each
-domain has folders of many ranks."""
+"""Most combinations of stores that are tried as the members of a run, before it is left unproven: if ranks swapped
+nodes often, each domain has folders of many ranks."""
 _MOST_NAMED = 1000
-"""Ranks that lack their part of one checkpoint."""
+"""Most ranks that are listed as lacking their part of one checkpoint."""
 
 
 class Complete(msgspec.Struct, frozen=True, array_like=True):
@@ -39,14 +40,14 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
     run: Run
     world: int
     entry: Entry
-    """Rank 0's: step, metadata, pin and rejection are equal for all, places and sizes are not."""
+    """Rank 0's entry: step, metadata, pin and rejection are equal for all ranks, places and sizes are not."""
     ways: tuple[tuple[int, ...], ...]
-    """Each with a domain that has the part of each rank, in a folder of that rank. A part that more domains have is in
-    another one each time; of one that fewer have the last one comes again."""
+    """Ways to read the checkpoint: each has, for each rank, a domain with its part, in a folder of that rank. The ways
+    go through the domains of a part in order; the last one is repeated if other parts are in more domains."""
 
     @property
     def key(self) -> Key:
-        """Its identity."""
+        """The identity of the checkpoint: run and counter."""
         return Key(self.entry.counter, self.run)
 
     @property
@@ -60,7 +61,7 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
         return self.ways[-1]
 
     def copies(self, domains: int) -> int:
-        """Return in how many of the first ``domains`` domains each part is at least."""
+        """Return how many of the first ``domains`` domains have the part that the fewest of them have."""
         return min(len({place for place in places if place < domains}) for places in zip(*self.ways, strict=True))
 
 
@@ -70,19 +71,19 @@ class Incomplete(msgspec.Struct, frozen=True, array_like=True):
     key: Key
     step: int
     committed: bool
-    """Some record calls it committed: it was complete once. Else it may have been."""
+    """Whether some record calls it committed: then it was complete once. Else it may have been."""
     proven: bool
-    """It can never have been complete."""
+    """Whether it can never have been complete."""
     ranks: tuple[int, ...]
-    """Those whose parts are not in sight; of very many the lowest."""
+    """The ranks whose parts are not in sight; the lowest ones if they are very many."""
     hosts: tuple[str, ...]
-    """The hosts on which these ranks run now, and lack them."""
+    """The hosts on which these ranks run now."""
     missing: int = 0
-    """How many parts are not in sight."""
+    """Number of parts that are not in sight."""
 
     @property
     def lacking(self) -> str:
-        """Those ranks in words."""
+        """The ranks whose parts are not in sight, in words."""
         return ranks_in_words(self.ranks, self.missing)
 
 
@@ -92,22 +93,22 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     complete: tuple[Complete, ...]
     incomplete: tuple[Incomplete, ...]
     unproven: tuple[Key, ...]
-    """Those newer than every complete one; they stay until a newer one commits."""
+    """The unproven checkpoints that are newer than every complete one; they are kept until a newer one commits."""
     base: int
-    """The highest counter found, dead entries' included: this run counts on from there. -1 for none."""
+    """The largest counter found, also in entries that are not kept: counters of this run are larger. -1 for none."""
     number: int
     """The number of this run."""
     error: str | None = None
-    """Why nothing may be built on this."""
+    """A contradiction between the records, with which the group cannot be opened; None: there is none."""
     line: Line | None = None
-    """It says which checkpoints in memory count; None: none does."""
+    """The line that decides which checkpoints in memory are valid; None: none is."""
 
 
 def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:
     """Return the agreement from the findings of all ranks.
 
     Args:
-        stores: All rank folders of all members' domains.
+        stores: The stores in all rank folders of all members' domains.
         homes: The domain that each rank runs in.
         hosts: The host that each rank runs on.
     """
@@ -160,9 +161,9 @@ def view_of_both(
 ) -> View:
     """Return the agreement over both tiers: a checkpoint is complete if each part is in one of them.
 
-    A part in memory counts if the disks' line accepts it. Domains in memory come first, those of disks after them;
-    ``places`` prefers memory, and ``spare`` the disk. Nothing is unproven: what is incomplete is newer than what this
-    run goes on from, so that its line will not accept it.
+    A part in memory is valid if the disks' line accepts it. Domains are numbered first in memory, then on disks, so
+    that ``places`` prefers memory, and ``spare`` the disk. Nothing is unproven: incomplete checkpoints are newer than
+    the one that this run goes on from, so that the run's line will not accept them.
     """
     shift = len({*homes_in_memory})
     disks = reachable(on_disk, homes)
@@ -173,7 +174,7 @@ def view_of_both(
 
 
 def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:
-    """Return the stores in the domains that the members run in (``homes``), whichever ranks they are of."""
+    """Return the stores in the domains that the members run in (``homes``), of any rank."""
     return [store for store in stores if store.domain in set(homes)]
 
 
@@ -187,7 +188,10 @@ def parts_by_key(stores: Iterable[SeenStore]) -> dict[Key, list[tuple[SeenStore,
 
 
 def ranks_there(parts: Sequence[Part]) -> tuple[set[int], int]:
-    """Return the ranks whose part is among those of one checkpoint, none if steps or worlds differ; and the world."""
+    """Return the ranks whose parts are among ``parts``, which are of one checkpoint, and the number of ranks.
+
+    No rank is returned if steps or numbers of ranks differ.
+    """
     worlds = {part.world for part in parts}
     agree = len({part.entry.step for part in parts}) == len(worlds) == 1
     world = max(worlds)
@@ -195,7 +199,7 @@ def ranks_there(parts: Sequence[Part]) -> tuple[set[int], int]:
 
 
 def is_provably_incomplete(proofs: _Proofs, parts: Sequence[Part]) -> bool:
-    """Whether a checkpoint that lacks parts can never have been complete."""
+    """Return whether a checkpoint that lacks parts, and has ``parts``, can never have been complete."""
     return not any(part.committed for part in parts) and proofs.sees_all_of(parts[0].run, parts[0].world)
 
 
@@ -212,7 +216,7 @@ class _Proofs:
                 self._members[part.run][store.rank] = value
 
     def sees_all_of(self, run: Run, world: int) -> bool:
-        """Whether stores in sight have the digest that the run's members have; False if too many would be tried."""
+        """Return whether stores in sight give the digest of the run's members; False if too many are to be tried."""
         if run not in self._known:
             members = self._members[run]
             if world > len(members.keys() | self._hashes.keys()):
@@ -227,9 +231,9 @@ class _Proofs:
 
 
 def pinned_keys(stores: Iterable[SeenStore]) -> frozenset[Key]:
-    """Return the pinned checkpoints: those of the record with the highest applied decision.
+    """Return the pinned checkpoints, by the record that has applied the latest decision.
 
-    Not one certain rank's record: pin() returns on a rank whose own record has it, and that one may have been first.
+    That may be any rank's record: pin() returns on a rank once its own record has the pin, which may be the first.
     """
     applied = [store.applied for store in stores if store.applied is not None]
     newest = max(map(_age, applied), default=None)
@@ -242,12 +246,12 @@ def _age(applied: Applied) -> tuple[int, int]:
 
 
 def base_counter(stores: Iterable[SeenStore], complete: Sequence[Complete]) -> int:
-    """Return the highest counter in use, by dead entries too: they may turn out complete when a node comes back."""
+    """Return the largest counter in use, also by incomplete entries: a node that comes back may complete them."""
     return max((part.entry.counter for store in stores for part in store.parts), default=-1)
 
 
 def run_number(stores: Sequence[SeenStore]) -> int:
-    """Return the number of a run that has seen all these."""
+    """Return the number of a run that begins with these stores: larger than all run numbers in them."""
     numbers = [part.run.number for store in stores for part in store.parts]
     numbers += [store.applied.run.number for store in stores if store.applied is not None]
     numbers += [number_of(store.line) for store in stores if store.line is not None]
@@ -260,10 +264,10 @@ def number_of(line: Line) -> int:
 
 
 def line_in(stores: Sequence[SeenStore]) -> Line | None:
-    """Return the line that says which checkpoints in memory count: that of the newest run that wrote to a disk here.
+    """Return the line that decides which checkpoints in memory are valid: of the newest run that wrote to these disks.
 
-    None if that run left a record without a line, as one without a tier in memory does, and a tool that rejects a
-    checkpoint; or if two runs have its number.
+    None if that run left a record without a line, as a run without a memory tier does, and a tool that rejects a
+    checkpoint; or if two runs have the run's number.
     """
     newest = run_number(stores) - 1
     lines = {store.line for store in stores if store.line is not None and number_of(store.line) == newest}
@@ -301,17 +305,18 @@ def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str |
 def kept_at_start(
     found: Sequence[Complete], now: Sequence[Complete], retention: Retention, damaged: Collection[int]
 ) -> list[Complete]:
-    """Return those of the complete checkpoints that decision 0 keeps.
+    """Return the complete checkpoints that decision 0 keeps.
 
-    Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so do those that the
-    rules keep without it, those unpinned since the opening, and rejected ones. Of these no more than there is room for:
-    records also name checkpoints in flight, and earlier runs may have had fewer in flight, and left more.
+    First, those that the rules keep without the damaged ones. Then, as far as a record has room, checkpoints that the
+    next commit may drop: damaged ones, as nothing newer replaces them yet, those unpinned since the opening, and
+    rejected ones. Room may be lacking as records also name checkpoints in flight, of which earlier runs may have had
+    fewer, and so have kept more.
 
     Args:
-        found: All as they were at the opening, newest first.
-        now: Those of them that were not removed since, with their pins.
-        retention: The rules.
-        damaged: Counters of those that are known to be damaged.
+        found: All complete checkpoints as they were at the opening, newest first.
+        now: The ones among them that were not removed since, with their present pins.
+        retention: The rules of retention.
+        damaged: Counters of the checkpoints that are known to be damaged.
     """
 
     def by_rules(complete: Sequence[Complete], without: Collection[int]) -> list[int]:

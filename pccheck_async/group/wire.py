@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between ranks of one run, over which copies of checkpoints in memory go.
+"""Connections between ranks of one run, over which copies of checkpoints in memory are sent.
 
-Both sides prove first that they have the run's token, in messages of fixed sizes; nothing is allocated for a stranger.
-Then they exchange frames: a kind, a length that the receiver knows or bounds, a CRC-32 of all of it, and that many
-bytes. They are neither encrypted nor signed: who can change them on their way can change those of the control plane.
+Both sides first prove that they have the run's token, in messages of fixed sizes; nothing is allocated for a stranger.
+Then they exchange frames: a kind, a length that the receiver knows or limits, a CRC-32 of the whole frame, and as many
+bytes. Frames are neither encrypted nor signed: an attacker who can change them can change the control plane's messages.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pccheck_async.transfer import abandoned_in_child
 __all__ = ["FRAME_BYTES", "Channel", "Kind", "Listener", "Pace", "connect", "local_address"]
 
 FRAME_BYTES: Final = 4 << 20
-"""Of a checkpoint, in one frame: with 1 MiB, copies went at three quarters of the speed."""
+"""Bytes of a checkpoint in one frame: with 1 MiB, copies were sent at three quarters of the speed."""
 _VERSION: Final = 1
 _MAGIC: Final = b"pccR"
 _HELLO: Final = struct.Struct("<4sHII32s")
-"""Magic, version, the sender's rank, the receiver's, a nonce."""
+"""Magic, version, the sender's rank, the receiver's rank, a nonce."""
 _ANSWER: Final = struct.Struct("<4sH32s32s")
 """Magic, version, a nonce, a proof."""
 _PROOF_BYTES: Final = 32
@@ -43,7 +43,7 @@ _MOST_TEXT: Final = 4096
 _MEETING_SECONDS = 20.0
 _LAST_SECONDS = 5.0
 _MOST_STRANGERS: Final = 64
-"""Connections that have proved nothing yet; of more the oldest is closed."""
+"""Most connections that have not proved yet that they have the token; the oldest is closed when one more comes."""
 _SIOCGIFADDR: Final = 0x8915
 
 
@@ -58,7 +58,10 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """One connection. Methods raise GroupError if the other side sends anything but what is expected, and OSError."""
+    """A connection to another rank.
+
+    Methods raise OSError, and GroupError: the other side sent an error, or something unexpected, or closed it.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -75,7 +78,7 @@ class Channel:
             into = into[got:]
 
     async def read_bytes(self, nbytes: int) -> bytes:
-        """Return so many bytes."""
+        """Return the next ``nbytes`` bytes."""
         await self.read(memoryview(data := bytearray(nbytes)))
         return bytes(data)
 
@@ -90,7 +93,7 @@ class Channel:
         await self.write(body)
 
     async def receive(self, kind: Kind, most: int = 0) -> bytes:
-        """Return the body of the next frame, which is of this kind and has at most so many bytes."""
+        """Return the body of the next frame. Raises GroupError if it is of another kind, or longer than ``most``."""
         nbytes, expected = await self._head(kind)
         if nbytes > most:
             raise GroupError(f"it sent a frame of {nbytes} bytes, where at most {most} belong")
@@ -99,7 +102,7 @@ class Channel:
         return body
 
     async def receive_into(self, into: memoryview) -> None:
-        """Fill a buffer with the body of the next frame of data, which is as long."""
+        """Fill a buffer with the body of the next frame. Raises GroupError if it is no data frame of that length."""
         nbytes, expected = await self._head(Kind.DATA)
         if nbytes != len(into):
             raise GroupError(f"it sent a frame of {nbytes} bytes, where {len(into)} belong")
@@ -107,7 +110,10 @@ class Channel:
         _check(into, expected)
 
     async def _head(self, kind: Kind) -> tuple[int, tuple[int, int]]:
-        """Return the length of the next frame's body, and the CRC of the head and of all of it."""
+        """Read the head of the next frame; return the length of its body, the CRC of the head and that of the frame.
+
+        Raises GroupError: the frame is of another kind, or an error of the other side.
+        """
         data = await self.read_bytes(_HEAD_BYTES)
         found, nbytes = _HEAD.unpack(head := data[: _HEAD.size])
         expected = crc32(head), int.from_bytes(data[_HEAD.size :], "little")
@@ -120,7 +126,10 @@ class Channel:
         return nbytes, expected
 
     async def fail(self, why: str) -> None:
-        """Send an error, and wait a little until the other side has read it: else what it sent would undo that."""
+        """Send an error, and wait some seconds until the other side has read it.
+
+        Closing at once, with bytes from the other side unread, would reset the connection and lose the error.
+        """
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_LAST_SECONDS):
                 await self.send(Kind.FAILED, why.encode(errors="replace")[:_MOST_TEXT])
@@ -129,7 +138,7 @@ class Channel:
                     pass
 
     def close(self) -> None:
-        """Close the connection, in forked children, too."""
+        """Close the connection, also for forked children that share the socket."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -146,7 +155,7 @@ def _proof(token: bytes, who: bytes, *what: bytes) -> bytes:
 
 
 async def connect(address: tuple[str, int], token: bytes, sender: int, receiver: int) -> Channel:
-    """Connect to a rank, and let both sides prove that they are of this run. Raises GroupError."""
+    """Connect to the rank ``receiver``; both sides prove that they are of this run. Raises GroupError."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     channel = Channel(socket.socket(family, socket.SOCK_STREAM))
     try:
@@ -176,7 +185,7 @@ async def connect(address: tuple[str, int], token: bytes, sender: int, receiver:
 
 
 class Listener:
-    """The door of one rank: takes connections of ranks that have the token of the run.
+    """The listening socket of one rank: accepts connections of ranks that have the token of the run.
 
     Args:
         host: The address to listen at; no other interface is open.
@@ -198,7 +207,7 @@ class Listener:
         self._warned = False
 
     def serve(self, token: bytes, rank: int, take: Callable[[int, Channel], Awaitable[None]]) -> None:
-        """Take connections until it is closed; each rank that proved itself is handed to ``take``, with its number."""
+        """Accept connections until closed; call ``take`` with the rank and the channel of each that has the token."""
         self._token, self._rank, self._take = token, rank, take
         self._start(self._accept())
 
@@ -235,7 +244,7 @@ class Listener:
             channel.close()
 
     async def _check(self, channel: Channel) -> int:
-        """Return the rank that has connected."""
+        """Exchange proofs with the other side; return its rank. Raises GroupError: it has not the token."""
         hello = await channel.read_bytes(_HELLO.size)
         magic, version, sender, receiver, _ = _HELLO.unpack(hello)
         if magic != _MAGIC or receiver != self._rank:
@@ -262,11 +271,11 @@ class Listener:
         return task
 
     def abandon(self) -> None:
-        """Close it in a forked child."""
+        """Close the socket in a forked child."""
         self._socket.close()
 
     async def close(self) -> None:
-        """Take nothing any more; what is being taken is given up."""
+        """Accept no more connections, and cancel the transfers under way."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -277,14 +286,14 @@ class Listener:
 
 
 class Pace:
-    """Keeps all that is sent below a rate: ``nbytes_per_second``, or any."""
+    """Limits the rate of all that is sent to ``nbytes_per_second``; None: no limit."""
 
     def __init__(self, nbytes_per_second: int | None) -> None:
         self._rate = nbytes_per_second
         self._free_at = 0.0
 
     async def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be sent."""
+        """Wait until ``nbytes`` more bytes may be sent."""
         if self._rate is not None:
             now = asyncio.get_running_loop().time()
             start = max(now, self._free_at)
@@ -293,9 +302,9 @@ class Pace:
 
 
 def local_address(interface: str | None, reached: str) -> str:
-    """Return the address of an interface, by its name or address; None: of that by which ``reached`` is reached.
+    """Return the address of an interface, given by name or address; None: of the one on the route to ``reached``.
 
-    Raises GroupError: there is none. It may look a name up.
+    Raises GroupError: there is none. May look up a host name.
     """
     if interface is None:
         try:
