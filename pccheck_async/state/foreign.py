@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of classes that are neither torch's nor Python's: tensors composed of other tensors, and pickled values.
+"""Values that only their own class or pickle can restore: tensors composed of other tensors, and pickled values.
 
 Composed tensors are wrapper subclasses, such as the moments of low-bit optimizers. Their class names the attributes
 that hold the inner tensors by ``__tensor_flatten__``, and makes a tensor of them by ``__tensor_unflatten__``. A

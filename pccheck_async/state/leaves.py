@@ -213,10 +213,10 @@ class Sources:
         self.packed_devices, self.device_of = self.devices, None
 
     def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
-        """Return these sources with new places for those at ``index``, which were copied on their devices.
+        """Return these sources, those at ``index`` replaced by their copies at ``addresses`` on the same device.
 
-        The copies lie at ``addresses`` in memory that ``owner`` keeps; they count as the engine's (``owned``). The
-        result no longer references the originals.
+        ``owner`` keeps the memory of the copies, which count as the engine's (``owned``). The result no longer
+        references the originals.
         """
         new = self.with_memory(self.addresses.copy(), self._owners.copy())
         new.addresses[index] = addresses

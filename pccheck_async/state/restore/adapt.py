@@ -235,9 +235,9 @@ def _items(node: Node) -> dict[Hashable, Node]:
 def load(optimizer: torch.optim.Optimizer, state: Any, *, dtype: torch.dtype | None = None) -> None:
     """Load ``state`` into an optimizer, and undo the changes that torch's ``load_state_dict`` makes to the values.
 
-    It casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter lose their low
-    bits) and iterates over strings. Tensors that it cast to ``dtype`` stay so. The repair runs after users' pre-hooks
-    and before their post-hooks.
+    Torch casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter lose their
+    low bits) and iterates over strings. Tensors that were cast to ``dtype`` stay so. The values are repaired after
+    users' pre-hooks and before their post-hooks.
     """
     loaded = [state]  # torch gets the last; emptied once it is repaired
     with ExitStack() as hooks:

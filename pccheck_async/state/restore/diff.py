@@ -456,10 +456,11 @@ class _Walk:
         return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._rules.dtype)
 
     def _give(self, node: Node) -> None:
-        """Check that the composed and pickled values in a stored value can be made, and its tensors on several ranks.
+        """Check that a stored value can be made: its composed and pickled values, and its tensors on several ranks.
 
-        Of the latter without a live tensor, plain ones that all ranks had alike are planned to be made, others are
-        recorded as a mismatch. Raises UnsupportedStateError for a refused pickle, or a class that is not imported.
+        A tensor on several ranks that has no live tensor is planned to be made if it was a plain one, equal on all
+        ranks, else recorded as a mismatch. Raises UnsupportedStateError for a refused pickle, or a class that is not
+        imported.
         """
         found = self.found
         for each in nodes.walk(node) if found.is_special else ():
