@@ -29,7 +29,7 @@ class DeviceMemory:
 
 
 class SnapshotDecision(NamedTuple):
-    """Whether to take a snapshot on the device, and why, in one sentence."""
+    """The decision whether to take a snapshot on the device, and the reason in one sentence."""
 
     snapshot: bool
     reason: str
