@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file protocol of a shelf. :class:`~pccheck_async.medium.windows.WindowedFile` documents the methods."""
+"""The protocol of a shelf's file. :class:`~pccheck_async.medium.windows.WindowedFile` documents the methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ShelfFile"]
 
 
 class ShelfFile(Protocol):
-    """A locked file that is mapped, or a double of one."""
+    """A locked file that is mapped into memory, or a test double of one."""
 
     path: Path
     writable: bool

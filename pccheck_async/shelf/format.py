@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a shelf's file, without I/O.
+"""The format of a shelf's file, without I/O.
 
-The file is divided into pages, of the size that the machine had which made it. Numbers are little-endian.
+The file is divided into pages, of the page size of the machine that made it. Numbers are little-endian.
 
 ====================  ================================================================================================
 page 0                the header, which never changes (:data:`HEADER`)
-page 1, page 2        two roots (:data:`ROOT`, 64 bytes each): the one with the greater sequence number holds
+page 1, page 2        two roots (:data:`ROOT`, 64 bytes each); the valid one with the greater number is in force
 the others            extents, whole pages each: the directory, and the contents of each variable that has arrays
 ====================  ================================================================================================
 
-A root names the directory, by place, length and CRC-32. The directory is the MessagePack array ``[sequence,
-variables]``: the sequence number of the root that names it, and a map from names to ``[offset, manifest]``, the place
-of the variable's extent (0 where it has none) and a manifest (:mod:`pccheck_async.format.manifest`) of the state
-``{name: value}``: plain values stand in its skeleton, arrays lie in the extent, which is its payload: one chunk with
-one CRC-32, as of the variable's last transaction. Its counter is the sequence number of that transaction's root.
+A root has the offset, length and CRC-32 of the directory. The directory is the MessagePack array ``[sequence,
+variables]``: the sequence number of its root, and a map from names to ``[offset, manifest]``: the offset of the
+variable's extent (0 if it has none), and a manifest (:mod:`pccheck_async.format.manifest`) of the state
+``{name: value}``. Plain values are in the manifest's skeleton, arrays in the extent, which is the payload: one chunk
+with one CRC-32, as of the variable's last transaction. The manifest's counter is the number of that transaction's root.
 
-Space that no extent covers is free; no list of free space exists that could be wrong.
+Space that no extent covers is free; no list of free space is stored that could be wrong.
 
-A transaction changes no byte that the root in force names: it stores new extents and a new directory into free space,
-makes them durable, and then stores the root with the next sequence number over the older one (*the commit*). If the
-power fails while that is stored, its checksum fails and the other root is still in force. Recovery is nothing but
-choosing the root, so it may be killed and repeated at will.
+A transaction changes no byte that the root in force refers to: it stores new extents and a new directory into free
+space, makes them durable, and then stores the root with the next sequence number over the older root (*the commit*). If
+the power fails meanwhile, the new root's checksum is wrong and the other root is still in force. Recovery only chooses
+the root, so it may be killed and repeated at will.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ from pccheck_async.format.skeleton import DictNode
 MAGIC: Final = b"PCSHELF\0"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<8sII16sI")
-"""Magic, version, bytes of a page, random identity, CRC-32 of all that."""
+"""Header: magic, version, bytes of a page, random identity, CRC-32 of all of these."""
 ROOT: Final = struct.Struct("<QQQQI24xI")
-"""Sequence number (from 1), bytes of the file in use, offset and bytes and CRC-32 of the directory, zeros, CRC-32 of
-the identity followed by all that. It fills a cache line."""
+"""Root: sequence number (from 1), bytes of the file in use, offset and bytes and CRC-32 of the directory, zeros, CRC-32
+of the header's identity followed by all of these. A root fills a cache line."""
 FIRST_PAGE: Final = 3
-"""Where extents may begin."""
+"""Number of the first page that extents may use."""
 MOST_DIRECTORY_BYTES: Final = 64 << 20
 _MOST_SEQUENCE: Final = 1 << 63
-"""No shelf gets there by counting; roots have room for more."""
+"""Largest valid sequence number, which no shelf reaches by counting; the field could hold more."""
 _MOST_PAGE_BYTES: Final = 1 << 20
 
 
 class Extent(NamedTuple):
-    """A range of the file, whole pages, in bytes. One of 0 bytes is none."""
+    """A range of whole pages of the file, in bytes; 0 bytes stand for no extent."""
 
     offset: int = 0
     nbytes: int = 0
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """Return the offset of the first byte after the extent."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The constant facts of a file. Decoded only by :func:`decode_header`."""
+    """The header of a file, which never changes. Decoded only by :func:`decode_header`."""
 
     page_bytes: int
     identity: bytes
 
     def encode(self) -> bytes:
-        """Return the bytes."""
+        """Return the header's bytes."""
         body = HEADER.pack(MAGIC, VERSION, self.page_bytes, self.identity, 0)[:-4]
         return body + zlib.crc32(body).to_bytes(4, "little")
 
@@ -82,55 +82,55 @@ class Header:
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
     def place(self, sequence: int) -> int:
-        """Return where the root with this sequence number is stored: two in turn."""
+        """Return the offset of the root with this sequence number: the two places are used in turn."""
         return (1 + sequence % 2) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A root, which names the state in force. Decoded only by :func:`newest_root`."""
+    """A root, which refers to the directory of a committed state. Decoded only by :func:`newest_root`."""
 
     sequence: int
     nbytes: int
     directory: Extent
-    """``nbytes`` is its exact length."""
+    """Extent of the directory; its ``nbytes`` is the exact length, not whole pages."""
     checksum: int
 
     def encode(self, header: Header) -> bytes:
-        """Return the bytes."""
+        """Return the root's bytes, with their checksum."""
         body = ROOT.pack(self.sequence, self.nbytes, *self.directory, self.checksum, 0)[:-4]
         return body + root_checksum(header, body).to_bytes(4, "little")
 
 
 def root_checksum(header: Header, body: bytes) -> int:
-    """Return the checksum of a root's bytes before it; of another shelf's root it is another one."""
+    """Return the checksum of a root's other bytes (``body``); it depends on the shelf's identity."""
     return zlib.crc32(header.identity + body)
 
 
 class Variable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A variable as the directory has it. Only :func:`decode_directory` makes checked ones of bytes."""
+    """A variable's entry in the directory. Entries from a file are checked by :func:`decode_directory`."""
 
     offset: int
     manifest: Manifest
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its contents in the file."""
+        """Return the number of bytes of the variable's contents in the file."""
         return self.manifest.payload_nbytes
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of its contents as of its last transaction."""
+        """Return the CRC-32 of the variable's contents as of its last transaction; 0 without contents."""
         return self.manifest.chunks[0].checksum if self.manifest.chunks else 0
 
     def with_checksum(self, checksum: int) -> Variable:
-        """Return a copy with a new checksum, that of the current contents."""
+        """Return a copy of the entry with another checksum of the contents."""
         chunks = (ChunkEntry(0, self.nbytes, checksum),) if self.nbytes else ()
         return type(self)(self.offset, msgspec.structs.replace(self.manifest, chunks=chunks))
 
 
 class StoredVariable(Variable, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A variable of an open transaction whose final contents are stored already, under its checksum."""
+    """A variable of an open transaction whose final contents are stored already, with their checksum in the entry."""
 
 
 class _Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ class DirectoryEncoder:
 
         Raises:
             UnsupportedStateError: A name cannot be encoded.
-            StoreFullError: It would be longer than any reader takes.
+            StoreFullError: The directory would be longer than ``MOST_DIRECTORY_BYTES``.
         """
         placed = {}
         for name, variable in variables.items():
@@ -194,7 +194,10 @@ def decode_header(data: bytes) -> Header:
 
 
 def newest_root(header: Header, head: bytes, size: int) -> Root:
-    """Return the root in force, of the first three pages of a file of ``size`` bytes. Raises CorruptStoreError."""
+    """Return the root in force, from the first three pages (``head``) of a file of ``size`` bytes.
+
+    Raises CorruptStoreError if no root is valid, or the one in force describes an impossible file.
+    """
     roots = []
     for place in (header.page_bytes, 2 * header.page_bytes):
         data = head[place : place + ROOT.size]
@@ -219,9 +222,9 @@ def newest_root(header: Header, head: bytes, size: int) -> Root:
 
 
 def decode_directory(header: Header, root: Root, data: bytes) -> dict[str, Variable]:
-    """Decode the directory that a root names, and check all its entries. Raises CorruptStoreError.
+    """Decode the directory that a root refers to, and check all its entries. Raises CorruptStoreError.
 
-    Every extent lies in the file, overlaps no other, and has the size that its manifest describes.
+    The check: every extent lies in the file, overlaps no other, and has the size that its manifest describes.
     """
     if len(data) != root.directory.nbytes or crc32(data) != root.checksum:
         raise CorruptStoreError("the directory of the shelf is damaged")
@@ -248,7 +251,7 @@ def _variable(name: str, placed: _Placed) -> Variable:
 
 
 def check_extents(header: Header, root: Root, extents: list[Extent]) -> None:
-    """Raise CorruptStoreError unless extents lie apart from each other in whole pages of the file."""
+    """Raise CorruptStoreError unless extents begin at pages, lie in the file, and do not overlap."""
     end = FIRST_PAGE * header.page_bytes
     for extent in sorted(each for each in extents if each.nbytes):
         if extent.offset < end or extent.offset % header.page_bytes or extent.end > root.nbytes:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C waits while a shelf changes: a KeyboardInterrupt is raised before or after a change, never in the middle.
+"""Deferring Ctrl-C while a shelf changes: a KeyboardInterrupt is raised before or after a change, never in the middle.
 
-Python calls the handler of a signal between two byte codes of the main thread, with the frame that it interrupts. While
-a shelf changes, and inside ``with shelf.transaction()``, SIGINT has the handler below. It calls the one from before at
-once where the interrupted code is the user's, and at the end of the change where it is a shelf's.
+Python calls a signal handler between two byte codes of the main thread, with the interrupted frame. While a shelf
+changes, and inside ``with shelf.transaction()``, the handler below is installed for SIGINT. It calls the previous
+handler: at once if the interrupted code is the user's, at the end of the change if it is the shelf's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROOM = f"{Path(__file__).parent}/"
 
 
 class _Interrupts:
-    """The handler and the signal held back. ``begin`` runs on the main thread only, ``end`` on any (a collector)."""
+    """The handler, and the deferred signal. ``begin`` runs on the main thread only, ``end`` on any (``__del__``)."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -68,7 +68,10 @@ _interrupts = _Interrupts()
 
 
 class HoldsBack:
-    """A context that a KeyboardInterrupt leaves at its end. Code outside of the shelf's room is interrupted at once."""
+    """A context that defers a KeyboardInterrupt in the shelf's own code to its end; other code is interrupted at once.
+
+    Does nothing on threads other than the main one.
+    """
 
     _entered = False
 

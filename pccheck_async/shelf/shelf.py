@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named variables in a mapped file, used where they lie (PyMM's programming model, HPEC'22).
+"""Named variables in a mapped file, used in place (PyMM's programming model, HPEC'22).
 
-How a transaction protects a variable that is changed in place was decided by figures, of prototypes of both ways
-(medians of a whole transaction, an EPYC with 2 cores under KVM; an increment of all float64s in it; begin and commit
-together):
+The way in which a transaction protects a variable that is changed in place was chosen by measurements of two prototypes
+(medians of a whole transaction that increments all float64s of a variable, begin and commit included; an EPYC with 2
+cores under KVM):
 
 =======================  ==================  ==================  ==================  ==================
 way                      tmpfs, 64 KiB       tmpfs, 24 MiB       ext4, 64 KiB        ext4, 24 MiB
@@ -12,11 +12,11 @@ undo log                 131 us              12.2 ms             9.1 ms         
 shadow copy              102 us              7.0 ms              5.1 ms              134 ms
 =======================  ==================  ==================  ==================  ==================
 
-An undo log is durable before the first store may be (two flushes), and so are the new contents and the end of the log
-(two more); its bytes are written beside those of the variable. Of a *shadow copy* nothing needs to be durable before
-the commit, because nothing names it: two flushes, the bytes once, an abort copies nothing, and recovery has nothing to
-do but to read the root. The objection to it is that arrays would change their address; here the variable's window
-shows the copy at the old address (:mod:`pccheck_async.medium.windows`), 20 us. So: shadow copies. Both need free space
+An *undo log* has to be durable before the first store (two flushes), then the new contents and the end of the log (two
+more); its bytes are written in addition to those of the variable. A *shadow copy* need not be durable before the
+commit, since nothing refers to it: two flushes, the bytes once, an abort copies nothing, and recovery only reads the
+root. Its drawback would be that arrays change their addresses; here the variable's window shows the copy at the old
+address (:mod:`pccheck_async.medium.windows`), which takes 20 us. So shadow copies are used. Both ways need free space
 for one copy of each variable that is changed in place.
 """
 
@@ -68,12 +68,12 @@ _PIECE: Final = 1 << 20
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
 
 Changes: TypeAlias = dict[str, Variable | None]
-"""New variables by name; None for one that is deleted."""
+"""Changed variables by name; None for a deleted one."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """A variable in use: the value that was handed out, its arrays, and the window that they are in."""
+    """A variable in use: the value that users hold, its arrays, the window in which they lie, the entry."""
 
     value: Any
     arrays: list[Array]
@@ -83,7 +83,7 @@ class _Live:
 
 @dataclass(slots=True)
 class Layer:
-    """One ``with shelf.transaction()``, or an assignment of its own."""
+    """The changes of one ``with shelf.transaction()``, or of an assignment, deletion or growth outside of one."""
 
     changes: Changes = field(default_factory=dict)
 
@@ -100,45 +100,46 @@ class Shelf:
             with shelf.transaction("centres"):
                 centres += steps  # all of it, durably, or nothing
 
-    **Values.** Arrays and tensors of all dtypes that a checkpoint takes (a tensor of a device lies in host memory
-    here), strings, numbers, None, bytes, and nested dicts, lists, tuples and sets of all these. A container is an
-    ordinary Python object; arrays in it are in place.
+    **Values.** Arrays and tensors of all dtypes that can be saved (a device's tensor is stored as one in host memory),
+    strings, numbers, None, bytes, and nested dicts, lists, tuples and sets of all these. A container is an ordinary
+    Python object; arrays in it are in place.
 
     **Durability.** An assignment or a deletion is a transaction of its own: atomic, and durable when it returns.
-    Changes in place are protected inside ``with shelf.transaction("name", ...)`` only. Changed outside of one, an
-    array may be found half changed after a crash, and a list or dict unchanged; :meth:`verify` names them. On a
-    filesystem in memory everything survives the death of the process, and nothing that of the machine (see ``kind``).
+    Changes in place are protected inside ``with shelf.transaction("name", ...)`` only. After a crash, an array that was
+    changed outside of one may be half changed, and a list or dict unchanged; :meth:`verify` names such variables. On
+    a filesystem in memory everything survives the death of the process, but not a reboot (see ``kind``).
 
     **Size.** The file has ``nbytes``, reserved when it is made. It grows only by :meth:`grow` or when it is opened with
-    more, and never shrinks. A variable takes whole pages; until its end a transaction takes space for one more copy
-    of the variables that it names, and for those that it assigns.
+    a larger ``nbytes``, and never shrinks. A variable takes whole pages. Until it ends, a transaction needs space for
+    one more copy of each variable that it names or assigns.
 
-    **Sharing.** One process writes, or several read. A forked child sees what its parent's arrays showed, stores to
-    them stay in the child, and the shelf itself is closed there. Threads take turns: a transaction waits for that of
-    another thread. Other threads must not store into a variable while a transaction on it begins or ends. Memory that
-    is pinned or registered with a device by its address follows no transaction.
+    **Sharing.** One process writes, or several read. In a forked child the parent's arrays keep the contents that they
+    had, stores to them stay in the child, and the shelf itself is closed. A transaction waits until those of other
+    threads have ended. Other threads must not store into a variable while a transaction on it begins or ends. Memory
+    that is pinned or registered with a device by its address does not follow a variable to its copy.
 
-    **Interrupts.** A KeyboardInterrupt comes before or after a change, never in the middle. Inside the block of a
-    transaction it comes at once, and undoes that. Meanwhile SIGINT has a handler of the shelf, which calls the one from
-    before. Anything else that ends a commit in the middle leaves a shelf that takes no more changes; reopen it.
+    **Interrupts.** A KeyboardInterrupt is raised before or after a change, never in the middle. Inside the block of a
+    transaction it is raised at once, and undoes the transaction. Meanwhile the shelf's handler is installed for SIGINT,
+    and calls the previous one. After a commit that any other error ended, the shelf takes no more changes; reopen it.
 
-    **Arrays that are left behind.** When a variable is assigned anew or deleted, or the shelf is closed, arrays that
-    are still held become private copies: they keep their contents, and no longer reach the file.
+    **Arrays that are still referenced.** When a variable is assigned anew or deleted, or the shelf is closed, its
+    arrays become private copies: they keep their contents, and changes to them no longer reach the file.
 
     In the state of an engine a shelf is an object like a module: its variables are saved, and restored in one
-    transaction. Arrays that fit are filled before that begins, in place and unprotected: after a crash in between,
-    restore again.
+    transaction. Arrays of equal dtype and shape are filled in place before the transaction begins, unprotected: after a
+    crash meanwhile, restore again.
 
     Args:
-        path: The file. It is made where it does not exist, unless ``readonly``.
-        nbytes: Bytes of the file, 64 MiB by default; an existing one grows to it.
-        readonly: Open beside other readers. Arrays can be changed, but only for this process.
+        path: The file, which is made if it does not exist, unless ``readonly``.
+        nbytes: Bytes of the file, 64 MiB by default; a smaller existing file grows to that size.
+        readonly: Whether to open the file for reading only, concurrently with other readers. Arrays can be changed, but
+            only in this process's memory.
 
     Raises:
-        StoreLockedError: It is open elsewhere, for more than the second that a killed process may take to release
+        StoreLockedError: The file is open elsewhere, for more than the second that a killed process may take to release
             it, and one of both writes.
         StoreFullError: There is no space for ``nbytes``.
-        CorruptStoreError: It is no shelf, or damaged, or was truncated.
+        CorruptStoreError: The file is no shelf, or damaged, or was truncated.
         FileNotFoundError: There is no such folder; with ``readonly``, no such file.
     """
 
@@ -162,7 +163,7 @@ class Shelf:
 
     @classmethod
     def on(cls, file: ShelfFile) -> Shelf:
-        """Use a file that is open: for doubles that fail and crash."""
+        """Return a shelf on a file that is open already, such as a test double that fails or crashes."""
         shelf = cls.__new__(cls)
         shelf._start(file, 0)
         return shelf
@@ -195,35 +196,35 @@ class Shelf:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._file.path
 
     @property
     def kind(self) -> str:
-        """The kind of its memory: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes).
+        """Kind of the file's memory: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes).
 
-        "cached" also of a shelf that is open for reading alone.
+        "cached" also if the shelf is open for reading only.
         """
         return str(getattr(self._file, "kind", ""))
 
     @property
     def sequence(self) -> int:
-        """Transactions so far, growth among them; that of the last one."""
+        """Sequence number of the last transaction; a new shelf has 1, and growth counts as a transaction."""
         return self._root.sequence
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the file that the shelf uses, free space included."""
         return self._root.nbytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the file that nothing takes; maybe not in one piece."""
+        """Free bytes of the file; they may not be in one piece."""
         return self._space.free_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed here, or belongs to the process that this one was forked from."""
+        """Whether the shelf is closed, or belongs to the process from which this one was forked."""
         return self._file.closed
 
     def __repr__(self) -> str:
@@ -237,7 +238,7 @@ class Shelf:
     # -- variables
 
     def __getitem__(self, name: str) -> Any:
-        """Return a variable; the same object until it is assigned anew."""
+        """Return the value of a variable; the same object until the variable is assigned anew."""
         with self._entered():
             self._check_open()
             if (live := self._live.get(name)) is not None:
@@ -248,13 +249,13 @@ class Shelf:
             return live.value if live is not None else self._open(name, self._variable(name)).value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Assign a variable: atomically and durably, or as part of the transaction that is open.
+        """Assign a variable: atomically and durably, or as part of the open transaction.
 
-        The value is copied: later changes to the original do not reach the shelf. Nobody may change it meanwhile: the
-        stored copy would be a mixture, and :meth:`verify` may take it for damage.
+        The value is copied: later changes to the original do not reach the shelf. Do not change it during the call: the
+        stored copy would be a mixture, and :meth:`verify` may report it as damage.
 
         Raises:
-            UnsupportedStateError: It cannot be kept; names its path.
+            UnsupportedStateError: The value cannot be stored; names the path in it.
             StoreFullError: There is no space. The old value stays.
         """
         _check_name(name)
@@ -285,7 +286,7 @@ class Shelf:
         return sum(1 for _ in self)
 
     def keys(self) -> list[str]:
-        """Return the names, so that ``dict(shelf)`` has all variables."""
+        """Return the names of all variables, for ``dict(shelf)``."""
         return list(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -316,21 +317,22 @@ class Shelf:
     # -- transactions
 
     def transaction(self, *names: str) -> AbstractContextManager[None]:
-        """Make all changes inside the block one: all of them are durable at its end, or an exception undoes all.
+        """Return a context whose changes are atomic: at its end all are durable, or an exception undoes all of them.
 
         Args:
-            names: Variables that are changed in place inside. Assignments and deletions inside belong to the
-                transaction under any name.
+            names: Variables that are changed in place inside the block. Assignments and deletions in the block belong
+                to the transaction under any name.
 
-        A transaction inside another one becomes part of it; an exception that leaves the inner one undoes that one
-        only. Do not ``await`` inside: another task's changes would become part of it, so those raise RuntimeError.
+        A nested transaction becomes part of the outer one; an exception that leaves the inner block undoes the inner
+        one only. Do not ``await`` inside: changes by other tasks would become part of it, and so raise RuntimeError.
 
         Raises:
             KeyError: There is no such variable.
             StoreFullError: There is no space for copies. Nothing has changed.
             StoreFailedError: A flush failed: it is unknown whether the transaction is durable. Reopen the shelf to see.
 
-        A KeyboardInterrupt inside undoes all. One that comes while the transaction begins or ends is raised after that.
+        A KeyboardInterrupt in the block undoes all. While the transaction begins or ends, it is deferred to the end of
+        that.
         """
         return _Transaction(self._transaction(names))
 
@@ -343,7 +345,7 @@ class Shelf:
             yield
 
     def _entered(self) -> AbstractContextManager[object]:
-        """Return the lock; after entering it the caller calls :meth:`_check_open` again."""
+        """Return the lock, or raise ClosedError; the caller has to call :meth:`_check_open` again inside the lock."""
         self._check_open()  # without the lock: in a forked child a thread may hold it that does not exist there
         return self._lock
 
@@ -353,7 +355,10 @@ class Shelf:
 
     @contextmanager
     def _changing(self, *, nested: bool = False) -> Iterator[Layer]:
-        """Yield the layer that changes go to; where there is none, or it is a nested one, commit or abort it."""
+        """Yield the layer for changes, holding the lock: the open one, or if there is none or ``nested``, a new one.
+
+        A new layer is committed at the end (a nested one joins the outer one), or aborted by an exception.
+        """
         with self._entered():
             self._check_open()
             if not self._file.writable:
@@ -414,14 +419,14 @@ class Shelf:
         return extent
 
     def _change(self, layer: Layer, name: str, variable: Variable | None) -> None:
-        """Enter a change into a layer, and free the extent that it replaces there."""
+        """Record a change in a layer, and free the extent of the layer's earlier change to the same variable."""
         replaced = layer.changes.get(name)
         layer.changes[name] = variable
         if replaced is not None:
             self._space.give(self._extent(replaced))
 
     def _protect(self, layer: Layer, name: str) -> None:
-        """Make a variable safe to change in place: from now on its window shows a copy."""
+        """Prepare a variable for changes in place: copy its contents, and let its window show the copy."""
         variable = self._variable(name)
         if layer.changes.get(name) is variable:
             return
@@ -447,7 +452,7 @@ class Shelf:
             self._stage(layer, name, parts)
 
     def _stage(self, layer: Layer, name: str, parts: values.ValueParts) -> None:
-        """Store a new value, past the caches and once: the commit need not read it again, unless it is opened."""
+        """Store a new value in free space, and its checksum: the commit only reads it if it was opened meanwhile."""
         manifest = values.described(parts)
         extent = self._take(manifest.payload_nbytes, f"the new {name!r}")
         checksum = 0
@@ -467,14 +472,14 @@ class Shelf:
         self._change(layer, name, StoredVariable(extent.offset, manifest).with_checksum(checksum))
 
     def _keep_outer(self, layer: Layer, name: str) -> None:
-        """Take over changes of a container made before a nested layer: an abort of that layer goes back to them."""
+        """Stage a container's changes in the outer layer, if ``layer`` is nested: an abort of ``layer`` keeps them."""
         if name not in layer.changes:
             outer = next((each for each in reversed(self._layers) if name in each.changes), None)
             if outer is not None:
                 self._restage(outer, name)
 
     def _restage(self, layer: Layer, name: str) -> None:
-        """Stage the structure of a list or dict whose keys, items or plain values the user changed; keep the object."""
+        """Stage a list or dict if the user changed its keys, items or plain values; the object stays the same."""
         live, variable = self._live.get(name), layer.changes.get(name)
         if live is None or variable is None or isinstance(live.value, _ARRAYS):
             return
@@ -500,27 +505,27 @@ class Shelf:
         return live
 
     def _used(self, name: str, variable: Variable) -> Variable:
-        """Return a variable whose arrays are handed out, and may be stored into before the commit."""
+        """Return a variable for handing out its arrays: they may change until the commit, so drop a stored checksum."""
         if isinstance(variable, StoredVariable):
             layer = next(each for each in reversed(self._layers) if name in each.changes)
             variable = layer.changes[name] = Variable(variable.offset, variable.manifest)
         return variable
 
     def _retire(self, name: str) -> None:
-        """Detach arrays from the file: their holders keep private copies."""
+        """Detach a variable's arrays from the file: they become private copies."""
         live = self._live.pop(name, None)
         if live is not None and (window := live.window) is not None:
             del live
             window.detach()
 
     def _join(self) -> None:
-        """Make the innermost layer part of the one around it."""
+        """Merge the innermost layer into the one around it."""
         layer = self._layers.pop()
         for name, variable in layer.changes.items():
             self._change(self._layers[-1], name, variable)
 
     def _abort(self, layer: Layer) -> None:
-        """Forget a layer and those inside it."""
+        """Undo the changes of a layer and of the layers inside it, and free their extents."""
         while True:
             last = self._layers.pop()
             for name, variable in last.changes.items():
@@ -531,7 +536,7 @@ class Shelf:
                 return
 
     def _return(self, name: str, before: Variable | None) -> None:
-        """Restore a variable to its state before a layer."""
+        """Restore the live value of a variable to its state ``before`` an aborted layer."""
         live = self._live.get(name)
         if live is None:
             return
@@ -548,8 +553,8 @@ class Shelf:
     def _commit(self, layer: Layer) -> None:
         """Make the outermost layer durable.
 
-        Durability: the new contents and the new directory, then the root that names them, each before the next. Space
-        that only the old root names is freed after that: until then the old root may come back into force.
+        Durability: first the new contents and the new directory, then the root that refers to them. Space that only
+        the old root refers to is freed afterwards: until then a crash may put the old root back in force.
         """
         file, sequence = self._file, self._root.sequence + 1
         for name in [name for name, variable in layer.changes.items() if variable is not None]:
@@ -598,7 +603,7 @@ class Shelf:
         return finished.with_checksum(crc32(self._file.view(variable.offset, variable.nbytes)))
 
     def _publish(self, root: Root) -> None:
-        """Store a root, the commit, over the older of the two. The directory of the one before it is free then."""
+        """Store a root over the older one, which is the commit; then free the directory of the root before it."""
         before, header = self._root, self._header
         try:
             self._file.store(header.place(root.sequence), memoryview(root.encode(header)))
@@ -613,10 +618,10 @@ class Shelf:
     # -- the file
 
     def grow(self, nbytes: int) -> None:
-        """Grow the file to at least ``nbytes``, durably; an abort does not undo it. Arrays stay in place.
+        """Grow the file to at least ``nbytes``, durably; an abort does not undo that. Arrays keep their addresses.
 
         Raises:
-            StoreFullError: There is not so much space; nothing has changed.
+            StoreFullError: There is not enough space; nothing has changed.
         """
         with HoldsBack(), self._changing():
             end = self._root.nbytes
@@ -642,7 +647,7 @@ class Shelf:
     def verify(self) -> tuple[str, ...]:
         """Return the names of the variables that differ from the state of their last transaction.
 
-        They were changed outside a transaction, or are damaged.
+        Such variables were changed outside a transaction, or are damaged.
         """
         with self._entered():
             self._check_open()
@@ -662,13 +667,13 @@ class Shelf:
         return checksum == variable.checksum
 
     def variables(self) -> Mapping[str, Variable]:
-        """Return the committed variables, by name: places, manifests, checksums."""
+        """Return the entries of the committed variables by name: offsets, manifests, checksums."""
         with self._entered():
             self._check_open()
             return dict(self._committed)
 
     def close(self) -> None:
-        """Close the file. Arrays that are still held become private copies. Idempotent.
+        """Close the file. Arrays that are still referenced become private copies. Idempotent.
 
         Raises:
             RuntimeError: A transaction is open.
@@ -690,11 +695,11 @@ class Shelf:
     # -- in the state of an engine
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all variables, arrays in place."""
+        """Return the values of all variables; their arrays are those in the file."""
         return {name: self[name] for name in self}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all variables by these, in one transaction."""
+        """Replace all variables by the entries of ``state``, in one transaction."""
         with self.transaction():
             for name in [name for name in self if name not in state]:
                 del self[name]
@@ -703,7 +708,7 @@ class Shelf:
 
 
 class _Transaction(AbstractContextManager[None]):
-    """A transaction that an interrupt leaves neither half begun nor half ended; its block may be interrupted."""
+    """A transaction whose beginning and end cannot be interrupted by a KeyboardInterrupt; its block can."""
 
     def __init__(self, transaction: AbstractContextManager[None]) -> None:
         self._transaction = transaction
@@ -741,7 +746,7 @@ def read_shelf(file: ShelfFile) -> tuple[Header, Root, dict[str, Variable]]:
 
 
 def empty_shelf(nbytes: int) -> tuple[int, bytes]:
-    """Return the size and the beginning of a new file: root 1 and its directory, which names nothing."""
+    """Return the size and the first bytes of a new file: header, root 1 and its empty directory."""
     header = Header(PAGE_BYTES, secrets.token_bytes(16))
     size = max(header.pages(nbytes), _LEAST_PAGES * PAGE_BYTES)
     data = layout.DirectoryEncoder().encode(1, {})
@@ -765,7 +770,7 @@ def _failed(error: OSError, path: Path) -> StoreFailedError:
 
 
 def _interrupted() -> OSError:
-    """Return the failure that a shelf has from the beginning of a commit to its end."""
+    """Return the error that refuses changes after a commit that did not end; set while a commit is in progress."""
     return OSError(errno.EINTR, "a commit was interrupted")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of a shelf are free: decided without I/O, from the extents that are not."""
+"""The free pages of a shelf, computed without I/O from the extents in use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Space"]
 
 
 class Space:
-    """Free ranges of ``[begin, end)``, by address; neighbours are joined.
+    """Free ranges of ``[begin, end)``, ordered by offset; neighbours are joined.
 
-    An extent comes from the smallest range that has room, so that a variable that is written over and over alternates
-    between two places. The search takes time in proportion to the number of ranges, at most one more than the extents.
+    An extent is taken from the smallest range that has room, so that a variable that is written repeatedly alternates
+    between two places. The search takes time proportional to the number of ranges, at most one more than the extents.
     """
 
     def __init__(self, begin: int, end: int, taken: Iterable[Extent] = ()) -> None:
@@ -29,16 +29,16 @@ class Space:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are free, in all."""
+        """Return the number of free bytes."""
         return sum(each.nbytes for each in self._free)
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest free range."""
+        """Return the number of bytes of the largest free range."""
         return max((each.nbytes for each in self._free), default=0)
 
     def take(self, nbytes: int) -> Extent | None:
-        """Return a free extent, which is no longer free; None if no range has room."""
+        """Take an extent of ``nbytes`` from the free ranges and return it; None if no range has room."""
         if nbytes == 0:
             return Extent()
         rooms = [each for each in self._free if each.nbytes >= nbytes]
@@ -51,14 +51,14 @@ class Space:
         return Extent(room.offset, nbytes)
 
     def take_last(self, nbytes: int) -> Extent:
-        """Return an extent at the end of the last free range, which has room for it."""
+        """Take an extent from the end of the last free range, which must have room, and return it."""
         last = self._free.pop()
         if last.nbytes > nbytes:
             self._free.append(Extent(last.offset, last.nbytes - nbytes))
         return Extent(last.end - nbytes, nbytes)
 
     def give(self, extent: Extent) -> None:
-        """Free an extent, or space that was added. Raises ValueError if part of it is free already."""
+        """Add an extent to the free ranges. Raises ValueError if a part of it is free already."""
         if not extent.nbytes:
             return
         index = bisect_left(self._free, extent)

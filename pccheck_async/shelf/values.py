@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a shelf: taken apart into a manifest and bytes to store, and made of both again, arrays in place."""
+"""Converting values of a shelf to a manifest and bytes to store, and back to values whose arrays view the bytes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from pccheck_async.state.restore.tree import rebuild
 __all__ = ["Put", "ValueParts", "described", "fill", "made", "refilled", "remade", "take_apart", "with_arrays"]
 
 Put = Callable[[int, memoryview], None]
-"""Stores bytes at an offset in a variable's contents."""
+"""Function that stores bytes at an offset in a variable's contents."""
 
 _PIECE: Final = 256 << 10
-"""Bytes that are put at a time: the second read of a piece finds it in the processor's caches."""
+"""Most bytes that are stored at a time: a piece is read twice, the second time from the processor's caches."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class ValueParts:
-    """A value, taken apart: its nodes, and its arrays (the live ones) in their order."""
+    """A flattened value: its skeleton, its live arrays in order, and their layout."""
 
     skeleton: Node
     arrays: list[Array]
     layout: Layout
 
     def same_as(self, skeleton: Node, arrays: list[Array]) -> bool:
-        """Whether a value has these very array objects, and apart from them the same content to the bit."""
+        """Return whether the value has the same array objects, and otherwise the same content, bit for bit."""
         return self.has_arrays(arrays) and _encode(self.skeleton) == _encode(skeleton)
 
     def has_arrays(self, arrays: list[Array]) -> bool:
-        """Whether a value has these very array objects."""
+        """Return whether the value has the same array objects, by identity."""
         return len(self.arrays) == len(arrays) and all(a is b for a, b in zip(self.arrays, arrays, strict=True))
 
 
 def take_apart(name: str, value: Any) -> ValueParts:
-    """Take a value apart. Raises UnsupportedStateError if it cannot be kept; names the path in it."""
+    """Flatten a value. Raises UnsupportedStateError, naming the path in it, if it cannot be stored on a shelf."""
     flat = flatten({name: value})
     if flat.objects:
         raise UnsupportedStateError(f"{name}: objects are not kept on a shelf; put their state_dict() there")
@@ -57,7 +57,7 @@ def take_apart(name: str, value: Any) -> ValueParts:
 
 
 def described(parts: ValueParts) -> Manifest:
-    """Return the manifest of a value; its checksum and its counter come with the commit."""
+    """Return the manifest of a value, without the checksum and the counter, which are set later."""
     storages, end = [], 0
     for nbytes in parts.layout.storage_nbytes:
         storages.append(StorageEntry(_aligned(end, ALIGNMENT), nbytes))
@@ -67,9 +67,9 @@ def described(parts: ValueParts) -> Manifest:
 
 
 def fill(parts: ValueParts, manifest: Manifest, put: Put) -> None:
-    """Store the bytes of a value's arrays, from any memory and device, and zeros between them.
+    """Store the whole payload in order: the bytes of a value's arrays, from any device, and zeros between them.
 
-    That is all of the payload, in order.
+    ``put`` is called for each piece.
     """
     sources = parts.layout.sources
     if sources.devices:
@@ -93,9 +93,9 @@ def fill(parts: ValueParts, manifest: Manifest, put: Put) -> None:
 
 
 def made(manifest: Manifest, payload: memoryview) -> tuple[Any, list[Array]]:
-    """Make the value that a variable's manifest describes, and its arrays, which view ``payload``.
+    """Return the value that a variable's manifest describes, and its arrays, which view ``payload``.
 
-    Raises CorruptStoreError if the manifest describes no value.
+    Raises CorruptStoreError if the manifest does not describe a value.
     """
     allocation = Allocation.over(manifest, payload)
     arrays = [allocation.array(index) for index in range(len(manifest.tensors))]
@@ -103,13 +103,13 @@ def made(manifest: Manifest, payload: memoryview) -> tuple[Any, list[Array]]:
 
 
 def remade(manifest: Manifest, arrays: list[Array]) -> Any:
-    """Make the value anew around its arrays."""
+    """Return a new value as the manifest describes it, with the given arrays in it."""
     assert isinstance(manifest.skeleton, DictNode)
     return rebuild(manifest.skeleton.values[0], arrays.__getitem__)
 
 
 def with_arrays(value: Any, new: Mapping[int, Array]) -> Any:
-    """Return a value with other arrays, given by the identities of the old ones; dicts and lists stay the same."""
+    """Return a value with arrays replaced; ``new`` has the new ones by ``id()`` of the old. Changes dicts and lists."""
     if isinstance(value, dict):
         for key in value:
             value[key] = with_arrays(value[key], new)
@@ -121,7 +121,7 @@ def with_arrays(value: Any, new: Mapping[int, Array]) -> Any:
 
 
 def refilled(value: Any, content: Any) -> Any:
-    """Return ``content``: as the same outermost object, where that can be refilled."""
+    """Return ``content``, moved into ``value`` if both are dicts, or lists, of the same type."""
     if type(value) is type(content) is list:
         value[:] = content
         return value

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The app state as a tree of plain nodes and a table of arrays, and back. No I/O, no pickle, nothing converted.
 
-``save`` takes a live state apart, ``restore`` makes or fills one, ``cache`` makes the second save cheap. It may import
-:mod:`pccheck_async.format`, :mod:`pccheck_async.telemetry` and :mod:`pccheck_async.errors`.
+``save`` flattens a live state, ``restore`` makes or fills one, ``cache`` makes the second save cheap. This package may
+import :mod:`pccheck_async.format`, :mod:`pccheck_async.telemetry` and :mod:`pccheck_async.errors`.
 
-Other rooms import these modules whole: ``restore.tree`` reads skeletons, ``restore.parts`` plans
-reading from several ranks' parts, ``tensor_access`` watches memory, ``ambient`` leaves torch's modes, ``foreign`` makes
-values of users' classes, ``values`` plain ones; ``paths`` are names.
+Other packages import these modules by name: ``restore.tree`` reads skeletons, ``restore.parts`` plans reading from
+several ranks' parts, ``tensor_access`` watches accesses to memory, ``ambient`` switches off torch's modes, ``foreign``
+converts values of users' classes, ``values`` plain values; ``paths`` makes the names of leaves.
 """
 
 from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The surroundings of a call on its thread: torch's modes and transforms, which change the effect of its functions."""
+"""Torch's modes and transforms that are active on the calling thread: they change the effect of torch's functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pccheck_async.errors import UnsupportedStateError
 
 
 def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
-    """Return the object with a private name in ``torch._C``, or ``otherwise``: versions without it can save, too."""
+    """Return the object with a private name in ``torch._C``, or ``otherwise`` if this version of torch lacks it."""
     try:
         return attrgetter(name)(torch._C)
     except AttributeError:
@@ -23,7 +23,7 @@ def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
 
 no_functions: Final = _of_torch("DisableTorchFunction", nullcontext)
 no_dispatch: Final = _of_torch("_DisableTorchDispatch", nullcontext)
-"""The two parts of :func:`apart`, for code that a small checkpoint waits for."""
+"""The two context managers of :func:`without_modes`; used directly where its overhead would delay small checkpoints."""
 _transform: Final = _of_torch("_functorch.peek_interpreter_stack")
 _dispatch_modes: Final = _of_torch("_len_torch_dispatch_stack")
 _dispatch_mode: Final = _of_torch("_get_dispatch_mode")
@@ -37,18 +37,19 @@ _DISPATCH_MODES: Final = tuple(
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Switch off the modes that the caller is in (default devices, modes of users' own), so that torch works as usual.
+    """Switch off the caller's modes (default devices, users' own modes) inside the block, so that torch works as usual.
 
-    For the package's own calls only: users' ``state_dict()`` and ``load_state_dict()`` run in their modes.
+    Only the package's own calls run inside: users' ``state_dict()`` and ``load_state_dict()`` run in the users' modes.
     """
     with no_functions(), no_dispatch():
         yield
 
 
 def refuse_tracing(call: str) -> None:
-    """Raise UnsupportedStateError if tensors are traced, fake, or wrapped by a function transform.
+    """Raise UnsupportedStateError if tensors are traced, fake, or wrapped by a function transform at the moment.
 
-    There ``state_dict()`` returns no state that could be saved. ``call`` is the name of the method that was called.
+    A ``state_dict()`` called then returns no state that could be saved. ``call``: name of the user's call, for the
+    message.
     """
     inside = ""
     if _transform() is not None:

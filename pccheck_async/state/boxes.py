@@ -21,13 +21,14 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state.leaves import index_boxes
 
 Run: TypeAlias = tuple[int, int]
-"""The first index, and the one after the last, along a dimension."""
+"""A range of indices along a dimension: the first one, and the one after the last."""
 
 
 class Split(NamedTuple):
-    """A mesh dimension along which a tensor dimension is sharded.
+    """How a mesh dimension shards the tensor dimension ``dim``.
 
-    ``factor``: how many pieces there are before, each of which is split; 1 but for ``_StridedShard``.
+    The dimension is cut into ``factor`` pieces (1 except for ``_StridedShard``), and each piece into ``parts``. This
+    rank has number ``part`` of each piece.
     """
 
     dim: int
@@ -37,7 +38,7 @@ class Split(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of a global tensor: its first index there and in the local tensor, and its sizes, each per dimension."""
+    """A box of a global tensor: its sizes, and its first index in the global and in the local tensor, per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -52,14 +53,15 @@ class Box(NamedTuple):
 
 
 def whole(tensor: torch.Tensor) -> Box:
-    """Return all of a tensor as one box."""
+    """Return the box that covers all of a tensor."""
     origin = (0,) * tensor.ndim
     return Box(origin, tuple(tensor.shape), origin)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of the elements in ``flat``, from number ``start`` on in C order, each with its view of ``flat``.
+    """Cut elements ``start`` to ``start + len(flat)`` (in C order) of a tensor of ``shape`` into boxes.
 
+    Yields each box with its view of ``flat``, which holds these elements.
     Source: ByteCheckpoint (NSDI '25), its decomposition of irregular shards.
     """
     stop, at = start + flat.numel(), 0
@@ -73,9 +75,9 @@ def boxes_of_range(shape: Sequence[int], start: int, flat: torch.Tensor) -> Iter
 
 
 def boxes_of(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:
-    """Return the boxes of a tensor of this global shape that a shard is, in C order; at least one, which may be empty.
+    """Return the boxes that a shard of a tensor of global ``shape`` consists of, in C order: at least one, maybe empty.
 
-    A dimension of n elements is cut into pieces of ceil(n / parts), as by ``torch.chunk``, from the first split on.
+    A split cuts n elements into pieces of ceil(n / parts), as ``torch.chunk`` does; splits apply in their order.
     """
     runs: list[list[Run]] = [[(0, size)] for size in shape]
     for split in splits:
@@ -106,7 +108,7 @@ def _split(runs: list[Run], split: Split) -> list[Run]:
 
 
 def _between(runs: list[Run], low: int, high: int) -> Iterator[Run]:
-    """Yield the runs between two indices of the concatenated runs."""
+    """Yield the parts of ``runs`` between two indices of their concatenation."""
     at = 0
     for first, last in runs:
         start, end = max(low - at, 0), min(high - at, last - first)
@@ -116,7 +118,7 @@ def _between(runs: list[Run], low: int, high: int) -> Iterator[Run]:
 
 
 def _with_places(runs: list[Run]) -> Iterator[tuple[int, int, int]]:
-    """Yield first index, size, and first index in the local tensor, of each run; of no runs, an empty one."""
+    """Yield for each run: first index, size, first index in the local tensor. Without runs, yield an empty one."""
     at = 0
     for low, high in runs or [(0, 0)]:
         yield low, high - low, at
@@ -130,17 +132,17 @@ _KNOWN: Final = ("Shard", "Replicate", "_StridedShard")
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a value is a DTensor; without importing them, which takes a second."""
+    """Return whether a value is a DTensor, without importing ``torch.distributed.tensor``, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 class FlatShard:
-    """A rank's range of a flattened tensor, as ZeRO, Megatron's distributed optimizer and FSDP1 have it.
+    """A rank's range of a flattened tensor, as used by ZeRO, Megatron's distributed optimizer and FSDP1.
 
     Put it into the state in place of the local tensor: it is saved as the boxes that the range consists of, at most
-    ``2 * ndim - 1``, and restored from any other split. All ranks that share the tensor put one in, if need be
-    without elements.
+    ``2 * ndim - 1``, and restored from any other split. Every rank that shares the tensor has to put one into its
+    state, even if its range is empty.
 
     Args:
         local: The elements, shape (n,); filled in place by a restore.
@@ -149,7 +151,7 @@ class FlatShard:
         group: The process group of the ranks that share the tensor; by default all of the engine's group.
 
     Raises:
-        ValueError: The range is not inside the tensor, or ``local`` has not one dimension.
+        ValueError: The range is not inside the tensor, or ``local`` does not have exactly one dimension.
     """
 
     __slots__ = ("group", "local", "shape", "start")
@@ -173,7 +175,7 @@ class FlatShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Data type of the elements."""
         return self.local.dtype
 
     def __repr__(self) -> str:
@@ -184,8 +186,8 @@ class PlannedBoxes:
     """Boxes of a tensor that a planner assigned to this rank: it saves exactly these, without looking at other ranks'.
 
     Args:
-        shape: Of the whole tensor.
-        boxes: At least one: its first index in the whole tensor, and its elements.
+        shape: Shape of the whole tensor.
+        boxes: At least one pair per box: its first index in the whole tensor, and a tensor with its elements.
     """
 
     __slots__ = ("dtype", "shape", "views")
@@ -197,9 +199,9 @@ class PlannedBoxes:
 
 
 def box_views(value: Any, path: str) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a DTensor or a flat shard that lie here, each with a view of its memory; of a tensor, itself.
+    """Return the boxes of a tensor that this rank has, each with a view of its memory; a plain tensor is one box.
 
-    Raises UnsupportedStateError if they cannot be determined; names the path.
+    Raises UnsupportedStateError, naming ``path``, if the boxes of a DTensor cannot be determined.
     """
     if isinstance(value, PlannedBoxes):
         return value.views
@@ -210,7 +212,7 @@ def box_views(value: Any, path: str) -> list[tuple[Box, torch.Tensor]]:
 
 
 def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors, local ones in place of DTensors: these have no memory of their own."""
+    """Return the tensors, each DTensor replaced by its local tensor, which holds the memory."""
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors
     with torch.no_grad():
@@ -218,9 +220,9 @@ def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
-    """Return the local tensor of a DTensor, which shares its memory, and the boxes that it is.
+    """Return the local tensor of a DTensor, which shares its memory, and the boxes that it consists of.
 
-    Raises UnsupportedStateError if they cannot be determined; names the path.
+    Raises UnsupportedStateError, naming ``path``, if the boxes cannot be determined.
     """
     with torch.no_grad():
         local = tensor.to_local()
@@ -240,18 +242,18 @@ def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
 
 
 class Holders(NamedTuple):
-    """The ranks that a tensor lies on, as the world of torch.distributed calls them."""
+    """The ranks that hold a tensor or parts of it, by their global ranks (in torch.distributed's default group)."""
 
     mesh: int
-    """A hash of all of them, and of how the tensor is placed on them."""
+    """Hash of these ranks, and of how the tensor is placed on them."""
     alike: tuple[int, ...]
-    """Those that have the same boxes as this one."""
+    """The ranks that have the same boxes as this rank."""
     by_boxes: tuple[tuple[int, ...], ...]
-    """All of them; those that have the same boxes together."""
+    """All the ranks, grouped: ranks in one group have the same boxes."""
 
 
 def holders_of(tensor: Any, everyone: Holders) -> Holders:
-    """Return the ranks that a tensor lies on; planned boxes, and flat shards by default, on everyone."""
+    """Return the ranks that hold a tensor: ``everyone`` for planned boxes, and for a flat shard without a group."""
     if isinstance(tensor, PlannedBoxes):
         return everyone
     if isinstance(tensor, FlatShard):
@@ -272,17 +274,17 @@ def _holders_on(mesh: Any, placements: tuple[Any, ...]) -> Holders:
 
 @lru_cache(1 << 10)
 def holders_in(group: Any) -> Holders:
-    """Return the ranks of a process group, which have the same boxes."""
+    """Return the ranks of a process group as holders of the same boxes."""
     return alike(torch.distributed.get_process_group_ranks(group))
 
 
 def alike(ranks: Sequence[int]) -> Holders:
-    """Return ranks that have the same boxes."""
+    """Return ``ranks`` as holders of the same boxes."""
     return Holders(hash_of(ranks), tuple(ranks), (tuple(ranks),))
 
 
 def hash_of(ranks: Sequence[int]) -> int:
-    """Return a hash of ranks, the same in every process."""
+    """Return a hash of ranks, in any order, that is the same in every process."""
     return _digest(",".join(map(str, sorted(ranks))))
 
 
@@ -292,7 +294,7 @@ def _digest(text: str) -> int:
 
 @lru_cache(1 << 14)
 def _boxes_on(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return the boxes of this rank. Raises ValueError if it has none, or they are uncertain."""
+    """Return the boxes of this rank. Raises ValueError if it is not on the mesh, or the boxes are uncertain."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not on the mesh of the DTensor ({mesh}); leave it out of this rank's state")
@@ -310,7 +312,7 @@ def _boxes_on(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) ->
 
 
 def _compare_with_torch(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
-    """Raise ValueError if torch computes another part for this rank; skipped if torch has no such function."""
+    """Raise ValueError if torch computes other boxes for this rank; do nothing if torch lacks the private function."""
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

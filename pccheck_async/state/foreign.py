@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of classes that only the user's process has: tensors composed of others, and values that are pickled.
+"""Values that only their own class or pickle can restore: tensors composed of other tensors, and pickled values.
 
-A tensor is composed of others as torch's wrapper subclasses are: moments of low-bit optimizers. Such a class names the
-attributes with these tensors by ``__tensor_flatten__``, and makes a tensor of them by ``__tensor_unflatten__``. A
+Composed tensors are wrapper subclasses, such as the moments of low-bit optimizers. Their class names the attributes
+that hold the inner tensors by ``__tensor_flatten__``, and makes a tensor of them by ``__tensor_unflatten__``. A
 checkpoint names the class. It is looked up among the modules that the process has imported, and nothing is imported for
 it: a name in a checkpoint runs no code that the process has not chosen.
 
 Values that only pickle can hold, if the user allows it, are stored by ``torch.save`` and read by ``torch.load``.
-Unpickling runs any code that the bytes name. Nothing here unpickles but :func:`unpickle`, and only ``load``, open
-checkpoints and ``restore`` call that, with ``allow_pickle=True``.
+Unpickling runs any code that the bytes name. Only :func:`unpickle` unpickles, and only ``load``, open checkpoints and
+``restore`` call it, with ``allow_pickle=True``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pccheck_async.format.skeleton import ComposedNode, PickledNode
 
 
 def is_composed(value: object) -> bool:
-    """Return whether a value is a tensor that is composed of others; torch's own (DTensor, nested ones) are none."""
+    """Return whether a value is a composed tensor; tensors of torch's own classes (DTensor, nested) are not."""
     return isinstance(value, torch.Tensor) and _composes(type(value))
 
 
 def find_class(module: str, name: str) -> type | None:
-    """Return a class of composed tensors by the names of its module and in it; None if none is imported."""
+    """Return the class of composed tensors called ``name`` in ``module``; None if no such class is imported."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)  # getattr() of a module may import
@@ -38,7 +38,7 @@ def find_class(module: str, name: str) -> type | None:
 
 
 def class_of(node: ComposedNode, path: str = "") -> Any:
-    """Return the class of a stored tensor. Raises UnsupportedStateError if its module is not imported."""
+    """Return the class of a stored composed tensor. Raises UnsupportedStateError if no such class is imported."""
     found = find_class(node.module, node.name)
     if found is None:
         module, name = node.module[:200], node.name[:200]
@@ -51,7 +51,7 @@ def class_of(node: ComposedNode, path: str = "") -> Any:
 
 
 def compose(node: ComposedNode, parts: Mapping[str, Any], context: Any) -> torch.Tensor:
-    """Return the tensor that consists of ``parts``. Raises UnsupportedStateError if its class does not make it."""
+    """Return the tensor composed of ``parts``. Raises UnsupportedStateError if its class is missing or fails."""
     kind = class_of(node)
     try:
         made: torch.Tensor = kind.__tensor_unflatten__(dict(parts), context, torch.Size(node.shape), node.stride)
@@ -79,7 +79,7 @@ def _composes(kind: type) -> bool:
 
 
 def pickle(value: Any, kind: str, path: str) -> PickledNode:
-    """Return the node of a value. Raises UnsupportedStateError if it cannot be pickled."""
+    """Pickle a value; return its node. Raises UnsupportedStateError if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -89,7 +89,7 @@ def pickle(value: Any, kind: str, path: str) -> PickledNode:
 
 
 def refuse_pickled(node: PickledNode, path: str = "") -> Any:
-    """Raise UnsupportedStateError: unpickling was not allowed."""
+    """Raise UnsupportedStateError, in place of :func:`unpickle` where unpickling is not allowed."""
     raise UnsupportedStateError(
         f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}, which is unpickled only with allow_pickle=True; "
         "that runs code that the checkpoint names, so give it only where you trust whoever wrote the checkpoint"
@@ -97,7 +97,7 @@ def refuse_pickled(node: PickledNode, path: str = "") -> Any:
 
 
 def unpickle(node: PickledNode, path: str = "", device: Any = None) -> Any:
-    """Return the value, its tensors on ``device``, by default on their saved devices. Raises UnsupportedStateError."""
+    """Return the pickled value, tensors on ``device``, by default their saved one. Raises UnsupportedStateError."""
     try:
         return torch.load(io.BytesIO(node.data), map_location=device, weights_only=False)
     except Exception as error:  # of the user's own code, which may raise anything

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors and arrays of a state, in columns; and the sources of their bytes in a capture.
+"""The leaves of a state (its tensors and arrays), and the sources from which a capture copies their bytes.
 
-A source is an address, or an array that is packed piece by piece.
+A source is memory with an address, or an array that is packed piece by piece.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
 
 KINDS: Final[dict[type, Kind]] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter", np.ndarray: "ndarray"}
-"""Objects of exactly these types are saved as arrays."""
+"""Types whose direct instances, not those of subclasses, are saved as arrays."""
 
 
 class ArrayLeaf(NamedTuple):
-    """One tensor or array of the state: the live object, and how it comes back."""
+    """One tensor or array of the state: the live object, and the kind as which it is restored."""
 
     path: str
     value: Array
@@ -42,13 +42,13 @@ class Leaves:
         self.paths: list[str] = []
         self.values: list[Array] = []
         self.wrappers: dict[int, torch.Tensor] = {}
-        """The DTensors whose boxes are leaves, and the tensors composed of leaves, by the numbers of those: they count
-        changes."""
+        """By number of a leaf: the DTensor of which it is a box, or the composed tensor of which it is a part. Changes
+        raise the version counter of that tensor only."""
         self.detached: list[range] = []
-        """The numbers of those that are saved like ``value.detach()``: the parameters of modules that are read."""
+        """Numbers of the leaves saved as ``value.detach()``: parameters of modules read without ``state_dict()``."""
 
     def check(self) -> None:
-        """Raise UnsupportedStateError for the first one that cannot be saved by its bytes, with advice."""
+        """Raise UnsupportedStateError, with advice, for the first leaf that cannot be saved by its bytes."""
         for path, value in zip(self.paths, self.values, strict=True):
             reason = _tensor_trouble(value) if isinstance(value, torch.Tensor) else _array_trouble(value)
             if reason:
@@ -72,7 +72,7 @@ def _leaf(path: str, value: Array, detached: bool) -> ArrayLeaf:
 
 
 def _tensor_trouble(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be saved by its bytes, and advice; empty if it can."""
+    """Return why a tensor cannot be saved by its bytes, and advice; empty if it can."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} cannot be saved; save its indices and values, or x.to_dense()"
     if tensor.is_quantized:
@@ -113,13 +113,14 @@ def _array_trouble(array: np.ndarray[Any, Any]) -> str:
 # -- sources
 
 HOST: Final = -1
-"""Stands for the host in place of the index of a CUDA device."""
+"""Device number that stands for the host, where others are indices of CUDA devices."""
 
 
 class RawSource(NamedTuple):
-    """Memory that can be copied by address for as long as ``owner`` is held; ``device`` is the index of a CUDA device.
+    """Memory that can be copied by address for as long as ``owner`` is referenced.
 
-    The owner of device memory is a storage, or several that begin at the same address.
+    ``device``: index of the CUDA device, or :data:`HOST`. The owner of device memory is a storage, or a tuple of
+    storages that begin at the same address.
     """
 
     address: int
@@ -129,7 +130,7 @@ class RawSource(NamedTuple):
 
 
 class PackedSource:
-    """An array of any strides, device or lazy bits, stored C-contiguous; :meth:`copy` reads it piece by piece."""
+    """An array that is stored C-contiguous, whatever its strides and device; :meth:`copy` reads it piece by piece."""
 
     __slots__ = ("array", "nbytes")
 
@@ -169,16 +170,16 @@ Source: TypeAlias = RawSource | PackedSource
 
 
 class Sources:
-    """The sources of one capture: their addresses in one table, and the objects that keep their memory.
+    """The sources of one capture: their addresses and sizes, and the objects that keep their memory alive.
 
     Attributes:
         addresses: Address of each source; 0 for packed ones.
         nbytes: Bytes of each source.
         lengths: ``nbytes`` as an array.
-        device_of: The device of each source that has an address, else :data:`HOST`; None if all are on the host.
-        devices: CUDA devices that hold any of them.
-        packed_devices: Those that hold packed ones.
-        owned: Which are copies that the engine made; None for none.
+        device_of: Device of each source; :data:`HOST` for packed ones. None if there is no source of device memory.
+        devices: CUDA devices that hold any source.
+        packed_devices: CUDA devices that hold packed sources.
+        owned: For each source whether it is a copy that the engine made; None if there is none.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
@@ -196,14 +197,14 @@ class Sources:
         self.owned: npt.NDArray[np.bool_] | None = None
 
     def with_memory(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
-        """Return sources of the same sizes on the same devices; a packed one has the address 0 and owns itself."""
+        """Return sources of the same sizes and devices, with new memory; packed: address 0, the source as its owner."""
         new = Sources.__new__(Sources)
         vars(new).update(vars(self))  # copy.copy() takes five times as long
         new.addresses, new._owners = addresses, owners
         return new
 
     def pack_devices(self) -> None:
-        """Make packed sources of device memory, for backends that cannot copy it by address."""
+        """Turn sources of device memory into packed ones, for backends that cannot copy it by address."""
         self.addresses = self.addresses.copy()
         for index, source in enumerate(self):
             if isinstance(source, RawSource) and source.device != HOST:
@@ -212,9 +213,10 @@ class Sources:
         self.packed_devices, self.device_of = self.devices, None
 
     def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
-        """Return the same sources, those at ``index`` copied to ``addresses`` on their device, which ``owner`` keeps.
+        """Return these sources, those at ``index`` replaced by their copies at ``addresses`` on the same device.
 
-        The engine owns the copies; the memory that they came from is released.
+        ``owner`` keeps the memory of the copies, which count as the engine's (``owned``). The result no longer
+        references the originals.
         """
         new = self.with_memory(self.addresses.copy(), self._owners.copy())
         new.addresses[index] = addresses
@@ -225,20 +227,20 @@ class Sources:
         return new
 
     def release(self) -> None:
-        """Release all memory. No source can be read any more."""
+        """Drop the references to all memory; afterwards no source can be read."""
         self._owners = [None] * len(self._owners)
 
     @property
     def packed(self) -> npt.NDArray[np.bool_]:
-        """Which sources are packed."""
+        """Return which sources are packed: they have no address."""
         return np.equal(self.addresses, 0)
 
     def on_host(self) -> npt.NDArray[np.bool_]:
-        """Return which sources the host copies, those of devices that have no plain address included."""
+        """Return which sources the host copies: host memory, and packed sources of any device."""
         return np.ones(len(self), np.bool_) if self.device_of is None else np.equal(self.device_of, HOST)
 
     def live(self) -> npt.NDArray[np.bool_]:
-        """Return which sources hold bytes of the live state: those that have any, and are no copies of the engine."""
+        """Return which sources are memory of the live state: they are neither empty nor copies made by the engine."""
         filled = self.lengths > 0
         return filled if self.owned is None else filled & ~self.owned
 
@@ -257,7 +259,7 @@ class Sources:
 
 
 def device_bytes(address: int, nbytes: int, owner: Any, device: int) -> torch.Tensor:
-    """Return device memory as a flat tensor of bytes."""
+    """Return device memory, by the fields of its :class:`RawSource`, as a flat tensor of bytes that views it."""
     storages = owner if isinstance(owner, tuple) else (owner,)
     storage = max(storages, key=lambda each: int(each.nbytes()))
     flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
@@ -289,7 +291,7 @@ def _resolved_bits(piece: torch.Tensor) -> torch.Tensor:
 
 
 def index_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int | slice, ...]]:
-    """Cut elements ``[first, last)`` of C order into boxes that indexing can reach, fewer than 2 per dimension."""
+    """Cut elements ``[first, last)``, in C order, into boxes; yield an index for each, fewer than 2 per dimension."""
     if not shape:
         yield ()
         return

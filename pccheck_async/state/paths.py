@@ -9,8 +9,8 @@ only if its mapping also has another key that would be written the same way (``{
 no two leaves of a state share a path.
 
 Users see paths without escapes (:func:`readable`), as PyTorch names parameters, and may write them so:
-``model.0.weight`` for ``model.0\.weight``. Only leaves whose names would be alike keep their escapes. A text that is
-the escaped path of a leaf means that leaf.
+``model.0.weight`` for ``model.0\.weight``. Leaves whose names would be equal without escapes keep them. A string that
+equals the escaped path of a leaf always means that leaf.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def components(keys: Sequence[Hashable]) -> list[str]:
 
 
 def child(path: str, component: str) -> str:
-    """Return the path of a child; the root's path is empty."""
+    """Return the path of the child called ``component`` of ``path``; the root's path is empty."""
     return f"{path}.{component}" if path else component
 
 
@@ -71,18 +71,18 @@ def first(path: str) -> str:
 
 
 def is_glob(text: str) -> bool:
-    """Whether a text has characters of a glob (``*``, ``?``, ``[...]``)."""
+    """Return whether a text has characters of a glob (``*``, ``?``, ``[...]``)."""
     return _GLOB.search(text) is not None
 
 
 def glob(pattern: str) -> Callable[[str], bool]:
-    """Return a predicate: whether a text is ``pattern`` or matches it (``*``, ``?``, ``[...]``); ``*`` matches dots."""
+    """Return a predicate: whether a text equals ``pattern`` or matches it as a glob; ``*`` also matches dots."""
     matches = re.compile(fnmatch.translate(pattern)).match
     return lambda text: text == pattern or matches(text) is not None
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    r"""Return a predicate: whether a path is ``pattern`` or matches it as a :func:`glob`, with or without its escapes.
+    r"""Return a predicate: whether a path, with or without its escapes, equals ``pattern`` or matches it as a glob.
 
     ``model.layers.0.weight`` also matches ``model.layers\.0\.weight``.
     """

@@ -35,7 +35,7 @@ class RNGState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Set all generators. Raises StateMismatchError, before any is set, if the numbers of CUDA devices differ."""
+        """Set all generators. Raises StateMismatchError, before setting any, if :meth:`check_state_dict` does."""
         self.check_state_dict(state_dict)
         python, cuda = state_dict["python"], state_dict["cuda"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -45,7 +45,7 @@ class RNGState:
             torch.cuda.set_rng_state_all(cuda)
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Raise StateMismatchError if the numbers of CUDA devices differ, or this is no state of generators."""
+        """Raise StateMismatchError if this is no state of generators, or the number of CUDA devices differs."""
         if not isinstance(state_dict, Mapping) or not {"python", "numpy", "torch", "cuda"} <= state_dict.keys():
             raise StateMismatchError("this is not the state of an RNGState")
         saved, available = state_dict["cuda"], torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stateful objects, their places in a live state, and dicts there that their ``state_dict()`` made.
+"""Stateful objects, their places in a live state, and dicts there that a ``state_dict()`` returned.
 
-Such a dict holds the object's state at one moment. Tensors in them are the object's own; all else is a copy, which
-never reaches the object. Of optimizers, schedulers and scalers such a dict is known by the values that it shares with
-the live object: one that was loaded, or made by hand, is a dict like any other. Those of RNGState and of loaders share
-nothing, and are known by their keys. A module's is filled in place, unless it has more than tensors in it (extra
-state).
+Such a dict holds the object's state at one moment. Its tensors are the object's own; all else is a copy, and restoring
+into it does not reach the object. The dict of an optimizer, scheduler or scaler is recognised by values that it shares
+with the live object: a dict that was loaded, or made by hand, is like any other. The dicts of RNGState and of loaders
+share nothing, and are recognised by their keys. The dict of a module is filled in place, unless it has more than
+tensors in it (extra state).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Stateful(Protocol):
     """An object with a state of its own: a module, an optimizer, a scheduler, a loader, or a user's own.
 
     A class may also have ``check_state_dict(state_dict)``, which raises ValueError for a state that its
-    ``load_state_dict`` would refuse: ``engine.restore`` calls it before it changes anything, with placeholders for
-    arrays and objects in the state.
+    ``load_state_dict`` would refuse. ``engine.restore`` calls it before it changes anything; arrays and objects in the
+    state are then placeholders.
     """
 
     def state_dict(self) -> Any:
         """Return the state, made of any values that can be saved."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Set the state to one that ``state_dict`` returned."""
+        """Set the object's state to one that ``state_dict()`` returned."""
 
 
 def is_stateful(value: object) -> bool:
@@ -49,9 +49,9 @@ def is_stateful(value: object) -> bool:
 
 
 def can_check(value: object) -> bool:
-    """Return whether ``value`` has a ``check_state_dict`` for its own ``load_state_dict``, not for one it overrides.
+    """Return whether ``value`` has a ``check_state_dict``, defined where its ``load_state_dict`` is or in a subclass.
 
-    Modules and optimizers have none: their parts are compared one by one, and some have a method of that name.
+    False for modules and optimizers: their parts are compared one by one, and some have a method of that name.
     """
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return False
@@ -61,9 +61,9 @@ def can_check(value: object) -> bool:
 
 
 def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the module's state with its Parameters themselves in it, which torch does not copy onto themselves.
+    """Return a module's state with the Parameters themselves: loading does not copy a parameter onto itself.
 
-    A module whose own ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share the memory.
+    If its own ``state_dict`` does not take ``keep_vars``, the state has detached tensors, which share the memory.
     """
     parameters = inspect.signature(module.state_dict).parameters.values()
     takes = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -72,9 +72,9 @@ def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def containers_and_objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every container and object in a live state, root first.
+    """Yield path and value of every container and object in a live state, each object once, root first.
 
-    It does not descend into Stateful objects.
+    The walk does not enter Stateful objects.
     """
     waiting: list[tuple[str, Any]] = [("", state)]
     seen: set[int] = set()
@@ -97,16 +97,16 @@ def containers_and_objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 # -- dicts that a live object's state_dict() made, in place of the object
 
 _SETTINGS: Final = (float, tuple, torch.Tensor)
-"""Types of an optimizer's settings of which a loaded one is another object."""
+"""Types of an optimizer's settings whose identity shows whether a dict shares them with a live optimizer."""
 _SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
 _GENERATORS: Final = frozenset({"python", "numpy", "torch", "cuda"})
 _PYTHON: Final = frozenset({"version", "words", "gauss"})
 _POSITION: Final = frozenset({"epoch", "position", "size", "seed", "shuffle", "drop_last", "batch_size", "world_size"})
-"""Keys of the states of :class:`RNGState` and :class:`pccheck_async.ResumableLoader`."""
+"""``_SCALER`` to ``_POSITION``: keys of the states of GradScaler, :class:`RNGState` and ResumableLoader."""
 
 
 def state_dicts(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each place in a live state with a dict in place of an object, in words, and the kind of the object."""
+    """Yield for each dict in a live state that stands for an object its place, in words, and the object's kind."""
     for path, value in containers_and_objects(state):
         owner = _owner(value) if isinstance(value, Mapping) else ""
         if owner:
@@ -114,7 +114,7 @@ def state_dicts(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_filling(state: Mapping[str, Any]) -> None:
-    """Raise UnsupportedStateError for a dict in a live state that is none to restore into: its object gets nothing."""
+    """Raise UnsupportedStateError if an object's ``state_dict()`` stands in its place: restoring would not reach it."""
     for where, owner in state_dicts(state):
         raise UnsupportedStateError(
             f"{where} the state_dict() of a live {owner}, and what is restored into that dict does not reach the "
@@ -123,7 +123,7 @@ def refuse_filling(state: Mapping[str, Any]) -> None:
 
 
 def _owner(value: Mapping[Any, Any]) -> str:
-    """The kind of object whose state a dict is, if it cannot be filled wholly in place; empty for other dicts."""
+    """Return the kind of object whose state a dict is, if it cannot all be filled in place; empty for other dicts."""
     if "param_groups" in value:
         return "optimizer" if _of_live(value) else ""
     if "_last_lr" in value:
@@ -141,9 +141,9 @@ def _owner(value: Mapping[Any, Any]) -> str:
 
 
 def refuse_unstepped(value: Mapping[Any, Any], path: str) -> None:
-    """Raise UnsupportedStateError for the state of a live optimizer before its first step: moments would be missing.
+    """Raise UnsupportedStateError for the dict of a live optimizer before its first step: it would never get moments.
 
-    SGD without momentum, which keeps none, is accepted.
+    The dict of SGD without momentum, which has no moments, is accepted.
     """
     state = value.get("state")
     plain_sgd = all("dampening" in group and group.get("momentum") == 0 for group in _groups(value))
@@ -159,14 +159,17 @@ def _where(path: str) -> str:
 
 
 def _groups(value: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
-    """The groups that have parameters, by number or name."""
+    """Return the groups in an optimizer's dict that have parameters."""
     groups = value["param_groups"]
     dicts = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
     return [group for group in dicts if isinstance(group.get("params"), list) and group["params"]]
 
 
 def _of_live(value: Mapping[Any, Any]) -> bool:
-    """Whether a live optimizer has the very same state of a parameter; before there is any, the same settings."""
+    """Return whether a live optimizer has the same object as a parameter's state in a dict, or else as a setting.
+
+    Settings are compared if the dict has no state yet; True if none of them can identify the optimizer.
+    """
     state = value.get("state")
     if not isinstance(state, Mapping):
         return False
@@ -194,5 +197,5 @@ def _is_scaler(holder: Any) -> bool:
 
 
 def _is_referenced(values: Iterable[object], by: Callable[[Any], bool]) -> bool:
-    """Whether one of these very objects is referenced by an object for which ``by`` is true."""
+    """Return whether any of these objects is referenced by an object for which ``by`` returns True."""
     return any(map(by, gc.get_referrers(*values)))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of leaves, by the memory they view, so that aliases are stored once and come back aliased.
+"""The layout of leaves, by the memory they view, so that aliases are stored once and restored as aliases.
 
-Of every storage the byte ranges are kept that its leaves span; ranges that overlap or touch are merged, and bytes that
-no leaf covers are left out: a small view does not drag its base along. The ranges of one storage are then compacted
-into one :class:`StorageEntry`. A leaf (or several leaves that are the same view) that shares its range with no other
-and has holes in it (``big[:, 0]``) is *packed*: stored C-contiguous, as are lazily conjugated or negated tensors.
-Dimensions that are expanded (stride 0) take one item and stay expanded. A leaf whose range others overlap is stored
-raw, holes included, since they may be the others' bytes.
+From each storage the byte ranges that its leaves span are saved; ranges that overlap or touch are merged, and bytes
+that no leaf covers are left out: a small view does not save its whole base. The ranges of one storage are then
+compacted into one :class:`StorageEntry`. A leaf with holes between its elements (``big[:, 0]``) whose range no other
+leaf overlaps, equal views aside, is *packed*: stored C-contiguous, as are lazily conjugated or negated tensors.
+Expanded dimensions (stride 0) are stored as one item and stay expanded. A leaf whose range other leaves overlap is
+stored raw, holes included, since these may be the other leaves' bytes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pccheck_async.state.leaves import HOST, ArrayLeaf, PackedSource, RawSource,
 from pccheck_async.state.tensor_access import untyped_storage
 
 _WIDEST: Final = 16
-"""Bytes of the widest tensor element: addresses keep their remainder by it, so that views stay aligned."""
+"""Bytes of the widest tensor element: offsets keep the remainder modulo this number, so that views stay aligned."""
 
 Memory: TypeAlias = tuple[Any, int]
 """Device (``"cpu"`` for the host) and address of a storage."""
 
 _SAME_ELEMENTS: Final = attrgetter("first", "shape", "stride", "dtype")
-"""Equal for views of the same elements."""
+"""Function of a :class:`StorageView`, whose results are equal for views of the same elements."""
 
 
 @dataclass(slots=True, eq=False)
 class StorageView:
     """The memory that a leaf with elements views.
 
-    It is unresolved if its memory does not hold its elements as they are (yet to be conjugated or negated), or its
-    strides are no multiples of the item size.
+    A view is unresolved if it is lazily conjugated or negated, so that its memory does not hold its elements, or if its
+    strides are not multiples of the item size.
     """
 
     number: int
@@ -67,12 +67,12 @@ def view_of(number: int, leaf: ArrayLeaf) -> StorageView | None:
 
 
 def is_unresolved(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is yet to be conjugated or negated."""
+    """Return whether a tensor is lazily conjugated or negated: its memory does not hold its elements."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def is_dense(shape: Sequence[int], steps: Sequence[int], itemsize: int) -> bool:
-    """Whether elements fill their span without holes or overlaps, in any order, apart from expanded dimensions."""
+    """Return whether elements fill their span without holes or overlaps, in any order; ignore expanded dimensions."""
     reach = itemsize
     for step, size in sorted((step, size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
         if step != reach:
@@ -144,9 +144,9 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
 
 
 class Known:
-    """Values that follow from others, remembered for as long as those are the same; one of each name.
+    """A cache of computed values by name: the last one of each name, valid while its inputs are the same.
 
-    Tuples and bytes are the same if they are equal, other objects if they are identical. May be used from several
+    Tuples and bytes are the same if they are equal, other inputs if they are identical. May be used from several
     threads.
     """
 
@@ -154,14 +154,14 @@ class Known:
         self._values: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
     def get(self, name: str, of: tuple[Any, ...]) -> Any:
-        """Return the value that :meth:`set` was given with this name and the same ``of``; None if there is none."""
+        """Return the value last set for ``name`` if it was computed from the same inputs ``of``; else None."""
         last = self._values.get(name)
         if last is None or len(last[0]) != len(of):
             return None
         return last[1] if all(map(is_, last[0], of)) or all(map(_alike, last[0], of)) else None
 
     def set(self, name: str, of: tuple[Any, ...], value: _T) -> _T:
-        """Remember ``value`` for the values ``of`` from which it was computed, and return it."""
+        """Remember ``value`` under ``name`` with the inputs ``of`` from which it was computed, and return it."""
         self._values[name] = of, value
         return value
 
@@ -186,7 +186,7 @@ class Layout:
         sources: One source per extent.
         source_of: For each leaf the number of its extent and source, -1 if it has no bytes.
         breaks: Numbers of storages that begin a new chunk, even if the one before is not full.
-        known: What follows from it: the same for all layouts that only differ in the addresses of their sources.
+        known: Values computed from the layout; shared by layouts that only differ in the addresses of their sources.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -199,12 +199,12 @@ class Layout:
 
 
 Packing: TypeAlias = Callable[[Any, Any], PackedSource]
-"""Makes a packed source of a leaf and the object that keeps its memory."""
+"""Function that makes a packed source of a leaf's value and the object that keeps its memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Origins:
-    """The leaves' views and packings that the sources of a layout were made of."""
+    """How the sources of a layout were made: from which leaves, views and packings."""
 
     views: list[StorageView | None] = field(default_factory=list)  # of the leaves
     leaves: list[int] = field(default_factory=list)  # of each source the leaf that views its memory,
@@ -214,7 +214,7 @@ class Origins:
 
 
 def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
-    """Lay out ``leaves`` by the storages they view.
+    """Return the layout of ``leaves`` by the storages they view.
 
     Raises:
         UnsupportedStateError: The memory of a leaf is gone or cannot be addressed; names its path.
@@ -241,8 +241,8 @@ def lay_out(leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
 def _grouped_by_storage(views: list[StorageView]) -> Iterable[list[StorageView]]:
     """Group views by storage, in the order of the leaves, and join storages of the host whose views overlap.
 
-    Two objects may wrap the same memory (from_numpy, DLPack). Storages that only touch stay apart: which ones do is the
-    allocator's whim.
+    Two storage objects may wrap the same memory (from_numpy, DLPack). Storages that only touch are not joined: which
+    ones touch depends on the allocator.
     """
     groups: dict[Memory, list[StorageView]] = {}
     for view in views:
@@ -270,7 +270,10 @@ class _Range(NamedTuple):
 
 
 def _ranges(views: list[StorageView]) -> list[_Range]:
-    """Merge touching spans of one storage's views; one with holes is packed if its views see the same elements."""
+    """Return the byte ranges of one storage's views, merged where they overlap or touch.
+
+    A range with holes whose views have the same elements is packed, and not merged with neighbours.
+    """
     if len(views) == 1:
         view = views[0]
         return [_Range(view.low, view.high, views, view.holes or view.unresolved)]
@@ -334,7 +337,7 @@ class _Builder:
         self.sizes.append(end)
 
     def _add_source(self, part: _Range) -> int:
-        """Add the source of a range; return its length."""
+        """Add the source of a range, and its origin; return its length."""
         view = part.views[0]
         packed, (device, base) = part.packed, view.memory
         shift, nbytes = 0 if packed else part.low - base, part.high - part.low
@@ -371,7 +374,7 @@ def _empty_entry(leaf: ArrayLeaf) -> TensorEntry:
 
 
 def _packed_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """C-contiguous strides; a dimension that was expanded stays so."""
+    """Return the C-contiguous strides for a shape; dimensions that are expanded in ``stride`` stay expanded."""
     packed = []
     step = 1
     for size, old in zip(reversed(shape), reversed(stride), strict=True):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python code that reaches for the memory of a tensor in a way that torch does not count: it is seen, or made to wait.
+"""Detection of accesses to a tensor's memory that torch's version counters miss; callbacks can make the code wait.
 
-``Tensor._version`` counts the changes of torch's own operations, not writes through ``param.data``, a NumPy
-array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or perturbed around a forward
-pass. So while there are watchers, the attributes of torch's classes that lead there are shadowed. The first watcher
-replaces them, and they are restored after the last one, not around each capture: CPython stops caching attributes of a
-class that changes a thousand times.
+``Tensor._version`` counts the changes by torch's own operations, not writes through ``param.data``, a NumPy array of a
+tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or perturbed around a forward pass. So
+while there are watchers, the attributes of torch's classes that give such access are replaced by wrappers (shadows).
+The first watcher installs them, and they are removed after the last one, not around each capture: CPython stops caching
+attributes of a class that changes a thousand times.
 
-An access costs little while there are no callbacks (300 ns), and leaves a flag on the storage that it reaches, which
-is one for all views and lives as long as the memory: the number of the period that it fell into.
+An access costs little while there are no callbacks (300 ns). It sets an attribute on the storage, which all views share
+and which lives as long as the memory: the number of the current period.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from pccheck_async.state.boxes import is_sharded, local_tensors
 
 Callback: TypeAlias = Callable[[Any], None]
-"""Called with the tensor or storage, on the thread that reaches for its memory, before it does."""
+"""Function that is called with a tensor or storage before its memory is accessed, on the accessing thread."""
 
 untyped_storage: Final = torch.Tensor.untyped_storage
-"""Torch's own, for the package itself: a capture does not wait for its own end."""
+"""Torch's original method, for the package itself, whose own accesses are not watched: a capture would await itself."""
 
 _METHODS: Final = ("numpy", "untyped_storage", "set_", "resize_", "resize_as_", "__dlpack__")
 _PLACES: Final = (
@@ -34,19 +34,19 @@ _PLACES: Final = (
     (torch.UntypedStorage, "resize_"),  # gives memory back, even if tensors or captures still read it
 )
 _WRITING: Final = ("data", "set_", "resize_", "resize_as_")
-"""Accesses that likely write; the others may only read."""
+"""Names of the attributes whose access likely writes; the others may only read."""
 
 _READ: Final = "_pccheck_read"
 _WRITTEN: Final = "_pccheck_written"
-"""Attributes of storages: the periods of the last accesses of both kinds."""
+"""``_READ`` and ``_WRITTEN``: attributes of storages with the period of the last access of each kind."""
 
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Types whose storage is read without code of users, or of DTensor, in between."""
+"""Types whose storage is obtained without running code of users or of DTensor."""
 
 _watchers: list[object] = []
 _callbacks: tuple[Callback, ...] = ()
 _flagged: frozenset[type] = frozenset()
-"""Types of which an access leaves a flag and does nothing else: none while there are callbacks, or no watchers."""
+"""Types for which an access only flags the storage; empty while there are callbacks, or no watchers."""
 _period = 1
 _shadows: list[tuple[type, str, Any, Any]] = []  # class, name, the shadow, the class's own attribute before
 _lock = threading.RLock()  # a finalizer may close an engine
@@ -54,7 +54,7 @@ _thread = threading.local()
 
 
 def watch_accesses(watcher: object) -> None:
-    """Flag accesses from now on, until :func:`stop_watching_accesses` for every watcher. Idempotent."""
+    """Flag accesses from now on, until :func:`stop_watching_accesses` was called for every watcher. Idempotent."""
     with _lock:
         if not any(each is watcher for each in _watchers):
             _watchers.append(watcher)
@@ -73,7 +73,10 @@ def stop_watching_accesses(watcher: object) -> None:
 
 
 def call_before_accesses(callback: Callback) -> None:
-    """Call ``callback`` before every access from now on: each costs some microseconds. Idempotent."""
+    """Call ``callback`` before every access from now on, while there are watchers. Idempotent.
+
+    An access then costs some microseconds.
+    """
     global _callbacks  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
     with _lock:
         if callback not in _callbacks:
@@ -90,7 +93,7 @@ def stop_calling(callback: Callback) -> None:
 
 
 def begin_period() -> int:
-    """Begin a period of accesses, and return its number for :func:`accessed_since`."""
+    """Begin a new period of accesses, and return its number for :func:`accessed_since`."""
     global _period  # noqa: PLW0603 - the shadows read it, and attributes of an object take longer
     with _lock:
         _period += 1
@@ -98,25 +101,25 @@ def begin_period() -> int:
 
 
 def last_access(owner: Any) -> int:
-    """Return the period in which memory was last accessed, as far as accesses were watched; 0 for never."""
+    """Return the period of the last watched access to the memory of a tensor or storage; 0 if there was none."""
     storage = _storage_of(owner)
     return max(getattr(storage, _READ, 0), getattr(storage, _WRITTEN, 0))
 
 
 def accessed_since(owner: Any, period: int, *, writing: bool) -> bool:
-    """Return whether memory was accessed since a period began; ``writing``: in a way that likely writes."""
+    """Return whether memory was accessed since a period began; ``writing``: count only accesses that likely write."""
     return (getattr(_storage_of(owner), _WRITTEN, 0) if writing else last_access(owner)) >= period
 
 
 def exempt_this_thread() -> None:
-    """Call nothing on this thread: a thread that captures must not wait for the end of the capture."""
+    """Call no callbacks on this thread from now on: a thread that captures must not wait for the capture to end."""
     _thread.exempt = True
 
 
 def storage_address(owner: Any) -> int:
-    """Return the address of a tensor's storage, or of a storage; 0 if it has no plain memory.
+    """Return the address of a storage, or of a tensor's storage; 0 if it has no plain memory.
 
-    That of a DTensor is its local tensor's.
+    For a DTensor, the address of its local tensor's storage.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():  # classes of users may refuse, or do something else
@@ -143,7 +146,7 @@ def _choose_flagged() -> None:
 
 
 def _note(owner: Any, writes: bool) -> None:
-    """Flag an access, and call the callbacks, which takes longer than the shadows may."""
+    """Flag an access, and call the callbacks, where the short path in the shadows does not suffice."""
     if not _watchers:
         return  # another library wrapped this shadow, and put it back later
     if (storage := _storage_of(owner)) is not None:
@@ -154,7 +157,7 @@ def _note(owner: Any, writes: bool) -> None:
 
 
 def _flag_written(owner: Any) -> None:
-    """Flag the memory that a tensor has after an access: it may be another than before."""
+    """Flag a tensor's memory as written, after an access that may have given it other memory than before."""
     if (storage := _storage_of(owner)) is not None:
         storage._pccheck_written = _period  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values to nodes and back, with their exact types and all their bits; keys of mappings and items of sets."""
+"""Converting plain values to nodes and back, with exact types and all bits; also keys of mappings and items of sets."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pccheck_async.format.skeleton import Node
 SMALL_INTS: Final = (-(1 << 63), (1 << 64) - 1)
 
 VERBATIM: Final = frozenset((NoneType, bool, int, float))
-"""Types whose values are their own nodes (of ints, those of up to 64 bits)."""
+"""Types whose values serve as their own nodes; ints only up to 64 bits."""
 
 
 def with_article(name: str) -> str:
-    """Return the name of a type as texts have it: "an int", "a Linear"."""
+    """Return the name of a type with its indefinite article, for messages: "an int", "a Linear"."""
     return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def all_small(numbers: Collection[int]) -> bool:
-    """Return whether all these ints are their own nodes: have up to 64 bits."""
+    """Return whether all these ints can serve as their own nodes: they fit into 64 bits, signed or unsigned."""
     return not numbers or (min(numbers) >= SMALL_INTS[0] and max(numbers) <= SMALL_INTS[1])
 
 
@@ -61,7 +61,7 @@ ATOMS: Final[Mapping[type, Callable[[Any], Node]]] = MappingProxyType(
         torch.device: lambda value: nodes.TorchDeviceNode(str(value)),
     }
 )
-"""How a value of exactly this type becomes a node. A value of a subclass would be restored as another type."""
+"""Conversions to nodes by exact type; a value of a subclass would be restored as another type."""
 
 
 def atom(value: Any, path: str) -> Node:
@@ -91,7 +91,7 @@ def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
 
 
 def key_nodes(keys: list[Any], path: str, depth: int) -> list[Node]:
-    """Return the nodes of the keys of one mapping. Raises UnsupportedStateError for one that cannot be saved."""
+    """Return the nodes of the keys of one mapping. Raises UnsupportedStateError if a key cannot be saved."""
     kinds = {*map(type, keys)}
     found: list[Node] = keys
     if not (kinds == {str} and "".join(keys).isascii()) and not (kinds == {int} and all_small(keys)):
@@ -102,7 +102,10 @@ def key_nodes(keys: list[Any], path: str, depth: int) -> list[Node]:
 
 
 def _key(key: Any, path: str, depth: int) -> Node:
-    """The node of a dict's key or a set's item: hashable, without arrays, equal to itself."""
+    """Return the node of a mapping key or set item.
+
+    Raises UnsupportedStateError unless it is a plain hashable value without arrays that equals itself.
+    """
     if depth > nodes.MAX_DEPTH:
         raise UnsupportedStateError(f"{path}: a key nested more than {nodes.MAX_DEPTH} levels deep")
     kind = type(key)
@@ -120,7 +123,7 @@ def _key(key: Any, path: str, depth: int) -> Node:
 
 
 def set_nodes(items: Iterable[Any], path: str, depth: int) -> list[Node]:
-    """Return the nodes of the items of a set, in an order that does not change from process to process."""
+    """Return the nodes of the items of a set, in an order that is the same in every process."""
     keys = list(items)
     found = [_key(item, path, depth) for item in keys]
     _check_alike(found, keys, path)
@@ -136,7 +139,7 @@ def _check_alike(found: Sequence[Node], keys: Sequence[Any], path: str) -> None:
 
 
 def from_node(node: Node) -> Any:
-    """Return the value of a node without children. Raises CorruptStoreError if the node describes none."""
+    """Return the value of a node without children. Raises CorruptStoreError if the node does not describe a value."""
     if node is None or isinstance(node, (bool, int, float, str)):
         return node
     convert = _FROM_NODE.get(type(node))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stream of events for each engine: sums for statistics, lines of the log, spans and users' hooks follow from it.
+"""One stream of events for each engine, which feeds the statistics, the log, the spans and users' hooks.
 
-Primitives without an engine or a store, which import ``errors`` only. :mod:`.events` lists the events, and
-:mod:`.logs` the log lines and their fields. Modules without an engine write their lines, and time their operations,
-by themselves; :data:`.tracing.work` says for which checkpoint.
+These modules know neither engine nor store, and import ``errors`` only. :mod:`.events` defines the events, and
+:mod:`.logs` the log lines and their fields. Modules without access to an engine write their log lines, and time their
+operations, directly; :data:`.tracing.work` has the checkpoint that they work for.
 """
 
 from pccheck_async.telemetry.events import Event

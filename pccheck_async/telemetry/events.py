@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in the life of an engine's checkpoints, as frozen values: for ``engine.on_event`` and for the log.
+"""Events of an engine and its checkpoints, as frozen values: for ``engine.on_event`` and for the log.
 
-The log has a line for those with a level (:mod:`pccheck_async.telemetry.logs` has the names and levels).
+Events with a level have a line in the log (:mod:`pccheck_async.telemetry.logs` has the names and levels).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = [
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened.
+    """Base of all events.
 
     Attributes:
-        name: In the log.
-        level: Of its line in the log; None: it has none.
-        text: That line.
-        time: Seconds since the epoch.
+        name: Name of the event in the log.
+        level: Level of the event's line in the log; None if it has no line.
+        text: Format of that line.
+        time: Time of the event, in seconds since the epoch.
     """
 
     name: ClassVar[str] = ""
@@ -41,7 +41,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened(Event, frozen=True, kw_only=True):
-    """The store was opened: the number of its checkpoints, the newest one's step, and the I/O backend."""
+    """The store was opened; with the number of its checkpoints, the newest one's step, and the I/O backend."""
 
     text = "opened %(store)s with %(checkpoints)d checkpoint(s); %(io)s"
     checkpoints: int
@@ -50,7 +50,11 @@ class Opened(Event, frozen=True, kw_only=True):
 
 
 class Closed(Event, frozen=True, kw_only=True):
-    """The engine was closed: the outcomes of its checkpoints, the bytes of the durable ones, its seconds."""
+    """The engine was closed.
+
+    Attributes: numbers of its checkpoints by outcome, bytes of the durable ones, seconds since the engine was opened,
+    and seconds that training waited (``stall``).
+    """
 
     text = (
         "closed %(store)s after %(seconds).1f s: %(durable)d checkpoint(s) durable (%(nbytes)d bytes), %(superseded)d "
@@ -66,29 +70,30 @@ class Closed(Event, frozen=True, kw_only=True):
 
 
 class _OfCheckpoint(Event, frozen=True, kw_only=True):
-    """Attributes: the user's and the engine's number of the checkpoint."""
+    """Base of events of one checkpoint: ``step`` is the user's number of the checkpoint, ``counter`` the engine's."""
 
     step: int
     counter: int
 
 
 class Admitted(_OfCheckpoint, frozen=True, kw_only=True):
-    """A checkpoint was given its counter; ``state_dict()`` and laying out the state took so many seconds."""
+    """A checkpoint got its counter; ``state_dict()`` and the layout of the state took ``state_seconds``."""
 
     state_seconds: float = 0.0
 
 
 class Captured(_OfCheckpoint, frozen=True, kw_only=True):
-    """Its bytes are out of the trainer's reach, so many seconds after it was admitted."""
+    """A checkpoint's bytes were copied, ``seconds`` after it was admitted: training may change the state."""
 
     nbytes: int
     seconds: float
 
 
 class Durable(_OfCheckpoint, frozen=True, kw_only=True):
-    """It is committed, ``seconds`` after it was admitted; it was captured in the first ``capture_seconds`` of those.
+    """A checkpoint was committed, ``seconds`` after it was admitted.
 
-    Training has waited for it for ``stall`` seconds so far.
+    The capture ended ``capture_seconds`` after it was admitted; training has waited for it for ``stall`` seconds so
+    far.
     """
 
     text = "checkpoint of step %(step)d durable: %(nbytes)d bytes in %(seconds).3f s, training waited %(stall).3f s"
@@ -99,35 +104,35 @@ class Durable(_OfCheckpoint, frozen=True, kw_only=True):
 
 
 class InMemory(_OfCheckpoint, frozen=True, kw_only=True):
-    """It is committed in memory, so many seconds after it was admitted: it survives the process, not the machine."""
+    """A checkpoint was committed in memory, ``seconds`` after admission: it survives the process, but not the host."""
 
     nbytes: int
     seconds: float
 
 
 class InReplicas(_OfCheckpoint, frozen=True, kw_only=True):
-    """It, or a newer one, is in the memory of other hosts, so many seconds after it was admitted."""
+    """A checkpoint, or a newer one, is in the memory of other hosts, ``seconds`` after the checkpoint was admitted."""
 
     nbytes: int
     seconds: float
 
 
 class Superseded(_OfCheckpoint, frozen=True, kw_only=True):
-    """Newer ones became durable first and made it pointless, so many seconds after it was admitted."""
+    """A checkpoint was dropped because newer ones became durable first, ``seconds`` after it was admitted."""
 
     text = "checkpoint of step %(step)d superseded by newer ones after %(seconds).3f s"
     seconds: float
 
 
 class Failed(_OfCheckpoint, frozen=True, kw_only=True):
-    """It failed, or was cancelled; nothing of it is committed."""
+    """A checkpoint failed, or was cancelled; nothing of it is committed."""
 
     text = "checkpoint of step %(step)d failed: %(error)s"
     error: Exception
 
 
 class Skipped(Event, frozen=True, kw_only=True):
-    """All places were in flight and ``on_busy="skip"``; ``counter`` is that of the newest one in flight."""
+    """A checkpoint was not begun: too many were in flight, and ``on_busy="skip"``; ``counter``: the newest of these."""
 
     text = "skipped the checkpoint of step %(step)s: %(in_flight)d are in flight"
     step: int | None
@@ -136,7 +141,7 @@ class Skipped(Event, frozen=True, kw_only=True):
 
 
 class Abandoned(_OfCheckpoint, frozen=True, kw_only=True):
-    """Its capture held an optimizer's step up for longer than ``max_stall`` (seconds). A :class:`Failed` follows."""
+    """A capture delayed an optimizer's step for longer than ``max_stall`` (``seconds``). A :class:`Failed` follows."""
 
     text = (
         "abandoned the checkpoint of step %(step)d: its capture held an optimizer's step up for longer than "
@@ -146,10 +151,11 @@ class Abandoned(_OfCheckpoint, frozen=True, kw_only=True):
 
 
 class Waited(_OfCheckpoint, frozen=True, kw_only=True):
-    """The training thread was kept waiting: in a call of ``checkpoint()`` ("checkpoint"), or for an overlapped capture.
+    """The training thread had to wait for ``seconds``.
 
-    The latter is "optimizer": mostly an optimizer's step waits; ``engine.wait_captured()``, and code that reaches for
-    memory that is being captured, count there, too.
+    ``where``: "checkpoint" in a call of ``checkpoint()``; "optimizer" for an overlapped capture. In the latter case
+    mostly an optimizer's step waits, but also ``engine.wait_captured()``, and code that accesses memory that is being
+    captured.
     """
 
     seconds: float
@@ -157,7 +163,7 @@ class Waited(_OfCheckpoint, frozen=True, kw_only=True):
 
 
 class Restored(_OfCheckpoint, frozen=True, kw_only=True):
-    """A checkpoint was restored into a state; ``fell_back``: damaged ones that are newer were passed over."""
+    """A checkpoint was restored into a state; ``fell_back``: whether newer ones were skipped because of damage."""
 
     text = "restored step %(step)d in %(seconds).3f s"
     nbytes: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log: one logger, ``pccheck_async``, whose records carry fields.
+"""The log: one logger, ``pccheck_async``, whose records have fields.
 
 No handler is installed. Every record has the attributes of :data:`FIELDS` (None if they do not apply), so a
 formatter that writes JSON, or one with ``%(event)s %(step)s`` in its format, gets them; events add fields of their own.
-A run that goes well writes a line when it opens, one for every interval that the policy decides on, a summary every ten
-minutes and one when it closes. Checkpoints write a line each at DEBUG, and at WARNING when they fail.
+A run without trouble writes a line when it opens, one for every interval that the policy decides on, a summary every
+ten minutes and one when it closes. Each checkpoint writes a line at DEBUG, or at WARNING if it fails.
 :data:`TABLE` has all events.
 """
 
@@ -23,7 +23,7 @@ from pccheck_async.telemetry.tracing import work
 __all__ = ["FIELDS", "LEVELS", "TABLE", "UsersLine", "log", "warn_user", "work_for", "write", "write_and_warn"]
 
 FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
-"""Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
+"""Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, seconds."""
 
 TABLE = """\
 opened              INFO     a store was opened: checkpoints, io; step is that of the newest
@@ -130,18 +130,18 @@ no_scratch          DEBUG    a device has no memory in which to gather small ten
 no_table            DEBUG    a device has no memory for the list of small tensors that its kernel gathers
 no_fence            DEBUG    the streams of a device cannot wait for copies, so the training thread does
 """
-"""Name of each event, the level of its lines, and when there is one, with which fields of its own."""
+"""Table of all events: name, level of the lines, and when a line is written, with the event's own fields."""
 
 LEVELS = {
     name: logging.getLevelNamesMapping()[level] for name, level in re.findall(r"^(\w+) +([A-Z]+) ", TABLE, re.MULTILINE)
 }
-"""By name of the event."""
+"""Level of an event's lines, by the event's name."""
 
 log = logging.getLogger("pccheck_async")
 
 
 class UsersLine(NamedTuple):
-    """A line of a user's program, as ``warnings.warn_explicit`` takes it."""
+    """A line of a user's program, in the form of arguments of ``warnings.warn_explicit``."""
 
     filename: str
     lineno: int
@@ -150,7 +150,7 @@ class UsersLine(NamedTuple):
 
     @classmethod
     def here(cls) -> UsersLine:
-        """Return the innermost line outside this package that this thread executes."""
+        """Return the innermost line outside this package on the calling thread's stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "pccheck_async":
             frame = frame.f_back
@@ -161,7 +161,7 @@ class UsersLine(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file and the line, or the cell and its line, as tracebacks show it in a notebook."""
+        """Return the file and the line; in a notebook the cell and its line, as tracebacks show it."""
         get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # while it is imported it has none yet
         shell = None if get_ipython is None else get_ipython()
         cell = None if shell is None else shell.compile.format_code_name(self.filename)
@@ -172,17 +172,17 @@ _of_thread = threading.local()
 
 
 def work_for(line: UsersLine) -> None:
-    """Show warnings of this thread, which executes no line of a user's, at another thread's line."""
+    """Show warnings of the calling thread, which executes no user's code, at ``line`` from now on."""
     _of_thread.line = line
 
 
 def warn_user(text: str, category: type[Warning]) -> None:
-    """Warn, and show the user's line: that of this thread, or that for which it works."""
+    """Warn at the user's line: the one set by :func:`work_for` on the calling thread, else the one that it executes."""
     warnings.warn_explicit(text, category, *getattr(_of_thread, "line", None) or UsersLine.here())
 
 
 def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:
-    """Write a record of an event of :data:`TABLE`, with these fields."""
+    """Write a record of an event of :data:`TABLE`, with ``fields``, if its level is enabled."""
     if log.isEnabledFor(level := LEVELS[event]):
         if not log.hasHandlers():  # then Python prints the message alone, which does not say whose it is
             message = f"pccheck_async: {message}"
@@ -190,14 +190,14 @@ def write(event: str, message: str, *arguments: Any, **fields: Any) -> None:
 
 
 def write_and_warn(event: str, text: str, **fields: Any) -> None:
-    """Write a record, and warn the user of the same; of a log that nobody has set up, Python would print both."""
+    """Warn the user, and write a record with the same text if the log has handlers: else Python would print both."""
     if log.hasHandlers():
         write(event, "%s", text, **fields)
     warn_user(text, RuntimeWarning)
 
 
 def _complete(record: logging.LogRecord) -> bool:
-    """Add the missing fields to a record, from the work of the current task. A filter of the log that returns True."""
+    """Add the missing fields to a record, from the work of the current task; return True, as a filter of the log."""
     known = work.get()
     for name in FIELDS:
         if getattr(record, name, None) is None:

@@ -9,10 +9,10 @@ __all__ = ["fill_standard_files"]
 
 
 def fill_standard_files() -> None:
-    """Put ``/dev/null`` where descriptors 0 to 2 are closed.
+    """Open ``/dev/null`` in place of those of the descriptors 0 to 2 that are closed.
 
-    The next file that is opened would get such a number: a slot, overwritten by error messages to descriptor 2, or a
-    descriptor of uvloop's, which ends the process when it is to close one of these.
+    Otherwise the next file that is opened would get such a number: a slot, which error messages to descriptor 2 would
+    overwrite, or a file of uvloop, which ends the process when it has to close one of these descriptors.
     """
     for fd in range(3):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of an engine's events: each is emitted once; totals, log lines, spans and users' hooks follow from it."""
+"""The stream of an engine's events: an emitted event is added to totals, logged, recorded and passed to hooks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Hook", "Hooks", "ReadProgress", "Stream", "reading_progress"]
 
 Hook: TypeAlias = Callable[[Event], object]
 ReadProgress: TypeAlias = Callable[[int, int], object]
-"""Takes the bytes of a checkpoint that are done, and all of them. Called on a thread of the engine's: it is quick, and
-calls nothing of the engine. If it raises, that is logged and it is not called again."""
+"""Callback for progress: called with the bytes of a checkpoint that are done, and with all its bytes, on a thread of
+the engine. It must be quick and not call the engine. If it raises, that is logged and it is not called again."""
 
 _Line: TypeAlias = tuple[str, str, dict[str, Any]]
-"""Name of the event, text and fields of a record."""
+"""A record to write: name of the event, text, fields."""
 
 _MOST_EVENTS = 1024
-"""Waiting for a slow hook; more are dropped."""
+"""Most events that wait for a slow hook; further ones are dropped."""
 _ENDS = (Durable, Superseded, Failed)
 _SUMMARY_SECONDS = 600.0
 _LONG_SECONDS = 1.0
 _LAST = 16
-"""Checkpoints among which superseded ones are a burst where they are more than half."""
+"""Number of recent checkpoints of which more than half have to be superseded for a warning."""
 
 _SUMMARY = (
     "%(durable)d checkpoint(s) durable in the last %(seconds).0f s (%(nbytes)d bytes), %(superseded)d superseded, "
@@ -53,9 +53,9 @@ _HELD_UP = (
 
 
 class Hooks:
-    """Calls hooks with events, in order, on a thread of their own, which starts with the first event that a hook gets.
+    """Calls hooks with events, in order, on a separate thread, which is started for the first event.
 
-    May be used from any thread, signal handlers included; never waits for a hook, and raises none of its errors.
+    May be used from any thread, signal handlers included; never waits for a hook, and raises none of a hook's errors.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,10 @@ class Hooks:
         self._logged_drops = False
 
     def add(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook`` with every event from now on. Returns a function that ends that. Raises TypeError."""
+        """Call ``hook`` with every event from now on; return a function that removes it.
+
+        Raises TypeError if ``hook`` is not callable.
+        """
         if not callable(hook):
             raise TypeError(f"a hook is called with every event, and {hook!r} cannot be called")
         with self._lock:
@@ -84,10 +87,10 @@ class Hooks:
         return remove
 
     def put(self, event: Event, *, quiet: bool = False) -> None:
-        """Queue an event; dropped and counted if too many wait already.
+        """Queue an event for the hooks, or drop and count it if too many events wait already.
 
-        The first dropped one that is not ``quiet`` is logged. A caller with a lock is quiet: handlers of the log are
-        user code.
+        The first drop without ``quiet`` is logged. Callers that hold a lock set ``quiet``: handlers of the log are user
+        code.
         """
         if not self.hooks or self._closed:
             return
@@ -105,9 +108,9 @@ class Hooks:
                 write("event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
 
     def close(self) -> Future[None]:
-        """Take no more events. The future is done when those taken are delivered; a hook may take long.
+        """Accept no more events. The returned future is done when the queued events are delivered, which may take long.
 
-        It is done already on the thread that delivers them, which must not wait for itself.
+        On the thread that delivers them, which must not wait for itself, the future is done already.
         """
         self._closed = True
         self._queue.put(None)
@@ -139,13 +142,13 @@ class Hooks:
 
 
 class Stream:
-    """One engine's events; may be used from any thread, and reentrantly, from signal handlers. Never raises.
+    """The stream of one engine's events. May be used from any thread and, reentrantly, signal handlers. Never raises.
 
     Attributes:
         totals: The sums over all events.
-        clock: Times the stages of the engine's own.
-        hooks: The users'.
-        trace: Records spans; None if spans are not recorded.
+        clock: Measures the engine's own stages.
+        hooks: The users' hooks.
+        trace: Function that records a span; None if spans are not recorded.
     """
 
     def __init__(self, store: str) -> None:
@@ -162,13 +165,16 @@ class Stream:
         self._held_up_at = -math.inf  # when that was last logged
 
     def emit(self, event: Event) -> None:
-        """Count an event, and publish it."""
+        """Add an event to the totals, and publish it if it has a level, is a wait, or there are hooks."""
         self.totals.add(event)
         if event.level is not None or type(event) is Waited or self.hooks.hooks:  # else nobody is interested
             self.publish(event)
 
     def publish(self, event: Event) -> None:
-        """Log an event that is counted, record it, and queue it for hooks. Called without locks: loggers are users'."""
+        """Log an event, record a wait as a span, and queue the event for hooks; do not add it to the totals.
+
+        Hold no lock when calling this: handlers of the log are user code.
+        """
         lines: list[_Line] = []
         if type(event) is Waited:
             if event.seconds > _LONG_SECONDS:
@@ -185,7 +191,7 @@ class Stream:
             self.hooks.put(event, quiet=type(event) is Admitted)
 
     def close(self) -> None:
-        """Emit the last event."""
+        """Emit :class:`Closed`, the last event, with the totals."""
         sums, seconds = self._sums(), time.monotonic() - self._began
         self.emit(Closed(**sums, skipped=self.totals.counts["skipped"], seconds=seconds))
 
@@ -195,7 +201,7 @@ class Stream:
         return {**counts, "nbytes": totals.durable_bytes, "stall": totals.stall_seconds}
 
     def _write(self, event: Event, others: Iterable[_Line]) -> None:
-        """Log an event, if it has a level, and then ``others``, lines that are each about several events."""
+        """Log an event if it has a level, and then the lines in ``others``."""
         with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
             said = asdict(event)
             del said["time"]
@@ -216,7 +222,10 @@ class Stream:
         return [("held_up", _HELD_UP, said)]
 
     def _of_ends(self, event: Event) -> list[_Line]:
-        """Return lines about the checkpoints that ended by now. Not written here, under the lock."""
+        """Count the end of a checkpoint; return the lines due now: warning of a burst, summary.
+
+        The caller writes them without the lock.
+        """
         lines: list[_Line] = []
         with self._lock:
             now = time.monotonic()
@@ -235,7 +244,10 @@ class Stream:
 
 
 def reading_progress(callback: ReadProgress | None, nbytes: int) -> Callable[[int], None]:
-    """Return a function to call with the bytes of each chunk that is read, or need not be, of ``nbytes`` in all."""
+    """Return a function that reports progress: call it with the bytes of each chunk that is read or skipped.
+
+    ``nbytes`` is the sum over all chunks. Raises TypeError if ``callback`` is neither callable nor None.
+    """
     if callback is not None and not callable(callback):
         raise TypeError(f"progress is called with two numbers of bytes, and {callback!r} cannot be called")
     done, current = 0, callback

@@ -16,7 +16,7 @@ from pccheck_async.telemetry.events import Admitted, Durable, Event, Restored, W
 __all__ = ["COUNTED", "Distribution", "Spread", "Totals"]
 
 _BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
-"""Seconds: 1 ms to 500 s, three to a decade."""
+"""Bounds of the histograms in seconds: 1 ms to 500 s, three per decade."""
 COUNTED = (
     "admitted",
     "durable",
@@ -28,7 +28,7 @@ COUNTED = (
     "in_replicas",
     "fell_back",
 )
-"""Events of checkpoints whose numbers are statistics, under the same names."""
+"""Counts that are statistics, under the same names: of events, and of restores that fell back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Distribution:
 
     Attributes:
         count: Number of times.
-        seconds: Their sum.
-        up_to: By bound in seconds, ascending: how many times were at most that long; longer ones are in ``count`` only.
+        seconds: Sum of the times, in seconds.
+        up_to: For each bound in seconds, ascending, the number of times up to it; longer ones are in ``count`` only.
     """
 
     count: int = 0
@@ -47,7 +47,7 @@ class Distribution:
 
     @property
     def mean(self) -> float | None:
-        """The mean time in seconds; None before the first."""
+        """Return the mean time in seconds; None if there are no times."""
         return self.seconds / self.count if self.count else None
 
 
@@ -59,23 +59,23 @@ class Spread:
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Add one time."""
         self._counts[bisect_left(_BOUNDS, seconds)] += 1
         self.seconds += seconds
 
     def distribution(self) -> Distribution:
-        """Return the counts so far."""
+        """Return the histogram of the times so far."""
         *up_to, count = accumulate(self._counts)
         return Distribution(count, self.seconds, dict(zip(_BOUNDS, up_to, strict=True)))
 
 
 class Totals:
-    """A fold over events: nothing but :meth:`add` changes it. For any thread, and signal handlers.
+    """Sums over events, changed by :meth:`add` only. May be used from any thread, and from signal handlers.
 
     Attributes:
-        counts: Of events, by name.
-        stall_seconds: All waiting of the training thread, summed.
-        durable_bytes: Of all durable checkpoints.
+        counts: Number of events, by name.
+        stall_seconds: Sum of the training thread's waits.
+        durable_bytes: Bytes of all durable checkpoints.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Totals:
         self._stalls = {"checkpoint": Spread(), "optimizer": Spread()}
 
     def add(self, event: Event) -> None:
-        """Count an event."""
+        """Add an event to the sums."""
         with self._lock:
             self.counts[event.name] += 1
             if type(event) is Admitted:  # quicker than isinstance, for classes with a metaclass
@@ -106,7 +106,7 @@ class Totals:
                 self.counts["fell_back"] += event.fell_back
 
     def statistics(self) -> dict[str, Any]:
-        """Return the sums so far, by their names in :class:`pccheck_async.EngineStatistics`."""
+        """Return the sums so far, by the names of the fields in :class:`pccheck_async.EngineStatistics`."""
         with self._lock:
             return {name: self.counts[name] for name in COUNTED} | {
                 "durable_bytes": self.durable_bytes,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of operations: sums by stage, and spans for a recorder of a run.
+"""Timing of operations: sums by stage, and spans for a recorder.
 
-Without a recorder, as in everyday use, this costs the lookup of one variable for each timed operation. The
-recorder is found through a context variable, so that a writer need not know for which checkpoint it writes.
+Without a recorder, as in everyday use, a timed operation costs the lookup of one variable more. The recorder is found
+through a context variable, so that a writer need not know for which checkpoint it writes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Sink", "Span", "Stage", "StageClock", "Work", "enter_chunk", "work"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """An operation and the time that it took.
 
     Attributes:
-        name: "step" and "stall" on the training thread ("stall": it was kept waiting); of a checkpoint "capture" (copy
-            and checksum of a chunk), "write", "flush", and "commit", which holds the write of the manifest (and of the
-            data, if it is one chunk), its slot's flush, the record's writes and the record's flush.
-        start: When it began, of ``time.perf_counter()``: for copies and writes when they were handed over, so
-            that waiting for a free thread is part of them.
-        end: When it ended, failed or not.
-        nbytes: Bytes that were moved, 0 where none are.
+        name: "step" and "stall" on the training thread ("stall": it had to wait); for a checkpoint "capture" (copy and
+            checksum of a chunk), "write", "flush", and "commit", which covers the write of the manifest (and of the
+            data, if it is one chunk), the flush of the slot, and the writes and the flush of the record.
+        start: Beginning, by ``time.perf_counter()``; for copies and writes the time of submission, so that waiting for
+            a free thread is included.
+        end: End, by ``time.perf_counter()``, whether the operation failed or not.
+        nbytes: Bytes that were moved; 0 if none are.
         step: The user's number of the step or checkpoint.
         counter: The engine's number of the checkpoint, None for a step.
         chunk: Number of the chunk, None for work on no chunk (manifest, record, flushes).
@@ -44,33 +44,33 @@ class Span:
 
 
 Sink = Callable[[Span], None]
-"""Takes spans as they end, from the training thread and from the engine's. It is quick and does not raise."""
+"""Function that is called with each span when it ends, on any thread. It must be quick and not raise."""
 
 
 class Work(NamedTuple):
-    """The work of a task: fields of its records in the log, and of its spans."""
+    """The work that a task does: values for the fields of the task's log records and spans."""
 
     store: str | None = None
     step: int | None = None
     counter: int | None = None
     chunk: int | None = None
     recorder: Sink | None = None
-    """Gets its spans; None if they are not recorded."""
+    """Function that gets the spans; None if they are not recorded."""
 
 
 work: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039 - a tuple
-"""That of the current task; tasks that it starts inherit it, so that modules below need no arguments for it."""
+"""The work of the current task. Tasks that it starts inherit the value, so that lower modules need no arguments."""
 
 
 def enter_chunk(index: int | None) -> None:
-    """Set the chunk that the current task works for; None for none."""
+    """Set the chunk that the current task works on, None for no chunk; do nothing if spans are not recorded."""
     if (now := work.get()).recorder is not None:
         work.set(now._replace(chunk=index))
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of the pipeline: operations, their bytes, and their seconds summed over concurrent operations."""
+    """Sums of one stage of the pipeline: number of operations, bytes, and seconds, added over concurrent operations."""
 
     count: int = 0
     nbytes: int = 0
@@ -85,7 +85,7 @@ class StageClock:
 
     @contextmanager
     def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Time a block as one operation of a stage, failed ones included."""
+        """Measure the block as one operation of a stage, whether it raises or not."""
         start = time.perf_counter()
         try:
             yield
@@ -93,7 +93,7 @@ class StageClock:
             self.note(name, start, time.perf_counter(), nbytes)
 
     def note(self, name: str, start: float, end: float, nbytes: int = 0) -> None:
-        """Count an operation of a stage that ran from ``start`` to ``end`` (of ``time.perf_counter()``)."""
+        """Add an operation from ``start`` to ``end`` (by ``time.perf_counter()``) to a stage, and record its span."""
         sums = self._sums[name]
         sums[0] += 1
         sums[1] += nbytes
@@ -102,5 +102,5 @@ class StageClock:
             record(Span(name, start, end, nbytes, now.step, now.counter, now.chunk))
 
     def stages(self) -> dict[str, Stage]:
-        """Return the sums so far."""
+        """Return the sums so far, by stage."""
         return {name: Stage(int(count), int(nbytes), seconds) for name, (count, nbytes, seconds) in self._sums.items()}

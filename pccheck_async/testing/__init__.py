@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure doubles: media that crash, fail, hang or are slow, for tests of the engine and of programs that use it.
+"""Test doubles of media that crash, fail, hang or are slow, for tests of the engine and of programs that use it.
 
 Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``StorageOptions(io=...)``. The
 effects of a power failure on a training job's checkpoints, for instance::
@@ -18,7 +18,7 @@ effects of a power failure on a training job's checkpoints, for instance::
 
 :class:`FailingWriter` fails the k-th operation, :class:`StuckWriter` holds operations back until they are released,
 :class:`ThrottledWriter` has the bandwidth of a slow disk; they wrap any medium, the real files too.
-:data:`MEDIUM_CHECKS` are the checks that a medium of your own has to pass.
+:data:`MEDIUM_CHECKS` are the checks that your own medium has to pass.
 """
 
 from pccheck_async.testing.crash import CrashDisk, CrashWriter, ImageWriter

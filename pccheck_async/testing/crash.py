@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder in memory with volatile and durable contents, and the media of the processes that open it."""
+"""A folder in memory with volatile and durable contents, and media that are processes' views of it."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ __all__ = ["CrashDisk", "CrashWriter", "ImageWriter"]
 
 @dataclass(slots=True, eq=False)
 class Inode:
-    """A file, under any name."""
+    """A file, independent of its name."""
 
     number: int
     durable: bytes = b""
     unflushed: list[Change] = field(default_factory=list)
     volatile: bytearray = field(default_factory=bytearray)
     writes: int = 0
-    """Changes with each; the time of the last change."""
+    """Number of writes so far; stands for the time of the last change."""
     locks: dict[object, bool] = field(default_factory=dict)
-    """Open files that hold ``flock``, and writes that their dead process left in the kernel's queue; True: shared."""
+    """Holders of ``flock``, with whether the lock is shared: open files, and a dead process's writes still queued."""
 
 
 class CrashDisk:
-    """The state of one folder as all its processes see it, and as a power failure may leave it.
+    """The state of one folder: as all processes see it, and as a power failure may leave it.
 
-    :class:`~pccheck_async.testing.CrashWriter` performs its operations here, in two halves: submitted and completed.
+    :class:`~pccheck_async.testing.CrashWriter` performs its operations here, in two halves: submission and completion.
     After each half the observer is called with a :class:`DiskSnapshot`. From a snapshot,
     :func:`~pccheck_async.testing.power_loss_images` yields the images that a power failure may leave and
     :meth:`after_process_death` returns the disk of the next process.
@@ -58,12 +58,12 @@ class CrashDisk:
     All methods may be called from any thread; the observer runs inside the call, one call at a time.
 
     Args:
-        block_bytes: Alignment of offsets and lengths that transfers must keep.
-        capacity: Bytes that files may have in all, None for no limit.
-        observer: Called at every operation boundary.
+        block_bytes: Alignment that offsets and lengths of transfers must have.
+        capacity: Most bytes of all files together; None for no limit.
+        observer: Function that is called with a snapshot at every operation boundary.
 
     Attributes:
-        acknowledged: Counter of the newest checkpoint promised to be durable.
+        acknowledged: Counter of the newest checkpoint reported as durable; None if there is none.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CrashDisk:
 
     @classmethod
     def from_image(cls, image: Image, *, block_bytes: int = 4096) -> CrashDisk:
-        """Return the disk as it is found after a power failure: all there is on it is durable."""
+        """Return the disk with an image's files, as it is after a power failure: all of it is durable."""
         disk = cls(block_bytes=block_bytes)
         for number, (name, content) in enumerate(image.files.items()):
             disk._inodes[number] = Inode(number, content, [], bytearray(content))
@@ -98,14 +98,14 @@ class CrashDisk:
     def after_process_death(
         cls, snapshot: DiskSnapshot, *, rng: random.Random | None = None, sector: int = 512, lingering: int = 0
     ) -> CrashDisk:
-        """Return the disk of the next process: nothing written is lost, nothing more is durable, no locks.
+        """Return the disk after the death of a process: completed writes are kept, nothing more is durable, no locks.
 
         Args:
             snapshot: The disk when the process died.
-            rng: Decides how much of each write in flight landed, torn at ``sector``; None to let all of it land.
+            rng: Decides how much of each write in flight is performed, torn at ``sector``; None for all of it.
             sector: Unit that the device writes atomically, in bytes.
-            lingering: Writes in flight stay queued in the kernel, which keeps their files locked, and land only after
-                so many further operations. 0: at once.
+            lingering: Number of further operations for which writes in flight stay queued in the kernel, with their
+                files locked, before they are performed; 0 performs them at once.
         """
         disk = cls(block_bytes=snapshot.block_bytes)
         disk.acknowledged = snapshot.acknowledged
@@ -129,12 +129,12 @@ class CrashDisk:
         return disk
 
     def acknowledge(self, counter: int) -> None:
-        """Record that checkpoint ``counter`` was reported as durable: from now on no crash may lose it."""
+        """Record that checkpoint ``counter`` was reported as durable, so that no later crash may lose it."""
         with self._guard:
             self.acknowledged = max(counter, self.acknowledged or counter)
 
     def snapshot(self, boundary: str = "") -> DiskSnapshot:
-        """Return the disk as it is now; cheap, since contents are shared."""
+        """Return a snapshot of the disk as it is now; cheap, since contents are shared."""
         with self._guard:
             return DiskSnapshot(
                 boundary,
@@ -164,7 +164,10 @@ class CrashDisk:
             return self._inodes[self._names[name]]
 
     def create(self, name: str, nbytes: int) -> tuple[Inode, FolderChange]:
-        """Create a file of ``nbytes`` zeros; return its inode and its folder entry. Name and size are volatile."""
+        """Create a file of ``nbytes`` zeros; return its inode and the change of the folder. Name and size are volatile.
+
+        Raises OSError if the name exists (EEXIST), or the capacity is exceeded (ENOSPC).
+        """
         with self._guard:
             if name in self._names:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
@@ -179,7 +182,7 @@ class CrashDisk:
             return inode, self.change_folder(FolderChange(name, inode.number))
 
     def change_folder(self, entry: FolderChange) -> FolderChange:
-        """Apply a change of the folder; volatile."""
+        """Submit a change of the folder, which processes see at once; it is volatile. Raises FileNotFoundError."""
         with self._guard:
             if entry.inode is None:
                 self.find(entry.name)
@@ -188,13 +191,13 @@ class CrashDisk:
             return entry
 
     def complete_change(self, entry: FolderChange) -> None:
-        """Complete a change of the folder: from now on ``sync_names`` covers it."""
+        """Complete a change of the folder: later calls of ``sync_names`` cover it."""
         with self._guard:
             done = dataclasses.replace(entry, completed=True)
             self._pending = [done if each is entry else each for each in self._pending]
 
     def submit_write(self, file: Inode, offset: int, data: bytes) -> Written:
-        """Start a write: half of it lands at once, the rest with :meth:`complete_write`."""
+        """Start a write: its first half is performed at once, the rest by :meth:`complete_write`."""
         with self._guard:
             change = Written(offset, data, extends=offset + len(data) > len(file.volatile))
             file.writes += 1
@@ -203,7 +206,7 @@ class CrashDisk:
             return change
 
     def complete_write(self, file: Inode, submitted: Written, data: bytes) -> None:
-        """End a write. ``data`` is the buffer as it is now: if it was changed meanwhile, the second half shows it."""
+        """End a write. Its second half is taken from ``data``, the buffer now, so that a change meanwhile shows."""
         with self._guard:
             half = len(data) // 2
             landed = dataclasses.replace(submitted, data=submitted.data[:half] + data[half:], completed=True)
@@ -211,18 +214,21 @@ class CrashDisk:
             file.unflushed = [landed if each is submitted else each for each in file.unflushed]
 
     def submit_flush(self, file: Inode) -> set[Change]:
-        """Start a flush and return the changes that it covers: those that are complete now."""
+        """Start a flush; return the changes that it covers: those that are completed now."""
         with self._guard:
             return {change for change in file.unflushed if change.completed}
 
     def complete_flush(self, file: Inode, covered: set[Change]) -> None:
-        """End a flush: the covered changes are durable."""
+        """End a flush: make the covered changes durable."""
         with self._guard:
             file.durable = replay(file.durable, (c for c in file.unflushed if c in covered))
             file.unflushed = [change for change in file.unflushed if change not in covered]
 
     def split(self, file: Inode, begin: int, end: int, unit: int) -> list[Change]:
-        """Return the changes of a file within [begin, end), those of which only a part is there cut at units."""
+        """Return the unflushed writes to a file within bytes ``[begin, end)``.
+
+        All other unflushed writes are split at multiples of ``unit`` first, and the parts inside are returned, too.
+        """
 
         def inside(change: Change) -> bool:
             return isinstance(change, Written) and begin <= change.offset <= change.offset + len(change.data) <= end
@@ -236,17 +242,17 @@ class CrashDisk:
             return [change for change in file.unflushed if inside(change)]
 
     def forget(self, file: Inode) -> None:
-        """Take changes that are not durable for durable ones, as a page cache does after a flush that failed."""
+        """Forget that changes are unflushed, as a page cache does after a failed flush: no later flush covers them."""
         with self._guard:
             file.unflushed.clear()
 
     def submit_sync(self) -> list[FolderChange]:
-        """Start to sync the folder and return the changes that this covers: those that are complete now."""
+        """Start to sync the folder; return the changes that this covers: those that are completed now."""
         with self._guard:
             return closed(self._pending, (i for i, entry in enumerate(self._pending) if entry.completed))
 
     def complete_sync(self, covered: list[FolderChange]) -> None:
-        """End the sync of the folder: the covered changes are durable."""
+        """End the sync of the folder: make the covered changes durable."""
         with self._guard:
             for entry in self._pending:
                 if entry in covered:
@@ -254,7 +260,7 @@ class CrashDisk:
             self._pending = [entry for entry in self._pending if entry not in covered]
 
     def try_lock(self, file: Inode, holder: object, *, shared: bool) -> bool:
-        """``flock`` without waiting; a lock that is held is converted."""
+        """Take a lock like ``flock`` without waiting, or convert the holder's lock; return whether that succeeded."""
         with self._guard:
             self._pass_time()
             others = [other_shared for other, other_shared in file.locks.items() if other is not holder]
@@ -268,7 +274,7 @@ class CrashDisk:
             file.locks.pop(holder, None)
 
     def boundary(self, description: str) -> None:
-        """Called when an operation was submitted or completed; shows the disk to the observer."""
+        """Call the observer with a snapshot: an operation was submitted or completed, as ``description`` says."""
         with self._guard:
             self._pass_time()
             if self.observer is not None:
@@ -284,16 +290,16 @@ class CrashDisk:
 
 
 class CrashWriter(StepwiseMedium):
-    """One process's view of a :class:`CrashDisk`. Several writers on one disk stand for several processes.
+    """A medium that is one process's view of a :class:`CrashDisk`; several writers on a disk are several processes.
 
-    Transfers must be aligned to the disk's blocks, as direct I/O wants it.
+    Transfers must be aligned to the disk's blocks, as for direct I/O.
 
     Args:
-        disk: Where everything lands.
-        turns: Every operation takes 0 to ``turns`` turns of the event loop before it is completed, so that concurrent
-            operations overlap and overtake each other. No time passes.
-        seed: Decides the turns.
-        read_only: Refuse every change with ``EROFS``.
+        disk: The disk on which operations are performed.
+        turns: Most iterations of the event loop that an operation takes before it is completed (a random number), so
+            that concurrent operations overlap and overtake each other. No time passes.
+        seed: Seed of these random numbers.
+        read_only: Whether every change is refused with ``EROFS``.
     """
 
     chains = True
@@ -429,9 +435,9 @@ class CrashWriter(StepwiseMedium):
         return MediumStatistics("crash", direct=True, why="in memory", **self._clock.stages())
 
     async def _perform(self, what: str, name: str, *steps: Callable[[Any], Any]) -> Any:
-        """Run an operation to its end, cancelled or not; map its errors.
+        """Run an operation to its end, cancelled or not; return the last step's result, and map OSErrors.
 
-        Its first step is its submission; time passes before each of the others, which get the result of the one before.
+        The first step is the submission. Each other step gets the result of the one before, after some loop iterations.
         """
         if self._read_only:
             raise write_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), name)
@@ -484,7 +490,7 @@ class CrashWriter(StepwiseMedium):
 
 
 class ImageWriter(CrashWriter):
-    """Read an :class:`~pccheck_async.testing.Image` as the next process would; changes are refused with ``EROFS``."""
+    """A medium to read an :class:`~pccheck_async.testing.Image` like the next process; refuses changes (``EROFS``)."""
 
     def __init__(self, image: Image, *, block_bytes: int = 4096) -> None:
         super().__init__(CrashDisk.from_image(image, block_bytes=block_bytes), turns=0, read_only=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Persistent memory with volatile caches, for a :class:`CrashDisk` whose files are mapped.
 
-Bytes that were stored survive a power failure in units of 8, any subset of them (tear images with ``sector=8``), until
-the lines of 64 bytes that hold them were written back and a fence came after: then all do.
+After a power failure any subset of the stored units of 8 bytes survives (tear images with ``sector=8``), until their
+cache lines of 64 bytes were written back and a fence followed: then all of them survive.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pccheck_async.testing.power_loss import Change
 __all__ = ["ATOM", "CrashMapping", "MappedCrashWriter"]
 
 ATOM = 8
-"""Bytes that are stored all or not at all."""
+"""Number of bytes that the processor stores atomically."""
 _LINE = 64
 
 
 class CrashMapping(Mapping):
-    """A file of a disk in memory. Tests plant a mistake by leaving out or reordering its steps."""
+    """A mapping of a file on a :class:`CrashDisk`. Tests plant a mistake by omitting or reordering its steps."""
 
     def __init__(self, disk: CrashDisk, inode: Inode) -> None:
         self._disk = disk
@@ -48,9 +48,9 @@ class CrashMapping(Mapping):
 
 
 class MappedCrashWriter(CrashWriter):
-    """One process's view of a :class:`CrashDisk` that writes through mappings: each write is durable at once.
+    """A :class:`CrashWriter` that writes through mappings, so that each write is durable at once.
 
-    ``mapping`` makes that of a file.
+    ``mapping`` makes the mapping of a file.
     """
 
     mapping: Callable[[CrashDisk, Inode], Mapping] = CrashMapping
@@ -66,7 +66,7 @@ class MappedCrashWriter(CrashWriter):
             await self._perform(f"write {file.name} [{offset}, {offset + len(data)})", file.name, lambda _: None, store)
 
     async def flush(self, file: File) -> None:
-        """Flush a file once through the kernel; from then on each write is durable by itself."""
+        """Flush a file through the kernel on the first call; from then on each write is durable without a flush."""
         mapping = self._mapping(file)
         if not mapping.settled:
             await super().flush(file)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a shelf on a :class:`CrashDisk`: users store into its windows directly; the power fails at will.
+"""The file of a shelf on a :class:`CrashDisk`: users store into its windows directly, and the power may fail any time.
 
-A user's store into a window is in the caches of the processor, or of the kernel: it may survive in units of 8
-bytes, any subset of them, from its moment on. :meth:`CrashShelfFile.notice` finds it, by comparing windows with
-their last contents; each verb begins with that, and a test that wants more instants calls it between stores.
+A user's store into a window is in the caches of the processor, or of the kernel: any subset of its units of 8 bytes may
+survive a power failure. :meth:`CrashShelfFile.notice` detects stores by comparing windows with their last contents.
+Each method of the file begins with that; a test that needs more boundaries calls it between stores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CrashShelfFile", "CrashWindow"]
 
 
 class CrashWindow(Window):
-    """Memory of the test's own; its file copies the stores from it to the range that it shows."""
+    """A window of private memory that shows a range of the file; the file copies stores in it to that range."""
 
     def __init__(self, file: CrashShelfFile, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
@@ -54,7 +54,7 @@ class CrashWindow(Window):
         self._crash_file.windows.discard(self)
 
     def notice(self) -> None:
-        """Submit the stores since the last time, run by run."""
+        """Write the stores since the last call to the file, one write per run of changed words."""
         words = np.flatnonzero(self._array.view(np.uint64) != self._known.view(np.uint64))
         for run in np.split(words, np.flatnonzero(np.diff(words) != 1) + 1) if len(words) else ():
             low, high = int(run[0]) * ATOM, (int(run[-1]) + 1) * ATOM
@@ -65,12 +65,12 @@ class CrashWindow(Window):
 class CrashShelfFile:
     """One process's view of the file of a shelf (see :class:`~pccheck_async.medium.windows.WindowedFile`).
 
-    Tests plant a mistake by leaving out or reordering ``mapping``, and the methods here.
+    Tests plant a mistake by overriding methods of this class or of its ``mapping``.
 
     Args:
-        disk: Where the file is.
-        name: Its name.
-        durable: Whether it is persistent memory; else the kernel flushes it.
+        disk: The disk that has the file.
+        name: Name of the file.
+        durable: Whether the file is in persistent memory; else the kernel flushes it.
     """
 
     mapping_type: type[CrashMapping] = CrashMapping
@@ -94,7 +94,7 @@ class CrashShelfFile:
         return len(self.inode.volatile)
 
     def notice(self) -> None:
-        """Find the stores of users into windows since the last time."""
+        """Write the users' stores into windows since the last call to the file."""
         for window in list(self.windows):
             window.notice()
 
@@ -107,7 +107,7 @@ class CrashShelfFile:
         self.nbytes = nbytes
 
     def settle(self) -> None:
-        """Flush all of the file, like the kernel."""
+        """Flush the whole file, as the kernel does."""
         covered = self.disk.submit_flush(self.inode)
         self.disk.boundary("flush submitted")
         self.disk.complete_flush(self.inode, covered)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doubles in front of another medium: one operation fails, hangs until it is released, or is slow."""
+"""Test doubles that wrap another medium, and let operations fail, hang until they are released, or be slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 CHANGES = frozenset(("flush", "remove", "replace", "reserve", "sync_names", "write"))
-"""The kinds of access that change storage, or make it durable."""
+"""Names of the methods that change storage, or make changes durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Access:
     """One call of a medium's method."""
 
     kind: str
-    """The method's name."""
+    """Name of the method."""
     name: str = ""
-    """The file it is about, empty for the folder."""
+    """Name of the file; empty for the folder."""
     nbytes: int = 0
-    """Bytes transferred."""
+    """Number of bytes to transfer."""
 
 
 def _passed(method: F) -> F:
-    """Return a method that calls its namesake of ``inner``, through ``perform``."""
+    """Return a method that calls the method of the same name of ``inner``, through ``perform``."""
     kind = method.__name__
 
     async def call(self: WrappingWriter, *arguments: Any, **options: Any) -> Any:
@@ -53,9 +53,9 @@ def _passed(method: F) -> F:
 
 
 class WrappingWriter(StepwiseMedium):
-    """Hands every call to ``inner``, :meth:`make_durable` in single steps.
+    """A medium that passes every call to ``inner``; :meth:`make_durable` is passed in single steps.
 
-    Override :meth:`perform` to treat all calls alike, or a method to change that one.
+    Override :meth:`perform` to change all calls, or a method to change that one.
 
     ::
 
@@ -71,7 +71,7 @@ class WrappingWriter(StepwiseMedium):
         self.inner = inner
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
-        """Perform ``call``; every method but ``close``, ``abandon`` and ``statistics`` comes through here."""
+        """Perform ``call``; used by every method but ``close``, ``abandon`` and ``statistics``."""
         return await call()
 
     prepare = _passed(Medium.prepare)
@@ -104,7 +104,7 @@ class WrappingWriter(StepwiseMedium):
 
 
 class FailingWriter(WrappingWriter):
-    """Fails the operation number ``fail_at``; nothing of that operation happens.
+    """A medium whose operation number ``fail_at`` fails; no part of that operation is performed.
 
     Run once with ``fail_at=None`` to count the operations, then once for each::
 
@@ -116,10 +116,10 @@ class FailingWriter(WrappingWriter):
 
     Args:
         inner: The writer that performs the other operations.
-        fail_at: Number of the operation that fails, counted from 1; None for none. May be set anew.
-        error: ``errno`` of the failure, mapped to the error that the real writer raises.
-        kinds: Names of the methods that count (default: all that change storage or make it durable).
-        stays: Whether all later operations of these kinds fail too, as on a device that is gone.
+        fail_at: Number of the operation that fails, counted from 1; None for none. May be changed later.
+        error: ``errno`` of the failure, mapped to the exception that the real writer raises.
+        kinds: Names of the methods that are counted (default: all that change storage or make it durable).
+        stays: Whether all later operations of these kinds fail, too, as on a device that is gone.
 
     Attributes:
         operations: Number of operations of ``kinds`` so far, failed ones included.
@@ -145,7 +145,7 @@ class FailingWriter(WrappingWriter):
         self.failed: list[Access] = []
 
     def fail_next(self, after: int = 0) -> None:
-        """Fail the next operation, or the one that comes after so many more."""
+        """Make the next operation fail, or the one after ``after`` further operations."""
         with self._guard:
             self.fail_at = self.operations + 1 + after
 
@@ -169,9 +169,9 @@ class FailingWriter(WrappingWriter):
 
 
 class StuckWriter(WrappingWriter):
-    """Holds chosen operations back until :meth:`release`, then performs them, cancelled or not.
+    """A medium that holds operations back until :meth:`release`, then performs them, cancelled or not.
 
-    The engine runs on a thread of its own, so everything here may be called from any thread::
+    The engine runs on a thread of its own, so all methods may be called from any thread::
 
         writer = StuckWriter(Files(...), kinds=("flush",))
         pending = await engine.checkpoint(state, step=1)
@@ -194,18 +194,18 @@ class StuckWriter(WrappingWriter):
 
     @property
     def stuck(self) -> list[Access]:
-        """The operations that hang now, oldest first."""
+        """Return the operations that hang now, oldest first."""
         with self._changed:
             return list(self._waiting.values())
 
     def hold(self, *kinds: str, after: int = 0) -> None:
-        """Hold back operations of these kinds from now on, instead of those named before."""
+        """Hold back operations of these kinds from now on, after ``after`` of them; others are no longer held back."""
         with self._changed:
             self._kinds = frozenset(kinds)
             self._passing = after
 
     def release(self, *, hold_on: bool = False) -> None:
-        """Release the operations held back; later ones pass too, unless ``hold_on``."""
+        """Release the operations that hang; unless ``hold_on``, hold back no later ones."""
         with self._changed:
             if not hold_on:
                 self._kinds = frozenset()
@@ -240,17 +240,17 @@ class StuckWriter(WrappingWriter):
 
 
 class ThrottledWriter(WrappingWriter):
-    """Caps reads and writes per file and in all, like cloud disks: several streams are faster than one alone.
+    """A medium with limited bandwidth per file and in all, like cloud disks: several streams are faster than one.
 
-    Transfers queue for the caps in the order in which they are submitted and end no earlier than a device of that
-    bandwidth would end them. For use on one event loop.
+    Transfers queue in the order in which they are submitted, and end no earlier than on a device of that bandwidth. All
+    calls must be on one event loop.
 
     Args:
         inner: The writer that performs the transfers.
-        per_stream: Bytes per second of any one file, None for no cap.
-        total: Bytes per second of all files together, None for no cap.
-        per_request: Bytes per second of any one transfer, None for no cap.
-        requests: How many transfers the device works on at a time, where each of them is capped.
+        per_stream: Most bytes per second of each file; None for no limit.
+        total: Most bytes per second of all files together; None for no limit.
+        per_request: Most bytes per second of each transfer; None for no limit.
+        requests: Number of transfers that proceed at a time under the limit ``per_request``.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class ThrottledWriter(WrappingWriter):
 
 
 def _queue(ends: list[float], nbytes: int, bandwidth: float | None) -> float:
-    """Queue a transfer behind the first of ``ends``, a heap; return when it will be done."""
+    """Queue a transfer after the earliest of ``ends``, a heap, in which its end replaces that; return its end."""
     end = max(asyncio.get_running_loop().time(), ends[0]) + (nbytes / bandwidth if bandwidth else 0.0)
     heapq.heapreplace(ends, end)
     return end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises of every medium, as checks to run a new one against.
+"""Checks of the guarantees that every medium gives, to run on a new one.
 
 ::
 
@@ -10,8 +10,8 @@
 
         asyncio.run(check(make))
 
-A check raises AssertionError for a broken promise. No check can see from inside which bytes survive a power failure:
-use :class:`~pccheck_async.testing.CrashDisk` for that.
+A check raises AssertionError if a guarantee is broken. No check can find out which bytes survive a power failure: use
+:class:`~pccheck_async.testing.CrashDisk` for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pccheck_async.transfer import aligned_buffer
 __all__ = ["MEDIUM_CHECKS"]
 
 Make = Callable[[], Awaitable[Medium]]
-"""Returns a new medium on the same, at first empty, place: as another process would open it."""
+"""Function that returns a new medium on the same place, as if opened by another process; at first it is empty."""
 Check = Callable[[Make], Coroutine[Any, Any, None]]
 
 
@@ -39,7 +39,7 @@ def _require(holds: object, promise: str) -> None:
 
 
 async def _error(call: Coroutine[Any, Any, object], *kinds: type[BaseException]) -> BaseException:
-    """Return the error that a call raises, which is one of ``kinds``."""
+    """Return the error that a call raises; raise AssertionError unless it is one of ``kinds``."""
     try:
         await call
     except kinds as error:
@@ -54,14 +54,14 @@ def _block(nbytes: int, text: bytes) -> memoryview:
 
 
 async def _begins(medium: Medium, file: File, offset: int, nbytes: int) -> bytes:
-    """Return the text before the first zero byte of ``nbytes`` of a file."""
+    """Return the bytes before the first zero byte in the ``nbytes`` of a file at ``offset``."""
     into = aligned_buffer(nbytes)
     _require(await medium.read(file, offset, into) == nbytes, "read fills the buffer where the file is long enough")
     return bytes(into).split(b"\0")[0]
 
 
 async def nothing_is_found_where_nothing_is(make: Make) -> None:
-    """Looking makes nothing."""
+    """Check that reading in an empty place finds and creates nothing."""
     medium = await make()
     _require(await medium.names() == [], "an empty place has no names")
     _require(await medium.read_small("small") is None, "read_small returns None where there is no such file")
@@ -74,7 +74,7 @@ _checks: list[Check] = [nothing_is_found_where_nothing_is]
 
 
 def _check(promise: Callable[[Medium, Medium, int], Awaitable[None]]) -> Check:
-    """Give a check two processes' views of one place, and the block size there; add it to the list of checks."""
+    """Add a check to the list; it is called with two processes' views of one place, and the block size there."""
 
     @functools.wraps(promise)
     async def check(make: Make) -> None:
@@ -91,7 +91,7 @@ def _check(promise: Callable[[Medium, Medium, int], Awaitable[None]]) -> Check:
 
 @_check
 async def it_says_what_it_asks_for(medium: Medium, other: Medium, block: int) -> None:
-    """Alignments are powers of two, and there is a reason."""
+    """Check that alignments are powers of two, and that there is a reason for direct I/O or its absence."""
     facts = await medium.prepare(create=True)
     for number in (facts.block_bytes, facts.memory_alignment):
         _require(number > 0 and number & (number - 1) == 0, "alignments are powers of two")
@@ -100,7 +100,7 @@ async def it_says_what_it_asks_for(medium: Medium, other: Medium, block: int) ->
 
 @_check
 async def a_reserved_file_holds_zeros(medium: Medium, other: Medium, block: int) -> None:
-    """It has its size and its name at once, and is never made twice."""
+    """Check that a reserved file has its size and name at once, holds zeros, and is never made twice."""
     file = await medium.reserve("slot-000", 3 * block)
     _require((file.name, file.nbytes) == ("slot-000", 3 * block), "a file knows its name and size")
     into = _block(4 * block, b"?" * 4 * block)
@@ -114,7 +114,7 @@ async def a_reserved_file_holds_zeros(medium: Medium, other: Medium, block: int)
 
 @_check
 async def others_see_what_is_written(medium: Medium, other: Medium, block: int) -> None:
-    """Bytes go where they belong, and nowhere else, and other processes see them."""
+    """Check that bytes are written at their offset only, and that other processes see them."""
     file = await medium.reserve("slot-000", 3 * block)
     await medium.write(file, block, _block(block, b"middle"))
     seen = await other.open("slot-000", writable=False)
@@ -125,7 +125,7 @@ async def others_see_what_is_written(medium: Medium, other: Medium, block: int) 
 
 @_check
 async def names_come_and_go(medium: Medium, other: Medium, block: int) -> None:
-    """A removed name is gone for all; an open file can still be read."""
+    """Check that a removed name is gone for all processes, and that the open file can still be read."""
     for name in ("slot-001", "slot-000"):
         file = await medium.reserve(name, block)
     await medium.write(file, 0, _block(block, b"kept"))
@@ -139,7 +139,7 @@ async def names_come_and_go(medium: Medium, other: Medium, block: int) -> None:
 
 @_check
 async def a_file_is_told_from_its_successor(medium: Medium, other: Medium, block: int) -> None:
-    """Two openings of one file have one identity; a new file of its name has another."""
+    """Check that two openings of a file have the same identity, and a new file of that name another one."""
     file = await medium.reserve("commit", block)
     _require((await other.open("commit", writable=False)).identity == file.identity, "one file has one identity")
     await medium.remove("commit")
@@ -149,7 +149,7 @@ async def a_file_is_told_from_its_successor(medium: Medium, other: Medium, block
 
 @_check
 async def a_small_file_is_replaced_as_a_whole(medium: Medium, other: Medium, block: int) -> None:
-    """The new bytes are all of it, and the old file is kept if ``keep_as`` names it."""
+    """Check that a replaced file has the new bytes only, and that the old file is kept under ``keep_as``."""
     for data in (b"first and long", b"second"):
         await medium.replace("small", data)
         _require(await other.read_small("small") == data, "replace leaves the new bytes and nothing else")
@@ -162,7 +162,7 @@ async def a_small_file_is_replaced_as_a_whole(medium: Medium, other: Medium, blo
 
 @_check
 async def locks_exclude_others(medium: Medium, other: Medium, block: int) -> None:
-    """Exclusive against all, shared against exclusive; they end with unlock, close, and the medium."""
+    """Check that only shared locks coexist, and that unlock, closing the file and closing the medium end a lock."""
     mine = await medium.reserve("slot-000", block)
     theirs = await other.open("slot-000", writable=False)
     _require(await medium.lock(mine), "a free file is locked")
@@ -182,7 +182,7 @@ async def locks_exclude_others(medium: Medium, other: Medium, block: int) -> Non
 
 @_check
 async def parts_become_durable_in_order(medium: Medium, other: Medium, block: int) -> None:
-    """All pieces of all files are written; every file but the last is unlocked on the way."""
+    """Check that ``make_durable`` writes all pieces of all files, and unlocks every file but the last."""
     files = [await medium.reserve(name, 2 * block) for name in ("slot-000", "commit")]
     others = [await other.open(file.name, writable=False) for file in files]
     for file in files:
@@ -199,7 +199,7 @@ async def parts_become_durable_in_order(medium: Medium, other: Medium, block: in
 
 @_check
 async def what_is_unknown_after_a_failure_is_told(medium: Medium, other: Medium, block: int) -> None:
-    """A failed write to the first file is no more than that; a failure after a flush leaves durability unknown."""
+    """Check the errors: WriteError if the first file's write fails, DurabilityUnknownError after a flush."""
     file, _ = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
     unwritable = await medium.open("slot-001", writable=False)
     piece = 0, _block(block, b"text")
@@ -212,7 +212,7 @@ async def what_is_unknown_after_a_failure_is_told(medium: Medium, other: Medium,
 
 @_check
 async def what_has_begun_ends_though_it_is_cancelled(medium: Medium, other: Medium, block: int) -> None:
-    """Nothing is running any more when a cancelled call returns, and all of it was done."""
+    """Check that a cancelled call returns only after all of its work was done."""
     file = await medium.reserve("slot-000", 2 * block)
     for ignored in (False, True):
         offset = block * ignored
@@ -228,7 +228,7 @@ async def what_has_begun_ends_though_it_is_cancelled(medium: Medium, other: Medi
 
 @_check
 async def transfers_are_counted(medium: Medium, other: Medium, block: int) -> None:
-    """By kind, with their bytes."""
+    """Check that transfers are counted by kind, with their bytes."""
     file = await medium.reserve("slot-000", 2 * block)
     await medium.write(file, 0, _block(block, b"one"))
     await medium.make_durable([(file, [(block, _block(block, b"two"))])])
@@ -241,7 +241,7 @@ async def transfers_are_counted(medium: Medium, other: Medium, block: int) -> No
 
 @_check
 async def what_is_closed_takes_nothing_more(medium: Medium, other: Medium, block: int) -> None:
-    """Closing twice is fine, and using a closed file or medium is an error."""
+    """Check that closing twice is allowed, and that using a closed file or medium is an error."""
     first, second = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
     await medium.close(first)
     await medium.close(first)
@@ -254,4 +254,4 @@ async def what_is_closed_takes_nothing_more(medium: Medium, other: Medium, block
 
 
 MEDIUM_CHECKS = tuple(_checks)
-"""All of them. Each wants a place of its own, and may leave files there."""
+"""All checks. Each needs an empty place of its own, and may leave files there."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a ``CrashDisk`` at one instant, and every folder that may be found after the power failed then.
+"""The contents of a ``CrashDisk`` at one instant, and every folder that may be found after a power failure then.
 
-The power failures of the model, on purpose more than any one filesystem allows:
+The model allows these effects of a power failure, intentionally more than any one filesystem does:
 
 * Of the changes to a file that no flush covers (writes, and the sizes of new files), any subset survives, in the order
   in which they were made. Each surviving write may be torn: sectors are written whole or not at all, in any order, so
-  that prefixes, holes and scattered sectors remain. A size may stop anywhere below the one that was set, and a write
-  beyond a size that was lost is lost with it.
+  that prefixes, holes and scattered sectors remain. A file may have any size below the one that was set, and a write
+  beyond the size that remains is lost.
 * Of the changes to the folder that no ``sync_names`` covers, any subset survives in which a change comes with all
-  earlier ones that touch the same names. A journal that commits in order gives the prefixes, which are among these;
-  copy-on-write filesystems and parallel journals give others. Renames are atomic. Flushing a file does not make its
-  name durable.
+  earlier ones that touch the same names. A journal that commits in order results in prefixes, which are among these;
+  copy-on-write filesystems and parallel journals result in others. Renames are atomic. Flushing a file does not make
+  its name durable.
 * Changes covered by a flush survive, unharmed. A write that was in flight when the flush was submitted is not covered.
 """
 
@@ -29,14 +29,14 @@ __all__ = ["DiskSnapshot", "Image", "power_loss_images"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """Bytes written to a file and not flushed."""
+    """A write to a file that was not flushed."""
 
     offset: int
     data: bytes
     extends: bool = False
-    """Whether the write was meant to grow the file. Others are cut off at a size that did not become durable."""
+    """Whether the write grows the file. Other writes are cut off at the file's end if its size was lost."""
     completed: bool = False
-    """False while the write is in flight: no flush covers it, and a process death may tear it."""
+    """Whether the write has ended. While it is in flight, no flush covers it, and a process death may tear it."""
 
     def apply(self, content: bytearray) -> None:
         if self.extends and self.offset > len(content):
@@ -45,7 +45,7 @@ class Written:
         content[self.offset : self.offset + length] = self.data[:length]
 
     def sectors(self, sector: int) -> Iterator[Written]:
-        """Split at the multiples of ``sector``: the pieces that a device writes atomically."""
+        """Yield the pieces that a device writes atomically: the write, split at the multiples of ``sector``."""
         position = 0
         while position < len(self.data):
             end = min(position + sector - (self.offset + position) % sector, len(self.data))
@@ -55,7 +55,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resized:
-    """A change that gives a new file its size, and that a power loss may undo: it was not flushed."""
+    """The change that sets the size of a new file. As it was not flushed, a power failure may undo it."""
 
     nbytes: int
     completed: bool = False
@@ -69,19 +69,19 @@ Change = Written | Resized
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FolderChange:
-    """One atomic change of the folder: a name is given to a new file, moved to a file's new name, or removed."""
+    """One atomic change of the folder: a file is created, renamed or removed."""
 
     name: str
     inode: int | None = None
-    """The new file, None if a name is moved or removed."""
+    """Number of the created file; None if a file is renamed or removed."""
     to: str = ""
-    """The new name, replacing any file of that name; empty if it is removed."""
+    """The new name of a renamed file, which replaces any file of that name; else empty."""
     completed: bool = False
-    """False while the change is in flight: no ``sync_names`` covers it."""
+    """Whether the change has ended. While it is in flight, no ``sync_names`` covers it."""
 
     @property
     def touches(self) -> frozenset[str]:
-        """The names that this change reads or writes."""
+        """Return the names that this change reads or writes."""
         return frozenset((self.name, self.to or self.name))
 
     def apply(self, names: dict[str, int]) -> None:
@@ -93,7 +93,7 @@ class FolderChange:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """One file: its durable bytes, then the changes that no flush covers, oldest first."""
+    """One file: its durable bytes, and the changes that no flush has made durable, oldest first."""
 
     durable: bytes = b""
     unflushed: tuple[Change, ...] = ()
@@ -101,33 +101,33 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
-    """The disk at one operation boundary. Immutable and cheap: it shares all bytes with the disk it was taken from."""
+    """The disk at one operation boundary. Immutable, and cheap, since it shares all bytes with the disk."""
 
     boundary: str
     """The operation that was just submitted or completed, for messages."""
     acknowledged: int | None
-    """Counter of the newest checkpoint promised to be durable, None before the first promise."""
+    """Counter of the newest checkpoint reported as durable; None if there is none."""
     block_bytes: int
     files: Mapping[int, FileState]
-    """By inode number."""
+    """All files, by inode number."""
     names: Mapping[str, int]
-    """Durable names and the inodes they stand for."""
+    """Durable names of files, with their inode numbers."""
     pending: tuple[FolderChange, ...]
-    """Changes of the folder not yet durable, oldest first."""
+    """Changes of the folder that are not durable yet, oldest first."""
 
     def reachable(self) -> list[int]:
-        """Inodes that some durable image may contain."""
+        """Return the numbers of the inodes that an image may contain, sorted."""
         linked = {change.inode for change in self.pending if change.inode is not None}
         return sorted(linked.union(self.names.values()))
 
     @property
     def undecided(self) -> int:
-        """Changes that a power failure decides on: a number n allows up to 2 ** n images, torn writes not counted."""
+        """Return the number of changes that a power failure may lose: n allow 2 ** n images, torn writes aside."""
         return len(self.pending) + sum(len(self.files[inode].unflushed) for inode in self.reachable())
 
 
 def replay(durable: bytes, changes: Iterable[Change]) -> bytes:
-    """Return ``durable`` after ``changes`` landed in their order: the same object where there are none."""
+    """Return ``durable`` with ``changes`` applied in order; the same object if there are none."""
     landing = list(changes)
     content = bytearray(durable if landing else b"")
     for change in landing:
@@ -137,11 +137,11 @@ def replay(durable: bytes, changes: Iterable[Change]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The files found in the folder after the power came back: contents by name."""
+    """The files found in the folder after a power failure: contents by name."""
 
     files: Mapping[str, bytes]
     digest: bytes
-    """Hash of names and contents, to count distinct images with."""
+    """Hash of names and contents, by which distinct images are told apart."""
 
     @classmethod
     def of(cls, files: Mapping[str, bytes]) -> Image:
@@ -153,7 +153,7 @@ class Image:
 
 @functools.lru_cache(maxsize=64)
 def _digest(content: bytes) -> bytes:
-    """Most images of a disk share most of their files, as the same objects."""
+    """Return a hash of a file's content; cached, since images of a disk share the contents of most files."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
@@ -162,15 +162,15 @@ def power_loss_images(
 ) -> Iterator[Image]:
     """Yield distinct images, at most ``limit``, that a power failure at ``snapshot`` may leave.
 
-    Nothing survived and everything survived come first. If all subsets of the unflushed changes fit into ``limit``,
-    all are yielded; the rest of ``limit`` goes to torn writes. Otherwise changes that survive alone, changes that
-    are lost alone, and random subsets with torn writes are drawn.
+    The first two images are those in which all unflushed changes are lost, and in which all survive. If all subsets of
+    the changes fit into ``limit``, all follow, and then images with torn writes. Otherwise some images follow in which
+    one change alone survives, is lost or is torn, and then random subsets with torn writes.
 
     Args:
         snapshot: The disk at the instant of the failure.
         sector: Unit that the device writes atomically, in bytes.
-        limit: Images at most.
-        rng: Source of the draws; None for a fixed one.
+        limit: Most images.
+        rng: Random generator; None for one with a fixed seed.
     """
     rng = rng or random.Random(0)
     tried: set[tuple[int, ...]] = set()
@@ -188,7 +188,10 @@ def power_loss_images(
 
 
 def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
-    """Return the remains of a torn change: a prefix, all but a hole, or scattered sectors; a size in between."""
+    """Return the parts of a torn change that survive.
+
+    For a write a prefix, all but a hole, or scattered sectors; for a new file's size a smaller size.
+    """
     if isinstance(change, Resized):
         return [Resized(rng.randrange(0, change.nbytes + 1, min(sector, change.nbytes) or 1), change.completed)]
     length = len(change.data)
@@ -216,7 +219,7 @@ def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
 
 
 def closed(pending: Sequence[FolderChange], chosen: Iterable[int]) -> list[FolderChange]:
-    """Return the changes at ``chosen`` without those that lack an earlier change of the same names."""
+    """Return the ``chosen`` changes (by index), except those after an omitted change of the same names."""
     chosen = set(chosen)
     lacking: set[str] = set()
     kept = []
@@ -229,13 +232,13 @@ def closed(pending: Sequence[FolderChange], chosen: Iterable[int]) -> list[Folde
 
 
 _LOST, _WHOLE, _TORN = range(3)
-"""Fates of a change."""
+"""Fates of a change in a power failure: it is lost, survives whole, or is torn."""
 _ATTEMPTS = 3
-"""Draws for each requested image; if few images exist, most draws repeat one."""
+"""Number of draws for each requested image: if few images exist, most draws repeat one."""
 
 
 def _image(snapshot: DiskSnapshot, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
-    """Return the image after these fates of the changes of a snapshot, files' before the folder's."""
+    """Return the image of a snapshot, given a fate for each unflushed change of files, then for each of the folder."""
     changes = [(inode, change) for inode in snapshot.reachable() for change in snapshot.files[inode].unflushed]
     survived: dict[int, list[Change]] = {}
     for (inode, change), fate in zip(changes, fates, strict=False):
@@ -252,7 +255,7 @@ def _image(snapshot: DiskSnapshot, fates: Sequence[int], sector: int, rng: rando
 
 
 def _choices(count: int, limit: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
-    """Yield a fate for each of ``count`` units, again and again; endless unless there are no units."""
+    """Yield tuples of fates for ``count`` changes, most of them random; endless unless ``count`` is 0."""
     yield (_LOST,) * count
     if count == 0:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look inside an engine, for tests: its parts, by names that stay when the parts move."""
+"""Access to the parts of an engine, for tests, by names that stay the same when the parts move."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Probe", "probe"]
 
 
 class Probe:
-    """The parts of one engine; those of an open engine raise ClosedError if it was never opened.
+    """The parts of one engine. Parts that exist only once it is open raise ClosedError if it was never opened.
 
     Attributes:
         core: The engine without its facade: state, counts, guard, checkpoints in flight, loop.
-        training: Its policy, step contexts and preemption.
+        training: The engine's policy, step contexts and preemption.
     """
 
     def __init__(self, engine: EngineBase) -> None:
@@ -32,26 +32,26 @@ class Probe:
 
     @property
     def store(self) -> Store:
-        """Where checkpoints go."""
+        """The engine's store."""
         return self.core.assembly.store
 
     @property
     def scheduler(self) -> Scheduler:
-        """Runs checkpoints."""
+        """The scheduler, which runs checkpoints."""
         return self.core.assembly.scheduler
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Those of the checkpoints in flight, on the engine's loop."""
+        """The tasks of the checkpoints in flight, on the engine's loop."""
         return list(self.scheduler.tasks.values())
 
     @property
     def inline_captures(self) -> InlineCaptures:
-        """Captures small states inside ``checkpoint()``."""
+        """The object that captures small states inside ``checkpoint()``."""
         return self.core.assembly.inline_captures
 
     def end_what_was_left_behind(self) -> None:
-        """Close the parts that ``close(deadline=)`` left open, once nothing is stuck any more, and end the loop."""
+        """Close the parts that ``close(deadline=)`` left open, and stop the loop; no operation may hang any more."""
         self.loop.call(self.core.assembly.close())
         self.loop.stop()
 

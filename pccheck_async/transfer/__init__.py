@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving bytes: staging buffers, the plan of chunks, copies to and from devices, and I/O operations.
 
-Two rooms inside have doors of their own: ``operations/`` (write, read, flush, copy, checksum: in C or in Python) and
-``copying/`` (live state to buffers and back: host or CUDA). ``transfer.plan`` is imported by its name: it imports
-torch, which nothing here needs, nor ``pccheck watch`` beside an engine. May import: state, format, telemetry, errors.
+Two subpackages are imported separately: ``operations/`` (write, read, flush, copy, checksum: in C or in Python) and
+``copying/`` (live state to buffers and back: host or CUDA). So is ``transfer.plan``: it imports torch, which this
+module and ``pccheck watch`` do not need. This package may import state, format, telemetry and errors.
 """
 
 from pccheck_async.transfer.forks import ForkLock, abandoned_in_child

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resources that a forked child shares with its parent and must release: files and their locks, memory, engines."""
+"""Releasing resources that a forked child shares with its parent: files and their locks, memory, engines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Abandonable(Protocol):
     """An owner of resources that a forked child must not keep."""
 
     def abandon(self) -> None:
-        """Release them, in a forked child: no waiting, no unlocking, no flushing."""
+        """Release the resources in a forked child, without waiting, unlocking or flushing."""
 
 
 abandoned_in_child: weakref.WeakSet[Abandonable] = weakref.WeakSet()
-"""A child abandons all of these. It shares the open files of its parent, and with them their locks, which an orphaned
-DataLoader worker must not keep."""
+"""Objects whose ``abandon()`` is called in every forked child. A child shares its parent's open files, and with them
+their locks, which an orphaned DataLoader worker must not keep."""
 
 
 class ForkLock:
-    """Held while a file is opened and its descriptor noted.
+    """A lock to hold while a file is opened and its descriptor recorded; forks wait for it.
 
-    A child forked in between would inherit the descriptor, and with it the file's lock, without knowing to close it. A
-    fork waits for the lock, one second at most: opening a file on a stuck disk may never return. Make one per module,
-    not per object: the callbacks that it registers are never unregistered.
+    A child forked in between would inherit the descriptor, and with it the file's lock, without a record to close it
+    by. A fork waits one second at most: opening a file on a stuck disk may never return. Make one lock per module, not
+    per object: the callbacks that it registers are never unregistered.
     """
 
     def __init__(self) -> None:

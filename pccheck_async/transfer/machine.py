@@ -17,13 +17,13 @@ _MEMORY = (
     ("memory.high", "memory.current", "inactive_file"),  # beyond it the kernel slows the process down
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of a cgroup: the limit, the use, and the field of ``memory.stat`` for page cache that the kernel can drop."""
+"""Names of a cgroup's files for limit and use, and of the field of ``memory.stat`` for droppable page cache."""
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RLIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Return the cores that this process may use (affinity, cgroup CPU quota). ``root`` holds ``proc`` and ``sys``."""
+    """Return how many cores this process may use (affinity, cgroup CPU quota). ``root`` holds ``proc`` and ``sys``."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroups(root, "cpu"):
         quota, *rest = (_read(f"{folder}/cpu.max") or _read(f"{folder}/cpu.cfs_quota_us")).split() or [""]
@@ -63,15 +63,16 @@ def available_descriptors() -> int:
 
 
 def share_of_machine(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return this process's share of cores and bytes of memory, if a launcher started several processes on this host.
+    """Return this process's share of cores (at least one), and of bytes of available memory.
 
-    torchrun and MPI give their number in the environment; they need not be one group. At least one core.
+    The shares are equal for all processes that a launcher started on this host; torchrun and MPI set their number in
+    the environment. The processes need not be one group.
     """
     return share_of_cores(environment), available_memory() // _local_ranks(environment)
 
 
 def share_of_cores(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the cores alone, which takes half as long."""
+    """Return the cores of :func:`share_of_machine` only, which takes half as long."""
     return max(1, available_cores() // _local_ranks(environment))
 
 
@@ -85,9 +86,10 @@ def _cgroups(root: Path, controller: str) -> Sequence[Path]:
 
 @lru_cache(8)
 def _cgroup_folders(mine: str, mounted: Path, controller: str) -> Sequence[Path]:
-    """Return this process's cgroup folders for a controller, its own first, then the ancestors; version 2 and 1.
+    """Return this process's cgroup folders for a controller, its own first, then the ancestors, of cgroup v1 and v2.
 
-    In a container the path in ``mine`` may be the one outside of it; the mounted root is then the container's own.
+    ``mine`` is the content of ``/proc/self/cgroup``, ``mounted`` the folder of mounted cgroups. In a container the
+    paths in ``mine`` may be those outside of it; the mounted root is then the container's own cgroup.
     """
     folders: list[Path] = []
     for line in mine.splitlines():
@@ -101,7 +103,7 @@ def _cgroup_folders(mine: str, mounted: Path, controller: str) -> Sequence[Path]
 
 
 def _fields(path: str) -> dict[str, int]:
-    """Return the names and numbers of a kernel file that has one of each per line."""
+    """Return the numbers in a file of the kernel by name; each line is a name and a number."""
     lines = (line.split() for line in _read(path).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-aligned memory that forked children do not get."""
+"""Page-aligned memory that forked children do not inherit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = (
     "MADV_HUGEPAGE",  # first touch faults once per 2 MiB, not once per 4 KiB
 )
 MOST_HUGE_BYTES = 8 << 20
-"""More than about a chunk at a time is not to become physical: with pages of 64 KiB a huge page has 512 MiB."""
+"""Largest size of huge pages that are used: with pages of 64 KiB a huge page has 512 MiB, much more than a chunk."""
 
 
 class _Memory(mmap.mmap):
@@ -32,7 +32,7 @@ class _Memory(mmap.mmap):
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """Map ``nbytes`` (rounded up to pages) of zeroed private memory. Physical pages are taken when first touched."""
+    """Map ``nbytes`` (rounded up to pages) of zeroed private memory. Physical pages are allocated on first use."""
     size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = _Memory(-1, size, flags=flags)
@@ -46,14 +46,15 @@ def map_memory(nbytes: int) -> mmap.mmap:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Return a page-aligned buffer of ``nbytes`` zeros; it is unmapped with the last view of it."""
+    """Return a page-aligned buffer of ``nbytes`` zeros; the memory is unmapped with the last view of it."""
     return memoryview(map_memory(nbytes))[:nbytes]
 
 
 def contiguous_buffer(nbytes: int) -> memoryview:
-    """Return a page-aligned buffer inside one huge page, if the machine has them: a device transfers it in one piece.
+    """Return a page-aligned buffer inside one huge page if possible, so that a device transfers it in one piece.
 
-    A transfer from separate pages takes some microseconds longer. Once touched, it occupies the whole huge page.
+    A transfer from separate pages takes some microseconds longer. Once touched, the buffer occupies the whole huge
+    page.
     """
     huge_bytes = _huge_page_bytes()
     if not nbytes <= huge_bytes <= MOST_HUGE_BYTES:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload: storages laid back to back, the whole cut into chunks, and the tables by which chunks are copied.
+"""The plan of a payload: storages laid back to back, cut into chunks, and the tables by which chunks are copied.
 
 Storages start at multiples of 64 bytes, large ones at a block. A chunk is copied, checksummed, written and read
-in one piece. The plan depends only on the sizes of the storages, so it is kept while the structure of the state stays
+in one piece. A plan depends only on the layout's sizes and breaks, so it is kept while the structure of the state stays
 the same; addresses are looked up anew for every chunk that is copied.
 """
 
@@ -25,7 +25,7 @@ from pccheck_async.state import HOST, Layout, PackedSource, Sources, Targets, cu
 __all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_runs", "segments", "unit_runs"]
 
 _LARGE: Final = 1 << 20
-"""Bytes from which a storage starts at a block, so that its chunks are aligned like its pages."""
+"""Bytes from which a storage counts as large, and starts at a block, so that its chunks are aligned like its pages."""
 
 _Offsets: TypeAlias = npt.NDArray[np.int64]
 
@@ -33,16 +33,16 @@ Table: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (address, offset in the chunk's buffer, length)."""
 
 PackedPiece: TypeAlias = tuple[PackedSource, int, int, int]
-"""Source, first byte of it, the one after the last, and where in the chunk's buffer they go."""
+"""A range of a packed source, and its place: source, first byte, byte after the last, offset in the chunk's buffer."""
 
 
 class Segments(NamedTuple):
-    """The segments of one chunk; false where there are none.
+    """The segments of one chunk: ranges of memory and their offsets in its buffer; false if there are none.
 
     Attributes:
-        host: Those in host memory, packed for :meth:`Operations.gather` (in growing order of offset, not overlapping)
-            or :meth:`Operations.scatter`.
-        devices: Those in the memory of CUDA devices, by the device's index; ordered like those of the host.
+        host: Segments in host memory, as a packed table for :meth:`Operations.gather` (in ascending order of offset,
+            not overlapping) or :meth:`Operations.scatter`.
+        devices: Segments in the memory of CUDA devices, by the device's index, in the same order.
         packed: Pieces that cannot be copied by address.
     """
 
@@ -56,9 +56,10 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A piece of the payload: ``nbytes`` at ``offset``, made of parts of sources, zeros between and after them.
+    """A piece of the payload: ``nbytes`` at ``offset``, made of parts of sources, with zeros between and after them.
 
-    ``table`` has a row for each part: number of the source, offset in it, offset in the buffer (growing), length.
+    ``table`` has a row for each part: number of the source, offset in the source, offset in the buffer (ascending),
+    length.
     """
 
     offset: int
@@ -68,7 +69,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Where each storage lies in the payload, and the chunks that the payload is cut into."""
+    """The place of each storage in the payload, and the chunks into which the payload is cut."""
 
     storages: tuple[StorageEntry, ...]
     chunks: tuple[Chunk, ...]
@@ -92,7 +93,7 @@ class Planner:
         self.misses = 0
 
     def plan(self, layout: Layout) -> Plan:
-        """Return the plan for ``layout``."""
+        """Return the plan for ``layout``, the known one if there is one; count a hit or a miss."""
         extents = layout.extents
         of = layout.storage_nbytes, layout.breaks, extents
         known: Plan | None = layout.known.get("plan", of)
@@ -132,7 +133,7 @@ class Planner:
 
 
 def segments(chunk: Chunk, sources: Sources) -> Segments:
-    """Return the segments that fill the buffer of ``chunk``."""
+    """Return the segments of ``sources`` that fill the buffer of ``chunk``."""
     table = chunk.table
     index = table[:, 0].astype(np.intp)
     addresses = sources.addresses[index]
@@ -154,10 +155,11 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
 
 
 def scatter_runs(bounds: _Offsets, unit: int, targets: Targets) -> Iterator[tuple[int, range, Segments]]:
-    """Yield the parts of chunks that have to be read: number of the chunk, and a run of its units of so many bytes.
+    """Yield the parts of chunks that have to be read: number of the chunk, run of its units, segments to copy to.
 
-    ``bounds`` are where chunks begin in the payload, and where the last one ends; its last unit may be shorter. With
-    each run come its targets, in any order and maybe overlapping; offsets are from the beginning of the run.
+    ``bounds`` are the offsets in the payload at which chunks begin, and the end of the last one. A unit has ``unit``
+    bytes; the last one of a chunk may be shorter. Segments come in any order and may overlap; their offsets count from
+    the beginning of the run.
     """
     for chunk, table, devices in targets.cut(bounds):
         nbytes = bounds[chunk + 1] - bounds[chunk]
@@ -172,9 +174,10 @@ def scatter_runs(bounds: _Offsets, unit: int, targets: Targets) -> Iterator[tupl
 
 
 def unit_runs(table: Table, unit: int) -> list[range]:
-    """Return the units that hold any bytes of a table's rows, as few runs; no row reaches from one run into another.
+    """Return the units that hold bytes of a table's rows, as runs; no row reaches from one run into another.
 
-    Where few units lie between them (at most one of eight), they are one run: one long read is faster than several.
+    If at most one of eight units between the first and the last is not needed, all are one run: one long read is
+    faster than several.
     """
     if not len(table):
         return []

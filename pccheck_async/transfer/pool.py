@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging buffers: one chunk of page-aligned host memory each, leased and returned."""
+"""A pool of staging buffers, each for one chunk, in page-aligned host memory."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from pccheck_async.transfer.memory import aligned_buffer
 __all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
 
 LARGEST_SLAB = 256 << 20
-"""Most bytes pinned in one call: a task that waits for one buffer of a slab waits for all of it."""
+"""Most bytes pinned in one call (a slab): a task that waits for one of its buffers waits for all of them."""
 
 
 class Pinning(Protocol):
     """Locks staging memory before its first use, so that devices can copy from and to it directly.
 
-    Once it is ``active``, buffers that were leased before are pinned at their next lease.
+    While ``active``, buffers are pinned when they are leased, also those that were leased before without.
     """
 
     active: bool
 
     async def pin(self, view: memoryview) -> None:
-        """Pin memory. Cancellation: raised once that has ended."""
+        """Pin memory. Cancellation: raised once the pinning has ended."""
 
     def unpin_all(self) -> None:
-        """Unpin all memory; nothing is copied any more."""
+        """Unpin all memory; no copy may be in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Use of the staging memory; ``touched`` buffers were ever used or pinned, and so occupy physical memory."""
+    """Use of the staging memory, in buffers of ``buffer_bytes``.
+
+    ``touched``: buffers that were ever used or pinned, and so occupy physical memory; ``in_use``, ``peak``: buffers
+    leased now, and at most; ``waited``: leases that had to wait.
+    """
 
     buffer_bytes: int
     touched: int
@@ -53,9 +57,9 @@ class BufferLease:
         self.view = pool._view[index * pool.buffer_bytes : (index + 1) * pool.buffer_bytes]
 
     def release(self) -> None:
-        """Return the buffer to the pool; nothing reads or writes it any more. Raises RuntimeError the second time.
+        """Return the buffer, which must not be read or written any more, to the first waiting task, or to the pool.
 
-        The first task that still waits for a buffer gets it at once.
+        Raises RuntimeError on a second call.
         """
         pool, self._pool = self._pool, None
         if pool is None:
@@ -69,10 +73,10 @@ class BufferLease:
 
 
 class BufferPool:
-    """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is taken on first use.
+    """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is allocated on first use.
 
     The buffer released last is leased first: a state smaller than the pool touches only the memory it needs. Waiting
-    tasks are served first come, first served: a buffer that is released is theirs at once.
+    tasks get released buffers in the order in which they began to wait.
 
     ``pinning`` pins buffers before their first use, several at a time; :meth:`close` unpins them.
     """
@@ -86,7 +90,7 @@ class BufferPool:
         self.buffer_bytes = buffer_bytes
         self._view = aligned_buffer(count * buffer_bytes)
         self.free = list(range(count - 1, -1, -1))
-        """Numbers of the buffers that are leased without waiting, the next one last."""
+        """Numbers of the free buffers; the last one is leased next."""
         self._waiters: deque[asyncio.Future[int]] = deque()
         self._touched = self._peak = self._waited = 0
         self._pinning = pinning
@@ -94,7 +98,10 @@ class BufferPool:
         self._turn = asyncio.Lock()
 
     async def lease(self) -> BufferLease:
-        """Wait for a buffer. Cancellation: leases nothing; one given at the same moment goes to the next waiter."""
+        """Wait for a free buffer, pin it if it has to be, and return its lease.
+
+        Cancellation: leases nothing; a buffer that was assigned at the same moment goes to the next waiter.
+        """
         if self.free:
             index = self.free.pop()
             self._peak = max(self._peak, self._count - len(self.free))
@@ -119,17 +126,17 @@ class BufferPool:
         return lease
 
     def close(self) -> None:
-        """Free the memory; no buffer is leased any more. The statistics stay readable."""
+        """Unpin and free the memory; no buffer may be leased. The statistics stay readable."""
         if self._pinning is not None:
             self._pinning.unpin_all()
         self._view = memoryview(b"")
 
     def statistics(self) -> PoolStatistics:
-        """Return the current use."""
+        """Return the current use of the pool."""
         return PoolStatistics(self.buffer_bytes, self._touched, self._count - len(self.free), self._peak, self._waited)
 
     async def _pin(self, pinning: Pinning, index: int) -> None:
-        """Pin slabs, each as large as all before it, until a buffer is in one."""
+        """Pin slabs, each as large as all before it but no larger than the limit, until they contain a buffer."""
         async with self._turn:
             while pinning.active and index >= self._pinned:
                 low, most = self._pinned, max(1, LARGEST_SLAB // self.buffer_bytes)

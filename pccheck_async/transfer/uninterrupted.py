@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for concurrent steps: to their end, cancelled or not; and the one error to raise of several."""
+"""Waiting for concurrent steps until they have ended, cancelled or not; and choosing one of several errors to raise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 async def uninterrupted(step: Awaitable[T]) -> T:
-    """Await ``step``, a coroutine in a task of its own.
+    """Await ``step``, run in a task of its own, and return its result.
 
-    Cancellation: raised once the step has ended; its result or error is then dropped, its effects are whole.
+    Cancellation: does not stop the step, and is raised once the step has ended; its result or error is then dropped.
     """
     task = asyncio.ensure_future(step)
     try:
@@ -28,7 +28,7 @@ async def uninterrupted(step: Awaitable[T]) -> T:
 
 
 class _End(asyncio.Future[object]):
-    """A future that is done when a step ends; ``cancel()`` changes nothing: a waiter gets CancelledError only then."""
+    """A future that is done when a step ends. ``cancel()`` does nothing: CancelledError is raised in a waiter then."""
 
     def __init__(self, step: asyncio.Future[Any]) -> None:
         super().__init__(loop=step.get_loop())
@@ -39,7 +39,7 @@ class _End(asyncio.Future[object]):
 
 
 class Tasks(asyncio.TaskGroup):
-    """Tasks that end together: one failure ends the others, and is raised; further failures become notes on it."""
+    """A TaskGroup that raises the first error itself instead of an exception group; other errors become notes on it."""
 
     async def __aexit__(self, *raised: Any) -> None:
         try:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constant leaves: large ones that no optimizer owns and that stay the same from checkpoint to checkpoint.
 
-Code that changes such a leaf (MoCo's teacher, a target network, a replay buffer) is never made to wait, so it is
-captured before the call returns. But the frozen base of an adapter (LoRA) should cost no more than the trained part. So
-a leaf whose chunks, all its own, had the same checksums in two checkpoints running is lazy in the next one, whose
-capture is right only if they are the same again: equal bytes cannot be torn. Most targets follow through ``.data``,
-every so many steps: after code reached for the memory of a leaf, the next capture of it is eager again.
+Code that changes such a leaf (MoCo's teacher, a target network, a replay buffer) is never made to wait for a capture,
+so the leaf is captured before the call returns (eager). But the frozen base of an adapter (LoRA) should cost no more
+than the trained part. So a leaf that had the same checksums in two checkpoints running is captured while training goes
+on (lazy) in the next one, and that capture fails unless the checksums are the same again: equal bytes cannot be torn.
+The chunks of such leaves hold no other leaves. Target networks are mostly updated through ``.data``, every so many
+steps: after code accessed the memory of a leaf, the next capture of it is eager again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pccheck_async.state.tensor_access import begin_period, last_access, storage
 _Which: TypeAlias = npt.NDArray[np.bool_]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Mark: TypeAlias = tuple[int, int, int]
-"""A leaf's version counter, its address, and the period in which code last reached for its memory."""
+"""Version counter and address of a leaf, and the period in which code last accessed its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """The checksums of the newest capture."""
+    """The checksums of the newest capture's chunks that hold candidates."""
 
     choice: Choice
     sources: _Numbers  # for each piece of a candidate in a chunk the number of the source,
@@ -67,15 +68,16 @@ class _Known:
 
 
 class Constants:
-    """Holds the checksums of the newest capture. May be used from several threads. Holds no tensor."""
+    """Remembers the checksums of the newest capture, and no tensor. May be used from several threads."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
 
     def choose(self, layout: Layout, candidates: _Which, leaves: Leaves) -> Choice | None:
-        """Return which of the ``candidates`` are constant so far; None if none of them ever can be.
+        """Return which of the ``candidates`` have been constant so far; None if none of them ever can be.
 
-        They are sources that no optimizer owns and that are too large to be copied on the caller's thread.
+        Candidates are sources that no optimizer owns and that are too large to be copied on the caller's thread.
+        Begins a new period of accesses (see :func:`.tensor_access.begin_period`).
         """
         storage_of = layout.extents[:, 0]
         sources = enumerate(layout.source_of)
@@ -103,7 +105,7 @@ class Constants:
         return Choice(breaks, layout.extents, layout.storage_nbytes, candidates, constant, names, expected, marks)
 
     def learn(self, choice: Choice, tables: Iterable[Any], checksums: Sequence[int]) -> None:
-        """Remember the checksum of each chunk of a capture; the first column of its table numbers its sources."""
+        """Remember the checksums of a capture's chunks; column 0 of a chunk's table has the numbers of its sources."""
         rows = [(number, table[:, 0].astype(np.int64)) for number, table in enumerate(tables)]
         rows = [(number, sources) for number, sources in rows if choice.candidates[sources].any()]
         new = {number: checksums[number] for number, _ in rows}
@@ -124,7 +126,7 @@ def _mark(value: Any, wrapper: torch.Tensor | None) -> _Mark | None:
 
 
 def _same_place(then: Choice, extents: _Numbers, storage_nbytes: tuple[int, ...], candidates: _Which) -> bool:
-    """Whether the same candidates lie in the same chunks: then a chunk of now is comparable to one of then."""
+    """Return whether the same candidates lie in the same chunks as then, so that checksums can be compared."""
     return (
         (then.extents is extents or np.array_equal(then.extents, extents))
         and then.storage_nbytes == storage_nbytes

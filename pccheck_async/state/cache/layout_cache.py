@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout cache: how leaves lay when they were last laid out, so that they are not laid out again at every save.
+"""The layout cache: the layout of a state at the last save, reused while the leaves lie in memory in the same way.
 
-A layout depends on the kind of each leaf (type, dtype, shape, strides, storage offset) and on how their
-memory relates (which leaves view one storage, whether storages overlap), not on addresses. All of that is compared at
-every save, with every address and size read anew: offloading, FSDP and ``resize_`` move storages. If nothing differs,
-only the sources are made again; a difference, or a state that cannot be compared quickly, leads to a full
-:func:`lay_out`. If every storage has its old address and size, as in everyday training, relations are not recomputed.
+A layout depends on the kind of each leaf (type, dtype, shape, strides, storage offset) and on how the memory of leaves
+relates (which leaves view one storage, whether storages overlap), not on addresses. All of that is compared at every
+save, with every address and size read anew: offloading, FSDP and ``resize_`` move storages. If nothing differs, only
+the sources are made again; a difference, or a state that cannot be compared quickly, leads to a full
+:func:`lay_out`. If every storage has its old address and size, as in everyday training, the relations are not
+compared again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ else:
     look = _ext.look
 
 DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-"""Since torch 2.10."""
+"""Torch's table of DLPack functions, which torch has since 2.10; else None."""
 
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
@@ -42,7 +43,7 @@ _Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
-    """Return the layout of ``leaves``, quickly if they lie as they did for ``last``, and the next ``last``.
+    """Return the layout of ``leaves``, and the cache to pass as ``last`` next time; reuse the layout in ``last``.
 
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.
@@ -83,7 +84,7 @@ class LayoutCache:
         self._place: _Place | None = None
 
     def reuse(self, leaves: Leaves) -> Layout | None:
-        """Return the layout of ``leaves``, None if they do not lie as they did."""
+        """Return the layout of ``leaves``; None if they do not lie in memory as they did when this was made."""
         if [*map(type, leaves.values)] != self._types or leaves.detached != self._detached:
             return None
         tensors, views = self._split(leaves)
@@ -133,7 +134,7 @@ class LayoutCache:
         return table
 
     def _owners(self, leaves: Leaves, owners: list[Any]) -> list[Any]:
-        """Return the object that keeps the memory of each source, from all leaves' ``owners``."""
+        """Return for each source the object that keeps its memory, given the ``owners`` of all leaves' memory."""
         if not self._in_order:
             owners = [*map(owners.__getitem__, self._places)]
         for number, pack in self._packings.items():
@@ -154,12 +155,12 @@ def _base(view: StorageView | None) -> int:
 
 
 def _span(view: StorageView | None) -> tuple[int, int]:
-    """Return the offsets in its storage at which a view begins and ends, in bytes; (0, 0) for None."""
+    """Return the byte offsets in the storage at which a view begins and ends; (0, 0) for None."""
     return (view.low - view.memory[1], view.high - view.memory[1]) if view is not None else (0, 0)
 
 
 class _Relations:
-    """Which leaves lie in one storage, and that different storages do not overlap."""
+    """Record of which leaves lie in one storage; different storages did not overlap."""
 
     def __init__(self, views: Sequence[StorageView | None]) -> None:
         bases = np.array([*map(_base, views)], np.int64)
@@ -177,7 +178,7 @@ class _Relations:
         np.maximum.at(self._ends, storage, highs[self._members])
 
     def hold(self, bases: _Numbers, sizes: _Numbers) -> bool:
-        """Whether all storages are large enough, shared by the leaves that shared them, and apart from each other."""
+        """Return whether storages at new ``bases`` are large enough, shared by the same leaves, and do not overlap."""
         if not bases[self._with_bytes].all() or (sizes[self._with_bytes] < self._reaches).any():
             return False  # freed or shrunk
         if not np.array_equal(bases[self._members], bases[self._same_storage]):
@@ -194,22 +195,22 @@ class _Relations:
 class Look(NamedTuple):
     """The properties of tensors on which their layout depends.
 
-    If two looks have equal forms and traits, the tensors view their storages alike. It holds the memory.
+    If two looks have equal forms and traits, the tensors view their storages alike. A look keeps the storages alive.
     """
 
     forms: object
     """Dtypes, shapes, strides and devices."""
     traits: Any
-    """Where they begin in their storages, whether they require gradients, are to be negated or conjugated."""
+    """Storage offsets, and whether tensors require gradients, are lazily negated, are lazily conjugated."""
     memory: bytes
     """Address and size of each storage, as int64."""
     storages: list[Any]
 
 
 def look_at(tensors: list[torch.Tensor]) -> Look | None:
-    """Return a look at tensors; None if one of them has no strides or no storage.
+    """Return the properties of tensors that a layout depends on; None if one of them has no strides or no storage.
 
-    None of them is remembered: torch does not swap tensors that have weak references.
+    The tensors are not referenced, not even weakly: torch refuses to swap tensors that have weak references.
     """
     try:
         if look is not None and DLPACK_API is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memo of a state: the findings of one save that later saves of the same structure reuse.
+"""The memo of a state: results of one save that later saves of the same structure reuse.
 
-The outline of the state, the layout of its leaves with all that follows from it (:class:`.storages.Known`: plan, copy
-table, lazy sources, bytes of the manifest), and which leaves stay constant. States that are saved in turn by one engine
-(the two networks of a GAN, a learner and its target) have a memo each. Which leaves were torn depends on the
-code around them: all memos of an engine share it, and a state that changes its structure keeps it.
+A memo has the outline of the state, the layout of its leaves with the values computed from it
+(:class:`.storages.Known`: plan, copy table, lazy sources, bytes of the manifest), and the leaves that stay constant.
+States that one engine saves in turn (the two networks of a GAN, a learner and its target) have a memo each. The record
+of torn leaves depends on the code around the engine: all memos of an engine share it, whatever their structure.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pccheck_async.state.cache.patterns import Outline, same_objects
 from pccheck_async.state.save.torn import TornLeaves
 
 _MOST: Final = 4
-"""States whose memos are kept."""
+"""Number of states whose memos are kept."""
 
 
 class Memo:
-    """Of one state. Holds no tensor. May be used from several threads: each part is replaced at once."""
+    """Memo of one state. Holds no tensor. May be used from several threads: each part is replaced as a whole."""
 
     def __init__(self, torn: TornLeaves) -> None:
         self.outline: Outline | None = None
         self.layout: LayoutCache | None = None
         self.constants = Constants()
         self.replicas: Any = None
-        """The replicas in the state, by the objects that have them (see :class:`.owners.Owners`)."""
+        """Replicas found in the state, and the objects that they follow from (see :meth:`.owners.Owners.begin`)."""
         self.torn = torn
 
 
@@ -42,10 +42,10 @@ class Memos:
         self._known: tuple[tuple[list[str], list[weakref.ref[Any]], Memo], ...] = ()
 
     def of(self, state: Mapping[str, Any]) -> Memo:
-        """Return the memo of the state with these objects, or if there is none, of one with these keys.
+        """Return the memo of a state with the same objects, else of one with the same keys, else a new one.
 
-        Of the latter only one without objects, or whose objects are gone: a program may wrap its objects anew for each
-        checkpoint. If there is neither, the memo is new.
+        A memo is found by its keys only if its state had no objects, or they are all gone: a program may wrap its
+        objects anew for each checkpoint. The memo becomes the newest; the oldest may be dropped.
         """
         keys, objects = [*state], _references(state)
         known = self._known
@@ -61,11 +61,11 @@ class Memos:
 
 
 def _same(others: list[weakref.ref[Any]], objects: list[weakref.ref[Any]]) -> bool:
-    """Whether these are references to the same objects: ``==`` would call code of theirs."""
+    """Return whether two lists are references to the same objects; ``==`` would call the objects' own code."""
     return len(others) == len(objects) and same_objects(others, objects)
 
 
 def _references(state: Mapping[str, Any]) -> list[weakref.ref[Any]]:
-    """Return references to the objects in a state that have a state of their own."""
+    """Return weak references to the outermost values of a state that have a ``state_dict``."""
     kinds = [kind for kind in {*map(type, state.values())} if hasattr(kind, "state_dict") and kind.__weakrefoffset__]
     return [weakref.ref(value) for value in state.values() if type(value) in kinds] if kinds else []

@@ -2,15 +2,15 @@
 """Patterns: the structure of a live value, which ``_ext.match`` compares with the value at the next save.
 
 The outline of a state has its patterns, the nodes that the walk over it made, and the plain values; it holds no array,
-and nothing about the arrays' memory, which is examined anew at every save (:mod:`.state.cache.layout_cache`). The items
-of the outermost mapping match or differ each by itself.
+and nothing about the arrays' memory, which is examined anew at every save (:mod:`.state.cache.layout_cache`). Each item
+of the outermost mapping is compared separately.
 
 A pattern is None for a plain value, a type for an array of exactly this type, ``...`` for a value that does not matter,
-:data:`NEVER` for one that is walked at every save, and else one of the tuples below. They hold no array.
+:data:`NEVER` for one that is walked at every save, and else one of the tuples below. Patterns hold no array.
 
-Modules and optimizers whose classes leave ``state_dict()`` as torch has it, and that have no hooks on it, are asked for
-their state once. From then on their attributes are read in its place, as torch reads them, and compared with the
-pattern. Everything that determines the structure of ``state_dict()`` is in it, or in the class (:func:`readable`).
+Modules and optimizers whose classes do not override torch's ``state_dict()``, and that have no hooks on it, have it
+called once. Later saves read their attributes instead, as torch does, and compare them with the pattern. Everything
+that determines the structure of ``state_dict()`` is in the pattern, or in the class (:func:`readable`).
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ else:
 _ITEMS, _ORDERED, _SEQUENCE, _STATEFUL, _OBJECT, _KEYED, _PARAMETERS, _EQUAL = range(8)
 
 NEVER: Final = False
-"""Matches nothing."""
+"""Pattern that matches nothing."""
 
 
 class Items(NamedTuple):
-    """A dict with these keys."""
+    """Pattern of a dict with exactly these keys."""
 
     tag: int
     kind: type
     keys: tuple[Any, ...]
     children: tuple[Pattern, ...]
     plain: int
-    """Plain values in it, at any depth."""
+    """Number of plain values in the dict, at any depth; likewise in the patterns below."""
 
 
 class Ordered(NamedTuple):
-    """An OrderedDict with attributes."""
+    """Pattern of an OrderedDict with attributes."""
 
     tag: int
     attributes: Items
@@ -66,7 +66,7 @@ class Ordered(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A list or tuple."""
+    """Pattern of a list or tuple."""
 
     tag: int
     kind: type
@@ -75,7 +75,7 @@ class Sequence(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """An object whose ``state_dict()`` is called."""
+    """Pattern of an object whose ``state_dict()`` is called at every save."""
 
     tag: int
     kind: type
@@ -85,7 +85,7 @@ class Asked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An object whose attributes are read in place of its ``state_dict()``."""
+    """Pattern of an object whose attributes are read instead of calling its ``state_dict()``."""
 
     tag: int
     kind: type
@@ -93,7 +93,7 @@ class Read(NamedTuple):
     names: tuple[str, ...]
     children: tuple[Any, ...]
     state: Pattern
-    """Of its ``state_dict()``, with the same plain values in the same order; None inside another one."""
+    """Pattern of the ``state_dict()``, with the same plain values in the same order; None inside another ``Read``."""
     plain: int
 
 
@@ -123,16 +123,17 @@ def asked(kind: type, path: str, child: Pattern) -> Asked:
 
 
 def plain_in(pattern: Pattern) -> int:
-    """Return the number of plain values in a value that matches."""
+    """Return the number of plain values in any value that matches a pattern."""
     if isinstance(pattern, (Items, Ordered, Sequence, Asked, Read)):
         return pattern.plain
     return int(pattern is None)
 
 
 def remade(pattern: Pattern, node: Any, at: int, numbers: list[int], fresh: Mapping[int, Node]) -> Any:
-    """Return the node of a value some of whose plain values have other nodes than in ``node``.
+    """Return a copy of ``node``, which matches ``pattern``, with the ``fresh`` nodes in place of some plain values.
 
-    ``fresh`` has those, by the ``numbers`` of the plain values, which are in order; ``at`` is the number of its first.
+    ``fresh`` has the new nodes by the numbers of the plain values, ``numbers`` these numbers in ascending order; ``at``
+    is the number of the first plain value in ``node``.
     """
     if pattern is None:
         return fresh.get(at, node)
@@ -168,7 +169,7 @@ _OF_MODULES: Final = ("state_dict", "_save_to_state_dict", "get_extra_state", "_
 _OF_OPTIMIZERS: Final = ("state_dict", "__getattribute__")
 _VERSION: Final = ("_version", "_version.__class__")  # True == 1
 Depends: TypeAlias = tuple[Callable[[type], Any], Any]
-"""A function that gets the attributes of a class on which its objects' states depend, and the attributes it got."""
+"""A function that returns the facts about a class on which ``state_dict()`` depends, and its result for a class."""
 
 _HOOKS_OF_MODULES: Final = ("_state_dict_pre_hooks", "_state_dict_hooks")
 _HOOKS_OF_OPTIMIZERS: Final = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -180,9 +181,9 @@ _DICTS: Final = (dict, OrderedDict)
 
 
 def _depends(names: tuple[str, ...], attributes: tuple[str, ...]) -> Callable[[type], tuple[Any, ...]]:
-    """Return a function that gets the facts states depend on: these names of a class, and whether it has attributes.
+    """Return a function of a class: whether the class has any of ``attributes``, and the values of its ``names``.
 
-    A property may be in place of an attribute of its objects.
+    ``attributes`` are normally set on objects only; a class that has one may define a property in its place.
     """
     get = attrgetter(*names)
     return lambda kind: (any(map(hasattr, repeat(kind), attributes)), *get(kind))
@@ -192,13 +193,13 @@ _READ: Final[Mapping[type, Callable[[type], tuple[Any, ...]]]] = {
     torch.nn.Module: _depends((*_OF_MODULES, *_VERSION), (*_PARTS_OF_MODULES, *_HOOKS_OF_MODULES)),
     Optimizer: _depends(_OF_OPTIMIZERS, (*_PARTS_OF_OPTIMIZERS, *_HOOKS_OF_OPTIMIZERS)),
 }
-"""The facts of a class that states depend on, by base class; objects have the attributes ``state_dict()`` reads."""
+"""Functions that return the facts about a class on which ``state_dict()`` depends, by torch's base class."""
 _OF_TORCH: Final = {base: of(base) for base, of in _READ.items()}
 _LEAVES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def readable(kind: type) -> Depends | None:
-    """Return the facts of a class states depend on; None if it is no class of modules or optimizers like torch's."""
+    """Return the facts on which ``state_dict()`` depends; None if it is not that of torch's Module or Optimizer."""
     base = next((base for base in _READ if issubclass(kind, base)), None)
     if base is None:
         return None
@@ -208,7 +209,7 @@ def readable(kind: type) -> Depends | None:
 
 
 def same_classes(classes: Mapping[type, Depends]) -> bool:
-    """Return whether classes are as they were: they may be given other methods."""
+    """Return whether the facts about classes have not changed: a program may assign methods to a class."""
     return [of(kind) for kind, (of, _) in classes.items()] == [found for _, found in classes.values()]
 
 
@@ -217,10 +218,10 @@ class Reader:
 
     def __init__(self) -> None:
         self.classes: dict[type, Depends] = {}
-        """Those of the objects in it, with what they depend on."""
+        """Classes of the objects that are read, with the facts on which their ``state_dict()`` depends."""
 
     def module(self, module: torch.nn.Module) -> Read | None:
-        """Return the pattern of a module with all below it; None if it has to be asked."""
+        """Return the pattern of a module and all its submodules; None if its ``state_dict()`` has to be called."""
         attributes = vars(module)
         kind = type(module)
         if not self._as_in_torch(module, _ABSENT_IN_MODULES, (*_HOOKS_OF_MODULES, *_PARTS_OF_MODULES)):
@@ -246,9 +247,10 @@ class Reader:
         return Read(_OBJECT, kind, _ABSENT_IN_MODULES, (*names, *_PARTS_OF_MODULES), (*inside,), None, 0)
 
     def optimizer(self, optimizer: Optimizer, packed: Pattern) -> tuple[Read, list[int]] | None:
-        """Return the pattern of an optimizer, None if it has to be asked; ``packed`` is that of its ``state_dict()``.
+        """Return the pattern of an optimizer; None if its ``state_dict()``, of pattern ``packed``, has to be called.
 
-        Beside it the numbers of the plain values in ``packed`` that follow from the structure: lists of parameters.
+        Also returns the numbers of those plain values in ``packed`` that are compared by structure: the lists of
+        parameters.
         """
         hooks = _HOOKS_OF_OPTIMIZERS
         if not self._as_in_torch(optimizer, _ABSENT_IN_OPTIMIZERS, (*hooks, *_PARTS_OF_OPTIMIZERS)):
@@ -284,7 +286,10 @@ class Reader:
         return Read(_OBJECT, type(optimizer), _ABSENT_IN_OPTIMIZERS, names, children, made, made.plain), numbers
 
     def _as_in_torch(self, value: Any, absent: Iterable[str], names: Iterable[str]) -> bool:
-        """Whether torch's own ``state_dict()`` would read these attributes of an object, and has no hooks."""
+        """Return whether an object has torch's ``state_dict()`` without hooks, and all attributes in ``names``.
+
+        If so, record its class in ``classes``. ``absent`` are attributes that the object itself must not have.
+        """
         kind, attributes = type(value), vars(value)
         depends = readable(kind)
         if depends is None or any(name in attributes for name in absent):
@@ -299,24 +304,24 @@ class Reader:
 
 
 array_node: Final = lru_cache(1 << 16)(ArrayNode)
-"""The same node for the same index, so that nodes can be compared by identity."""
+"""Function that returns the same node for the same index, so that nodes can be compared by identity."""
 
 CHANGING: Final = object()
-"""Remembered in place of a plain value that may change and still be the same object: it never counts as the same."""
+"""Stands in the outline for a plain value that may change in place: never identical to a value of the next save."""
 
 
 @lru_cache(1 << 14)
 def sharded_node(
     first: int, mesh: int, dtype: torch.dtype, plain: bool, shape: tuple[int, ...], offsets: tuple[tuple[int, ...], ...]
 ) -> ShardedNode:
-    """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
+    """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same object for equal arguments."""
     nodes = tuple(map(array_node, range(first, first + len(offsets))))
     return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], plain, shape, offsets, nodes)
 
 
 @dataclass(slots=True, eq=False)
 class Outline:
-    """The outline of one state. Its items are the attributes of an OrderedDict, and then the items of the mapping."""
+    """The outline of one state; its items are those of the outermost mapping, after an OrderedDict's attributes."""
 
     make: Any  # makes the node of the mapping
     attributes: int  # how many of the items are attributes
@@ -335,7 +340,7 @@ class Outline:
     root: Any = None
 
     def holds(self, make: Any, attributes: int, keys: list[str]) -> bool:
-        """Return whether a mapping has these keys, and classes are as they were."""
+        """Return whether the outline is of a mapping with this kind and these keys, and no class has changed since."""
         return (
             make is self.make
             and attributes == self.attributes
@@ -345,5 +350,5 @@ class Outline:
 
 
 def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Whether two sequences of one length hold the same objects."""
+    """Return whether two sequences of equal length hold the same objects."""
     return all(map(is_, one, other))

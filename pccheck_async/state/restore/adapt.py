@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and repairs around the ``load_state_dict`` of modules and optimizers.
 
-Torch's ``state_dict()`` of an optimizer calls parameters by numbers; state under any other key is loaded, and no step
-uses it. Other programs call parameters by their names (``torch.distributed.checkpoint.state_dict``, FSDP), or write the
-numbers as strings (a folder of ``torch.distributed.checkpoint`` that is read without an optimizer).
+Torch's ``state_dict()`` of an optimizer identifies parameters by numbers; state under any other key is loaded, but no
+step uses it. Other programs identify parameters by their names (``torch.distributed.checkpoint.state_dict``, FSDP), or
+write the numbers as strings (a folder of ``torch.distributed.checkpoint`` that is read without an optimizer).
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from pccheck_async.state.stateful import containers_and_objects
 # -- modules
 
 _STRICT: Final = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
-"""Modules of torch whose own way to load differs only for states saved by versions before 0.4.1."""
+"""Python modules of torch whose classes override loading only for states that torch before 0.4.1 saved."""
 
 
 class OwnLoading(NamedTuple):
-    """The parts of a module that have hooks or methods of their own for loading, by the prefixes of their keys."""
+    """Prefixes of the keys of those parts of a module that have their own hooks or methods for loading."""
 
     all: tuple[str, ...]  # they may rename keys that are loaded, and resize live tensors
     users: tuple[str, ...]  # those whose hooks or methods are not torch's: they may also change keys and shapes
 
     def decides(self, key: str, live: Any, fits: Callable[[], bool], strict: bool) -> bool:
-        """Return whether a module gets a stored array in new memory: a user's hook may move or change live values."""
+        """Return whether the part's own code must load a stored array from new memory: it is not filled in place.
+
+        ``live`` is the live value, and ``fits`` returns whether it could take the stored bytes in place.
+        """
         if not key.startswith(self.all) or is_lazy(live):
             return False
         if isinstance(live, (torch.Tensor, np.ndarray)) and fits():
@@ -49,7 +52,7 @@ class OwnLoading(NamedTuple):
 
 
 def own_loading(module: torch.nn.Module) -> OwnLoading:
-    """Return which parts of a module load in a way of their own."""
+    """Return which parts of a module have their own hooks or methods for loading."""
     modules = module.named_modules(remove_duplicate=False)
     ways_of = {f"{name}." if name else "": [*_ways(part)] for name, part in modules}
     load = type(module).load_state_dict
@@ -61,7 +64,7 @@ def own_loading(module: torch.nn.Module) -> OwnLoading:
 
 
 def _ways(part: torch.nn.Module) -> Iterator[str]:
-    """Yield in which Python modules the hooks and methods that load ``part`` are defined."""
+    """Yield the names of the Python modules that define the hooks and methods with which ``part`` is loaded."""
     for hook in part._load_state_dict_pre_hooks.values():
         yield getattr(getattr(hook, "hook", hook), "__module__", "") or ""
     method: Any = type(part)._load_from_state_dict
@@ -70,11 +73,10 @@ def _ways(part: torch.nn.Module) -> Iterator[str]:
 
 
 def with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
-    """Return the stored state, with each name added that it lacks and whose tensor in ``own`` has a stored name, too.
+    """Return the stored state, completed by the names of tied tensors that it lacks.
 
-    The added name gets what is stored under the other.
-
-    Hugging Face's files hold a tied parameter under one of its names.
+    Tied tensors in ``own`` are the same memory under several names. A lacking name gets the stored value of another
+    one: Hugging Face's files hold a tied parameter under one of its names only.
     """
     stored = dict(zip(mapping_keys(node), node.values, strict=True))
     plain = (torch.Tensor, torch.nn.Parameter)
@@ -88,7 +90,7 @@ def with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
 
 
 def wrapped(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Return advice if names differ by the prefix that a wrapper of models adds to them; else an empty string."""
+    """Return advice if names differ by the prefix that a wrapper adds to a model's names; else an empty string."""
     for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
         prefix = paths.escape(f"{attribute}.")
         for where, longer, plain in (("here", missing, unexpected), ("in the checkpoint", unexpected, missing)):
@@ -99,7 +101,10 @@ def wrapped(missing: Collection[str], unexpected: Collection[str]) -> str:
 
 
 def load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
-    """Load the module's own state with the stored values in it: ``load_state_dict`` may require a complete state."""
+    """Load ``stored``, completed from ``own``, into a module: its ``load_state_dict`` may require a complete state.
+
+    ``own`` is the module's state; stored values whose keys it lacks are left out.
+    """
     whole = OrderedDict((key, stored.get(key, value)) for key, value in own.items())
     metadata = {**getattr(own, "_metadata", {}), **getattr(stored, "_metadata", {})}
     if metadata:
@@ -110,16 +115,16 @@ def load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any
 # -- optimizers: the check before loading
 
 Names: TypeAlias = Mapping[int, set[str]]
-"""The names that modules have for their parameters, by the identity of those."""
+"""The names that modules give to parameters, by ``id(parameter)``."""
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
 _LIKE_PARAMETER: Final = frozenset({*_MOMENTS, "acc_delta", "sum", "ax", "prev", "step_size"})
-"""State of torch's own optimizers that has the shape of its parameter."""
+"""Keys of torch's own optimizers under which they keep state that has the shape of its parameter."""
 _HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
 LikeParameter: TypeAlias = tuple[str, ArrayNode | ShardedNode, torch.Tensor]
-"""Number and key, the stored array, and the parameter that it is shaped like."""
+"""Place of a stored array in the state (``"number.key"``), the array's node, and the parameter of the same shape."""
 
 
 def optimizer_state(
@@ -130,16 +135,16 @@ def optimizer_state(
     names: Callable[[], Names],
     path: str,
 ) -> tuple[MappingNode, list[str], list[LikeParameter]]:
-    """Compare the parameters of a live optimizer, whose state is ``own``, with those of the stored state.
+    """Compare the parameters of a live optimizer, whose state is ``own``, with those of the stored state ``node``.
 
-    Of an optimizer with hooks that receive the stored state first, no differences are returned: they may make it fit.
+    No differences are returned if the optimizer has load pre-hooks: they receive the stored state and may make it fit.
 
     Returns:
-        The state to load, with the live optimizer's numbers for the parameters; how they differ; and if they do not,
-        all arrays that are known to be shaped like a parameter, which ``load_state_dict`` will want on its device.
+        The state to load, with the live optimizer's numbers for the parameters; messages on the differences; and if
+        there are none, the arrays known to be shaped like a parameter: ``load_state_dict`` moves them to its device.
 
     Raises:
-        UnsupportedStateError: There is stored state of a parameter that has no shape yet.
+        UnsupportedStateError: The checkpoint has state for a parameter that is not initialized yet (lazy modules).
     """
     node, mismatches = _renumbered(optimizer, own, node, names, path)
     if any(map(is_lazy, chain.from_iterable(group["params"] for group in optimizer.param_groups))):
@@ -182,10 +187,10 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
 
 
 def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node: Node) -> str:
-    """Return why a stored group is another kind of optimizer's; empty if it may be this one's.
+    """Return why a stored group is of another class of optimizers; empty if it may be of this one's.
 
-    Flags (None or a bool) may be lacking: a newer torch added them, and supplies defaults. Keys that only the
-    checkpoint has may be those of schedulers and users, unless a setting that this optimizer needs is lacking.
+    Settings that are None or a bool may be lacking: a newer torch added them, and supplies defaults. Keys that only the
+    checkpoint has may come from schedulers and users, unless a setting that this optimizer needs is lacking, too.
     """
     stored = _items(node).keys()
     defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
@@ -198,7 +203,7 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
 
 
 def like_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node) -> list[LikeParameter]:
-    """Return the stored arrays that are known to be shaped like a parameter, with it."""
+    """Return the stored arrays that are known to be shaped like a parameter, each with that parameter."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return []
     state, found = _items(_items(node).get("state")), []
@@ -212,7 +217,7 @@ def like_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], no
 
 
 def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each parameter with its number in ``state``; nothing if the state is of the optimizer's own kind."""
+    """Yield each parameter with its number in ``state``; nothing if that has no list of ``param_groups``."""
     groups = state.get("param_groups")
     numbers = chain.from_iterable(group["params"] for group in groups) if isinstance(groups, list) else ()
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -220,7 +225,7 @@ def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> I
 
 
 def _items(node: Node) -> dict[Hashable, Node]:
-    """Return the entries of a stored mapping; of any other node, nothing."""
+    """Return the entries of a stored mapping; an empty dict for any other node."""
     return dict(zip(mapping_keys(node), node.values, strict=True)) if isinstance(node, MappingNode) else {}
 
 
@@ -228,10 +233,11 @@ def _items(node: Node) -> dict[Hashable, Node]:
 
 
 def load(optimizer: torch.optim.Optimizer, state: Any, *, dtype: torch.dtype | None = None) -> None:
-    """Load ``state``, and undo torch's changes to it on the way, between the hooks that users registered.
+    """Load ``state`` into an optimizer, and undo the changes that torch's ``load_state_dict`` makes to the values.
 
-    ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
-    lose their low bits) and iterates over strings in it. Tensors that it cast to ``dtype`` stay so.
+    Torch casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter lose their
+    low bits) and iterates over strings. Tensors that were cast to ``dtype`` stay so. The values are repaired after
+    users' pre-hooks and before their post-hooks.
     """
     loaded = [state]  # torch gets the last; emptied once it is repaired
     with ExitStack() as hooks:
@@ -270,7 +276,7 @@ def _repaired(loaded: Any, stored: Any, dtype: torch.dtype | None) -> Any:
 # -- optimizers: which parameter a stored state belongs to
 
 _WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Components that wrappers of models add to names; programs that save by names leave them out."""
+"""Components that wrappers of models add to parameters' names; programs that save by names leave them out."""
 _ADVICE: Final = (
     "put the module that has them into the state, too, or give the optimizer its named_parameters() (from torch 2.6 on)"
 )
@@ -278,7 +284,7 @@ _SHOWN: Final = 5
 
 
 def names_in(state: Mapping[str, Any]) -> Names:
-    """Return the names that the modules in a state have for their parameters."""
+    """Return the names that the modules in a live state give to their parameters."""
     names: dict[int, set[str]] = {}
     modules = [part for _, part in containers_and_objects(state) if isinstance(part, torch.nn.Module)]
     for name, parameter in chain.from_iterable(each.named_parameters(remove_duplicate=False) for each in modules):
@@ -289,10 +295,10 @@ def names_in(state: Mapping[str, Any]) -> Names:
 def _renumbered(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: MappingNode, names: Callable[[], Names], path: str
 ) -> tuple[MappingNode, list[str]]:
-    """Return the stored state with the live optimizer's numbers in place of its own names for the parameters.
+    """Return the stored state with parameters identified by the live optimizer's numbers; and messages on differences.
 
-    An optimizer with hooks that receive the stored state first gets it unchanged: they may be there to renumber it.
-    Also returns messages on entries that belong to no parameter here. ``names`` is called only if the state has names.
+    Messages name stored entries that belong to no live parameter. For an optimizer with load pre-hooks the state is
+    returned unchanged: they may be there to renumber it. ``names`` is called only if the state has names.
     """
     stored = _items(node)
     groups, state, items = own.get("param_groups"), stored.get("state"), stored.get("param_groups")
@@ -342,7 +348,7 @@ def _renumbered(
 
 
 class _StoredGroup:
-    """A stored group's names for its parameters: ``keys`` in its ``params``, and ``names`` if it has any."""
+    """The identifiers of parameters in a stored group: ``keys`` are its ``params``, and ``names`` may be empty."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -351,7 +357,10 @@ class _StoredGroup:
         self.names = self.keys if self.by_name else _plain_items(_items(node).get("param_names"))
 
     def renumbered(self, here: Sequence[int], order: Sequence[int | None]) -> Node:
-        """Return the group as the live one would have saved it: its numbers, and names in their order."""
+        """Return the stored group with the live numbers ``here`` as its ``params``, and its names in their order.
+
+        ``order`` has the live number of each parameter in the stored order.
+        """
         node = self._node
         if not isinstance(node, MappingNode) or (list(order) == list(here) == self.keys):
             return node
@@ -364,7 +373,7 @@ class _StoredGroup:
 
 
 def _changed(node: MappingNode, changed: Mapping[str, Node]) -> MappingNode:
-    """Return a stored mapping with other values for some of its keys."""
+    """Return a stored mapping with the values in ``changed`` for the keys that are there."""
     items = _items(node).items()
     return structs.replace(node, values=[changed.get(k, v) if isinstance(k, str) else v for k, v in items])
 
@@ -372,7 +381,10 @@ def _changed(node: MappingNode, changed: Mapping[str, Node]) -> MappingNode:
 def _called(
     numbers: Sequence[int], own_names: Sequence[str], parameters: Sequence[torch.Tensor], known: Names
 ) -> dict[Hashable, int | None]:
-    """Return the numbers of a group's parameters by their names, with and without wrappers; None for shared names."""
+    """Return the numbers of a group's parameters by name, with and without wrappers' prefixes.
+
+    The number is None for a name that several parameters have.
+    """
     called: dict[Hashable, int | None] = {}
     for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True)):
         names = {*known.get(id(parameter), ()), *own_names[place : place + 1]}
@@ -386,7 +398,7 @@ def _unwrapped(name: Hashable) -> str:
 
 
 def _are_numbers(keys: Collection[Hashable]) -> bool:
-    """Whether all keys are numbers, or are written like numbers."""
+    """Return whether all keys are ints, or strings of digits."""
     return {*map(type, keys)} <= {int} or all(isinstance(key, int) or str(key).isdecimal() for key in keys)
 
 

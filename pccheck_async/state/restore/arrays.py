@@ -35,10 +35,10 @@ _Index: TypeAlias = npt.NDArray[np.intp]
 
 
 class Target(NamedTuple):
-    """A range of the payload and the memory that it is copied to, or several in a regular pattern, all of one length.
+    """A range of the payload and the memory that it is copied to, or a regular pattern of ranges of equal length.
 
-    Offset and lengths are in bytes. ``owner`` keeps the memory alive; ``device`` is the index of its CUDA device, or
-    ``HOST``.
+    ``payload_offset`` and ``nbytes`` (of one range) are in bytes. ``owner`` keeps the memory alive; ``device`` is the
+    index of its CUDA device, or ``HOST``.
     """
 
     payload_offset: int
@@ -47,20 +47,20 @@ class Target(NamedTuple):
     owner: Any
     device: int = HOST
     sizes: tuple[int, ...] = ()
-    """Of a pattern: how many ranges along each dimension,"""
+    """Number of ranges along each dimension of a pattern; empty for a single range."""
     steps: tuple[int, ...] = ()
-    """the bytes from one to the next in the payload,"""
+    """Bytes from one range to the next in the payload, along each dimension."""
     strides: tuple[int, ...] = ()
-    """and in memory."""
+    """Bytes from one range to the next in memory, along each dimension."""
 
     @property
     def end(self) -> int:
-        """The byte of the payload after the last."""
+        """Return the offset in the payload after the last byte that is copied."""
         reach = sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
         return self.payload_offset + reach + self.nbytes
 
     def rows(self, low: int, high: int) -> _Table:
-        """Return rows of (address, offset from ``low``, length), one per range inside bytes ``[low, high)``."""
+        """Return rows of (address, offset from ``low``, length) for the parts of ranges in bytes ``[low, high)``."""
         sizes, steps = self.sizes, self.steps
         starts = np.array([self.payload_offset], np.int64)
         places = np.array([self.address], np.int64)
@@ -78,10 +78,11 @@ class Target(NamedTuple):
 
 
 def cut_ranges(starts: _Offsets, ends: _Offsets, bounds: _Offsets) -> tuple[_Index, _Index, _Offsets, _Offsets]:
-    """Cut ranges at ``bounds``; return the parts between the first bound and the last one, in the order of the pieces.
+    """Cut ranges at ``bounds``, which delimit pieces; drop the parts before the first bound and after the last one.
 
     Returns:
-        Of each part: the number of its range, that of the piece between two bounds, first byte, the one after the last.
+        Four arrays with one entry per part, ordered by piece: number of the range, number of the piece, first byte,
+        and the byte after the last.
     """
     first = np.maximum(np.searchsorted(bounds, starts, side="right") - 1, 0)
     last = np.minimum(np.searchsorted(bounds, ends, side="left"), len(bounds) - 1)
@@ -97,11 +98,11 @@ _ORDER: Final = itemgetter(0)
 
 
 class Targets(Iterable[Target]):
-    """Targets in the order of the payload, in which they may overlap: bytes stored once go to several places.
+    """Targets in the order of the payload; their ranges of it may overlap: bytes stored once go to several places.
 
     Attributes:
         devices: Indices of the CUDA devices of all targets.
-        has_patterns: Whether any of them is several ranges: there may be many of these, and short ones.
+        has_patterns: Whether any target is a pattern of ranges; the ranges may be many and short.
     """
 
     def __init__(self, targets: Iterable[Target] = ()) -> None:
@@ -117,10 +118,10 @@ class Targets(Iterable[Target]):
         self.devices: set[int] = {*columns[4]} - {HOST}
 
     def cut(self, bounds: _Offsets) -> Iterator[tuple[int, _Table, npt.NDArray[np.int32] | None]]:
-        """Yield, for each piece of the payload that holds wanted bytes, its number and the memory for these.
+        """Yield, for each piece of the payload that holds wanted bytes: its number, rows, and the rows' devices.
 
-        ``bounds``, ascending, are where pieces begin, and where the last one ends. The memory is rows of (address,
-        offset in the piece, length), and the device of each row; None if all are on the host.
+        ``bounds``, ascending, are the offsets at which pieces begin, and the end of the last one. A row is (address,
+        offset in the piece, length). The devices are None if all targets are on the host.
         """
         which, piece, low, high = cut_ranges(self._starts, self._ends, bounds)
         table = np.empty((len(which), 3), np.uint64)
@@ -135,7 +136,10 @@ class Targets(Iterable[Target]):
                 yield number, rows, self._devices[targets] if self.devices else None
 
     def _spread(self, rows: _Table, which: _Index, low: int, high: int) -> tuple[_Table, _Index]:
-        """Return rows with those for the ranges of patterns in the place of the patterns' own."""
+        """Return rows and their targets with each pattern's single row replaced by one row per range.
+
+        ``which`` has the number of each row's target; the piece is bytes ``[low, high)`` of the payload.
+        """
         patterns = [number for number in which.tolist() if self._targets[number].sizes]
         plain = ~np.isin(which, patterns)
         tables = [self._targets[number].rows(low, high) for number in patterns]
@@ -149,13 +153,13 @@ class Targets(Iterable[Target]):
 # -- new memory
 
 Place: TypeAlias = torch.device | Callable[[torch.UntypedStorage, str], Any]
-"""The place for tensors: a device, or a function that returns the storage to use in the place of one on the host."""
+"""The place for loaded tensors: a device, or a function like ``map_location`` that replaces a storage on the host."""
 
 
 def place_of(device: object) -> Place:
-    """Return the place in which ``torch.load(map_location=device)`` puts tensors that were saved on the host.
+    """Return the place where ``torch.load(map_location=device)`` would put tensors that were saved on the host.
 
-    Raises RuntimeError for a device that torch does not know, TypeError for a value that names none.
+    Raises RuntimeError for a device that torch does not know, TypeError for a value that is no device.
     """
     if isinstance(device, Mapping):
         device = device.get("cpu", "cpu")
@@ -167,7 +171,7 @@ def place_of(device: object) -> Place:
 
 
 class _NewMemory(NamedTuple):
-    """Bytes for a storage, from byte ``base`` of the storage on; stored arrays view ``ranges`` of it."""
+    """New memory (``flat``) for a storage, from its byte ``base`` on; arrays view ``ranges`` of the storage."""
 
     base: int
     flat: Array
@@ -176,10 +180,10 @@ class _NewMemory(NamedTuple):
 
 
 class Allocation:
-    """Uninitialised memory for the ``wanted`` arrays of a decoded manifest, shared by arrays that share a storage.
+    """Uninitialised memory for the ``wanted`` arrays of a decoded manifest, one piece per storage, which arrays share.
 
-    A storage that only numpy arrays view is allocated by numpy, any other by torch: on the CUDA device that ``devices``
-    has for all its wanted arrays, by their indices, else on the host.
+    A storage that only numpy arrays view is allocated by numpy, any other by torch. ``devices`` has CUDA devices by the
+    indices of arrays; a storage lies on one if all its wanted arrays have the same there, else on the host.
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class Allocation:
 
     @classmethod
     def over(cls, manifest: Manifest, payload: memoryview, wanted: Iterable[int] | None = None) -> Allocation:
-        """Return ``wanted`` arrays, by default all, that view ``payload``, the manifest's in memory, and keep it."""
+        """Return an allocation whose ``wanted`` arrays, by default all, view the manifest's ``payload`` in memory."""
         allocation = cls(manifest, ())
         wanted = range(len(manifest.tensors)) if wanted is None else wanted
         for number, indices in _by_storage(manifest, wanted).items():
@@ -207,7 +211,7 @@ class Allocation:
         return allocation
 
     def targets(self) -> Iterator[Target]:
-        """Yield the memory that has to be filled, or verified, before any array is used."""
+        """Yield the memory to fill from the payload, or to verify against it, before any array is used."""
         for storage, memory in self._memories.items():
             start, flat = self._manifest.storages[storage].offset, memory.flat
             device = flat.get_device() if isinstance(flat, torch.Tensor) else HOST
@@ -215,7 +219,7 @@ class Allocation:
                 yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
 
     def array(self, index: int, place: Place = _HOST) -> Array:
-        """Return an array: where it was allocated, or a tensor at its ``place``, in which aliases share memory as well.
+        """Return an array over its memory; a tensor at ``place``, where tensors that shared a storage share one again.
 
         Raises CorruptStoreError if torch or numpy refuses to make an array of this shape and dtype.
         """
@@ -229,7 +233,7 @@ class Allocation:
             raise CorruptStoreError(f"array {index} of the checkpoint cannot be made: {error}") from error
 
     def move(self, place: Place) -> None:
-        """Copy the memory of tensors to a device, for :meth:`array` to find; does nothing for a user's function."""
+        """Copy the memory of tensors to a device, ready for :meth:`array`; do nothing if ``place`` is a function."""
         if isinstance(place, torch.device):
             for storage, memory in self._memories.items():
                 if isinstance(memory.flat, torch.Tensor):
@@ -245,7 +249,7 @@ class Allocation:
         return np.ndarray(entry.shape, dtype, flat.data, entry.offset - memory.base, steps)
 
     def _storage(self, entry: TensorEntry, place: Place) -> torch.UntypedStorage:
-        """Return the memory of a tensor at its place; an empty one if it has no elements."""
+        """Return the storage of a tensor at ``place``, copied there on first use; an empty one without elements."""
         memory = None if entry.storage is None else self._memories[entry.storage]
         flat = torch.empty(0, dtype=torch.uint8, device=_HOST) if memory is None else memory.flat
         assert isinstance(flat, torch.Tensor)
@@ -275,7 +279,7 @@ class Allocation:
 
 
 def _by_storage(manifest: Manifest, wanted: Iterable[int]) -> dict[int, list[int]]:
-    """Return the ``wanted`` arrays, of those that have elements, by their storages."""
+    """Return the ``wanted`` arrays that have elements, grouped by their storages."""
     views: dict[int, list[int]] = {}
     for index in wanted:
         if (storage := manifest.tensors[index].storage) is not None:
@@ -284,7 +288,10 @@ def _by_storage(manifest: Manifest, wanted: Iterable[int]) -> dict[int, list[int
 
 
 def _untyped(placed: Any, flat: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage that a user's function put in the place of another. Raises TypeError, ValueError."""
+    """Return the storage that a user's function returned for ``flat``; None stands for the storage of ``flat`` itself.
+
+    Raises TypeError if it returned no storage, ValueError if that is too small.
+    """
     storage = flat.untyped_storage() if placed is None else getattr(placed, "_untyped_storage", placed)
     if not isinstance(storage, torch.UntypedStorage):
         raise TypeError(f"the function given as device= returns a storage or None, not {type(placed).__qualname__}")
@@ -349,7 +356,7 @@ def difference(entry: TensorEntry, array: Array, cast_to: torch.dtype | None = N
 
 
 def memory_trouble(tensor: torch.Tensor) -> str:
-    """Return why ``tensor`` cannot take elements that were stored otherwise; empty if it can."""
+    """Return why elements cannot be copied into ``tensor``, however they were stored; empty if they can."""
     if trouble := _tensor_trouble(tensor):
         return trouble
     overlaps = tensor.numel() and _overlaps_itself(tuple(tensor.shape), steps_of(tensor), tensor.element_size())
@@ -377,7 +384,7 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
 
 
 def steps_of(array: Array) -> tuple[int, ...]:
-    """Return the bytes from one element to the next along each dimension."""
+    """Return the strides of an array in bytes."""
     if isinstance(array, torch.Tensor):
         itemsize = array.element_size()
         return tuple(step * itemsize for step in array.stride())
@@ -385,7 +392,7 @@ def steps_of(array: Array) -> tuple[int, ...]:
 
 
 def is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
-    """Return whether these are the strides, in bytes, with which an array is stored."""
+    """Return whether an array is stored with the strides ``steps``, in bytes."""
     itemsize = entry.itemsize
     for size, here, stored in zip(entry.shape, steps, entry.stride, strict=True):
         if size > 1 and here != stored * itemsize:
@@ -394,7 +401,7 @@ def is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
 
 
 def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether elements may share memory, apart from expanded dimensions."""
+    """Return whether elements may share memory, expanded dimensions (of step 0) aside."""
     reach = itemsize
     for step, size in sorted((abs(step), size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
         if step < reach:

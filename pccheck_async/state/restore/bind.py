@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoded manifest is matched: with new memory for ``load``, with the live objects for ``engine.restore``.
+"""Preparing a restore of a decoded manifest: into new memory (``load``), or into live objects (``engine.restore``).
 
-The bytes go to the addresses of live arrays, and to new memory; the other values are made of these.
+Bytes are read into live arrays and new memory; then all other values are made, from these arrays and the skeleton.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PLACE: Final = attrgetter("device_name", "low", "high")
 class Restoration:
     """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
 
-    Of a dry run there is nothing to fill and to finish.
+    After a dry run there is nothing to fill, and ``finish`` must not be called.
     """
 
     targets: Targets
@@ -80,7 +80,7 @@ class Restoration:
     error: StateMismatchError | None = None
 
     def clear_gradients(self) -> int:
-        """Set the gradients of restored tensors to None, as in a process that was just started; return their number."""
+        """Set the gradients of restored tensors to None, as in a new process; return how many had one."""
         with without_modes():
             leaves = {id(each): each for each in self.trained if each.is_leaf and each.grad is not None}
             for tensor in leaves.values():
@@ -91,18 +91,18 @@ class Restoration:
 def allocate(
     manifest: Manifest, keys: Sequence[str] | None = None, device: Any = "cpu", *, allow_pickle: bool = False
 ) -> Restoration:
-    """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
+    """Prepare a restore into new memory; its ``finish`` returns nested dicts, with the state in place of each Stateful.
 
     Args:
-        manifest: Of the checkpoint.
+        manifest: Manifest of the checkpoint.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
         device: The final place of tensors (see :func:`place_of`); numpy arrays stay on the host.
         allow_pickle: Whether pickled values are unpickled; else they are refused, before any byte is read.
 
     Raises:
-        UnsupportedStateError: There is a pickled value, or a tensor of a class that is not imported.
-        StateMismatchError: One of ``keys`` selects nothing.
-        IncompleteCheckpointError: A tensor lies on several ranks, of which this is one's part.
+        UnsupportedStateError: There is a pickled value that is refused, or a tensor of a class that is not imported.
+        StateMismatchError: One of ``keys`` selects nothing, or is ambiguous (see :func:`.tree.select`).
+        IncompleteCheckpointError: A tensor lies on several ranks, and the manifest is the part of one of them.
         CorruptStoreError: The skeleton describes no value.
         RuntimeError: There is no such device; raised by torch.
     """
@@ -137,26 +137,26 @@ def match(
     added: Collection[str] = (),
     dry_run: bool = False,
 ) -> Restoration:
-    """Prepare a restore into the live ``state`` (or its :func:`live_tree`): check it first, and change nothing.
+    """Prepare a restore into the live ``state`` (or its :func:`live_tree`): compare them, and change nothing yet.
 
-    Its ``finish`` copies arrays that were not filled in place, calls every ``load_state_dict`` and returns ``state``.
-    Arrays are filled in place if they lie in memory as they were stored, otherwise by a copy at the end. A container
-    that holds an array takes a saved None in its place, and no other plain value.
+    The restore's ``finish`` copies arrays that were not filled in place, calls every ``load_state_dict`` and returns
+    ``state``. An array is filled in place if it has the strides with which it was stored, otherwise by a copy at the
+    end. A saved None may replace a live array in its container; any other plain value is a mismatch.
 
     A live plain value (without tensors, arrays and objects) takes any saved value: lists, dicts and sets are
     refilled with content of their type, any other value is replaced in its container. An object that was saved inside
     needs an entry at its own path: an object, or a plain value, which takes the object's state.
 
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
-    Any other Stateful gets its own tensors if dtype and shape are equal, else new ones. For ``strict``, ``dtype``
-    and the comparison of modules see :meth:`CheckpointEngine.restore`. ``by_address`` is whether
-    the copy backend writes to the memory of CUDA tensors. Without ``generators`` every :class:`RNGState` stays as it
-    is: the saved ones are another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
-    For a ``dry_run`` nothing is allocated, and the error for a state that differs is not raised but returned.
+    Any other Stateful is given its own tensors, filled, if dtype and shape are equal, else new ones. For ``strict``,
+    ``dtype`` and the comparison of modules see :meth:`CheckpointEngine.restore`. ``by_address``: whether the copy
+    backend can write to the memory of CUDA tensors. Without ``generators`` every :class:`RNGState` stays as it is: the
+    saved ones are another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state. For a ``dry_run``
+    nothing is allocated, and a mismatch is not raised but returned in ``error``.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
-            object in the object's place; or this was called while tensors are traced.
+            object in the object's place; tensors are traced; or a stored value is refused or cannot be unpickled.
         StateMismatchError: The state differs; lists the paths.
         CorruptStoreError: The skeleton describes no value.
     """
@@ -174,16 +174,16 @@ def match(
 
 
 def _warn_of_unpickling(where: Collection[str]) -> None:
-    """Log the paths of values that are unpickled."""
+    """Log the paths of the first values that are unpickled, and their number; nothing if there are none."""
     if where:
         text = "allow_pickle: %d values are unpickled, which runs code that the checkpoint names: %s"
         write("unpickled", text, len(where), ", ".join([*where][:5]))
 
 
 class _Live:
-    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array.
+    """A live array that takes the bytes of a stored one; unless ``strict``, a new array may be filled in its place.
 
-    ``mesh`` is a hash of the ranks that the tensor lies on whose box it is; None for a plain one.
+    ``mesh``: if the array is a box of a tensor on several ranks, a hash of these ranks; else None.
     """
 
     def __init__(self, fill: Fill, index: int, array: Array, stored: TensorEntry, by_address: bool) -> None:
@@ -217,11 +217,11 @@ class _Live:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Bytes from one element to the next along each dimension."""
+        """Strides in bytes."""
         return steps_of(self.array)
 
     def shares_as_stored(self, other: _Live) -> bool:
-        """Return whether this and ``other`` share memory here exactly as they do in the checkpoint."""
+        """Return whether this array and ``other`` share memory exactly as they do in the checkpoint."""
         one, two, shift = self.entry, other.entry, self.address - other.address
         if one.storage != two.storage or one.offset - two.offset != shift:
             return False
@@ -231,16 +231,16 @@ class _Live:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Its memory for numpy to compare, never to read: the address may be that of another device."""
+        """Description of the memory, for numpy to compare ranges, never to read: it may be a device's memory."""
         typestr, data = f"|V{self.entry.itemsize}", (self.address, True)
         return {"version": 3, "shape": self.entry.shape, "strides": self.steps, "typestr": typestr, "data": data}
 
 
 class _Binding:
-    """The memory of one restore: that of live arrays, which have addresses, and new one.
+    """The memory of one restore: that of live arrays, and new memory.
 
     Live arrays that share memory are filled twice if the stored arrays share theirs in the same way. If not, one array
-    would overwrite the other: that is a difference for strict arrays, and the others get new memory.
+    would overwrite the other: a mismatch if both are strict, else an array that is not strict gets new memory.
     """
 
     def __init__(self, found: Diff, by_address: bool, dtype: torch.dtype | None) -> None:
@@ -267,7 +267,7 @@ class _Binding:
                 found.fills.append(fill)
 
     def take_new(self, *, with_memory: bool) -> None:
-        """Make the tensors on several ranks that there are none of here; for a dry run, without memory."""
+        """Make the tensors, stored on several ranks, that the live state lacks; for a dry run, without memory."""
         with torch.inference_mode(False):
             for fill in self._found.fills:
                 if fill.made_on is not None:
@@ -275,10 +275,10 @@ class _Binding:
                     self._take(fill._replace(array=array))
 
     def _take(self, fill: Fill) -> bool:
-        """Fill the boxes of a tensor from the same ones of this rank's part, else from any that parts have.
+        """Plan how the boxes of a tensor are filled: from equal boxes in this rank's part, else from those of any part.
 
-        A plain tensor is one box, which covers everything. False for a tensor that differs from the stored one, which
-        is noted.
+        A plain tensor is one box, which covers everything. Return False, and record the mismatch, if the tensor cannot
+        take the stored one.
         """
         node, array, tensors = fill.node, fill.array, self._manifest.tensors
         children = node.boxes if isinstance(node, ShardedNode) else (node,)
@@ -307,7 +307,10 @@ class _Binding:
         return True
 
     def conflicts(self) -> list[str]:
-        """Give arrays that would overwrite another one new memory; return a text for each pair that may not."""
+        """Drop live arrays that are not strict and would overwrite another one: they get new memory.
+
+        Return a message for each pair of strict arrays, one of which would overwrite the other.
+        """
         troubles = []
         for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
             dropped = not {one.index, other.index} <= self._live.keys()
@@ -332,10 +335,10 @@ class _Binding:
         return troubles
 
     def allocate(self, plan: Restoration) -> Restoration:
-        """Allocate memory for arrays that are not live, and for live ones that are copied at the end; make all values.
+        """Allocate memory for arrays that are new, or are copied at the end; make all values; return the full ``plan``.
 
-        The values have no bytes yet. Raises CorruptStoreError if a value cannot be made, UnsupportedStateError if one
-        cannot be unpickled.
+        The values' arrays are not filled yet. Raises CorruptStoreError if a value cannot be made,
+        UnsupportedStateError if one cannot be unpickled.
         """
         found, lives = self._found, self._live.values()
         wanted = {index for step in (*found.steps, *found.last) for index in arrays(step.node)} - self._elsewhere
@@ -357,7 +360,7 @@ class _Binding:
         return replace(plan, targets=targets, filled=filled, resharded=tuple(self.resharded), trained=self._trained())
 
     def finish(self) -> Mapping[str, Any]:
-        """Give the state the filled arrays and all other values; return it."""
+        """Finish the restore once all memory is filled: copy arrays, load states, replace values; return the state."""
         found = self._found
         _warn_of_unpickling([path for path, _ in found.unpickled.values()])
         increment = torch.autograd.graph.increment_version
@@ -390,7 +393,7 @@ class _Binding:
         return found.tree.state
 
     def _in_place(self) -> list[Target]:
-        """Return the memory of live arrays that bytes are read into."""
+        """Return targets for the live arrays that bytes are read into directly."""
         targets = []
         for live in self._live.values():
             if live.in_place and live.entry.storage is not None:
@@ -435,7 +438,7 @@ def _give(step: Give, stored: Any, inference: bool) -> None:
 
 
 def _copy(live: _Live, stored: Array) -> None:
-    """Copy bit for bit; of expanded dimensions, one element."""
+    """Copy ``stored`` into a live array, bit for bit unless it is cast; of expanded dimensions, one element."""
     sizes = zip(live.entry.shape, live.steps, strict=True)
     once = (*(slice(0, 1) if step == 0 and size > 1 else slice(None) for size, step in sizes), ...)
     if isinstance(live.array, torch.Tensor):
@@ -453,9 +456,9 @@ def _copy(live: _Live, stored: Array) -> None:
 
 
 def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield pairs whose memory overlaps, by address, except inside groups that share it as in the checkpoint.
+    """Yield pairs of arrays whose address ranges overlap, except in groups that share memory as in the checkpoint.
 
-    A group of n tied arrays would yield n² pairs.
+    The exception saves time: a group of n tied arrays has n² pairs.
     """
     groups: list[list[_Live]] = []
     memory, reach = "", 0

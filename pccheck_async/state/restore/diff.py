@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a live state and a stored one differ, and what a restore does with each of their parts. Nothing changes here.
+"""Comparing a live state with a stored one, and planning what a restore does with each part. Neither is changed.
 
-The live state is a tree like the stored one (:func:`.live.live_tree`); both are walked side by side, once.
+The live state is flattened into a tree like the stored one (:func:`.live.live_tree`); one walk visits both.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from pccheck_async.state.stateful import can_check
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
 _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
-"""Containers that take other content and stay the same object."""
+"""Types of containers that are refilled, and stay the same object; each with its type of node."""
 _NOWHERE: Final = object()
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _EXTRA_STATE: Final = "_extra_state"  # the key of the result of nn.Module's get_extra_state()
@@ -71,13 +71,13 @@ _WRITERS: Final[Mapping[str, Set[Any]]] = {
     "torchtitan.CheckpointManager": {"train_state", "dataloader"},
     "dcp.StorageWriter": {"torch.distributed.checkpoint"},
 }
-"""Outermost names, which plain states do not have together, by the part of the integrations that saves them."""
+"""Sets of outermost names that identify a checkpoint as saved by an integration; by the integration."""
 _SPECIAL: Final = frozenset((ComposedNode, PickledNode, ShardedNode))
-"""Nodes of values that are not made of the bytes of one array each."""
+"""Types of nodes whose values need more than the bytes of one array on this rank."""
 
 
 class Fill(NamedTuple):
-    """A live array that takes the bytes of a stored one; each may lie in boxes on several ranks."""
+    """A live array that takes the bytes of a stored one; both may consist of boxes on several ranks."""
 
     path: str
     node: ArrayNode | ShardedNode
@@ -88,7 +88,7 @@ class Fill(NamedTuple):
 
 
 class Put(NamedTuple):
-    """A plain live value that a stored one replaces: in its container, or as the content of ``value``."""
+    """A replacement of a plain live value: of the entry ``key`` in ``value``, or without a key of all its content."""
 
     node: Node
     path: str
@@ -96,7 +96,7 @@ class Put(NamedTuple):
     key: Any = _NOWHERE  # in the container ``value``
 
     def apply(self, stored: Any) -> None:
-        """Replace it."""
+        """Replace the live value or content by ``stored``."""
         if self.key is not _NOWHERE:
             self.value[self.key] = stored
         elif isinstance(self.value, list):
@@ -109,7 +109,7 @@ class Put(NamedTuple):
 
 
 class Give(NamedTuple):
-    """An object that loads a stored state by itself."""
+    """An object (``value``) that is given its stored state by a call of ``load``."""
 
     node: Node
     path: str
@@ -123,24 +123,24 @@ class Diff:
     """The differences, and what a restore does: ``fills``, then ``steps`` and ``last`` in their order.
 
     Attributes:
-        is_special: Whether values are stored that are composed, pickled, or lie on several ranks.
+        is_special: Whether the checkpoint has values that are composed, pickled, or lie on several ranks.
         missing: Paths that the state has and the checkpoint lacks: they stay as they are.
         unexpected: Paths that the checkpoint has and the state lacks: they are not read.
-        mismatched: Paths that both have and that cannot be restored, each with what was found.
-        refused: Those of objects that refuse their stored state.
-        resized: Those of arrays that have another shape.
-        castable: Those of tensors that differ in nothing but a dtype to which a restore can cast, which it gives.
-        renamed: By outermost names of objects that the state alone has, those of the checkpoint alone that fit.
+        mismatched: Paths that both have and that cannot be restored, each with the reason in parentheses.
+        refused: Paths of objects that refuse their stored state.
+        resized: Paths of arrays whose shape differs.
+        castable: Paths of floating-point tensors that only differ in dtype, with the live dtype to cast to.
+        renamed: Outermost objects that only the state has, with the name, only in the checkpoint, of a state that fits.
         disjoint: Paths that both have, with nothing in common below.
-        counts: By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
+        counts: For each outermost name that both have: how many of its leaves in the checkpoint are restored, and all.
         matched: How many entries of the state are restored.
-        last: Generators: loading before them may draw from them.
-        preferred: Devices on which stored arrays are wanted that are not live.
+        last: Random generators; they are loaded last, since loading other objects may draw from them.
+        preferred: Devices for stored arrays that have no live array, by index of the array.
         trained: Live tensors that are restored and may have gradients.
-        maybe_trained: Parameters that are restored if their memory is that of such a tensor.
-        objects: Live objects by the identity of their stored node.
-        composed: Live composed tensors by the identity of their stored node.
-        unpickled: Paths and values of those that were pickled, by the identity of their nodes, once they are needed.
+        maybe_trained: Parameters of other objects; they count as ``trained`` if they share memory with such a tensor.
+        objects: Live objects by the ``id()`` of their stored node.
+        composed: Live composed tensors by the ``id()`` of their stored node.
+        unpickled: Path and value of each value that was unpickled so far, by the ``id()`` of its node.
     """
 
     tree: LiveTree
@@ -168,19 +168,19 @@ class Diff:
     _stored_paths: dict[int, str] = field(default_factory=dict)
 
     def path_of(self, node: Node) -> str:
-        """Return the path of a stored value."""
+        """Return the path of a stored leaf by its node."""
         self._stored_paths = self._stored_paths or paths_by_node(self.manifest.skeleton)
         return self._stored_paths.get(id(node), "")
 
     def unpickle(self, node: PickledNode) -> Any:
-        """Return a pickled value, unpickled once. Raises UnsupportedStateError."""
+        """Return a pickled value; unpickle it on the first call only. Raises UnsupportedStateError if that fails."""
         if id(node) not in self.unpickled:
             path = self.path_of(node)
             self.unpickled[id(node)] = path, unpickle(node, path)
         return self.unpickled[id(node)][1]
 
     def error(self, *, strict: bool) -> StateMismatchError | None:
-        """Return the error if the state cannot be restored; for ``strict``, if not all of it can."""
+        """Return the error if the state cannot be restored, or if ``strict`` not all of it; else None."""
         if not (self.missing or self.unexpected or self.mismatched or self.disjoint):
             return None
         wrapped = adapt.wrapped(self.missing, self.unexpected)
@@ -231,27 +231,27 @@ class Diff:
         )
 
     def _unfilled(self) -> list[str]:
-        """Return the paths of modules and optimizers of which the checkpoint has nothing, not even the name."""
+        """Return the paths of modules and optimizers that are missing in the checkpoint altogether."""
         lacking = tuple(f"{path}." for path in self.missing)
         objects = [live for live in self.tree.lives.values() if isinstance(live.value, _TRAINED) and live.state]
         return [live.path for live in objects if f"{live.path}.".startswith(lacking)]
 
     def _writer(self) -> str:
-        """Return the adapter of a trainer that saved the checkpoint; empty if it was none, or the state is like it."""
+        """Return the integration that saved the checkpoint; empty if none did, or the live state has its names, too."""
         assert isinstance(self.manifest.skeleton, MappingNode)
         stored, here = {*mapping_keys(self.manifest.skeleton)}, self.tree.state.keys()
         writers = (writer for writer, names in _WRITERS.items() if names <= stored and not names <= here)
         return next(writers, "")
 
     def actions(self) -> dict[str, Action]:
-        """Return what is done with each part of the state that is restored, by paths."""
+        """Return for each restored path what is done: ``"fill"``, ``"load"`` or ``"replace"``."""
         actions: dict[str, Action] = {each.path: "fill" for each in self.fills}
         steps = [*self.steps, *self.last]
         return actions | {step.path: "load" if isinstance(step, Give) else "replace" for step in steps}
 
 
 class Rules(NamedTuple):
-    """The arguments of :func:`.bind.match` that say which differences count."""
+    """The arguments of :func:`.bind.match` that determine which differences are allowed."""
 
     strict: bool = True
     dtype: torch.dtype | None = None
@@ -279,7 +279,7 @@ class _Walk:
         self._taken: set[int] = set()  # identities of the stored nodes of tensors on several ranks that are filled
 
     def outermost(self) -> Diff:
-        """Compare the values under the outermost names."""
+        """Compare the values under all outermost names; return the differences found."""
         found, state = self.found, self._tree.state
         container = state if isinstance(state, MutableMapping) else None
         for key, live, node, path in self._common(self._tree.skeleton, self._skeleton, ""):
@@ -293,7 +293,7 @@ class _Walk:
         return found
 
     def _renamed(self) -> dict[str, str]:
-        """Return the names of outermost objects that the state alone has, each with the only one that fits it."""
+        """Return outermost objects that only the state has, each with the one name in the checkpoint that fits it."""
         missing, unexpected = {*self.found.missing}, {*self.found.unexpected}
         keys, items = _entries_of(self._tree.skeleton)
         ours = {name: live for name, live in zip(paths.components(keys), items, strict=True) if name in missing}
@@ -308,7 +308,7 @@ class _Walk:
         return {here: there for here, there in pairs if counts["here", here] == counts["there", there] == 1}
 
     def _is_whole(self, live: StatefulNode, node: Node) -> bool:
-        """Whether a stored state fits an object exactly: nothing is missing, left over or mismatched."""
+        """Return whether a stored state fits an object exactly: nothing is missing, unexpected or mismatched."""
         stored = opened(node)
         if not isinstance(stored, MappingNode):
             return False
@@ -328,9 +328,9 @@ class _Walk:
     def _value(
         self, live: Any, node: Any, path: str, container: Any, key: Any = None, *, of_object: bool = False
     ) -> None:
-        """Compare a live value with a stored one, which with ``of_object`` is the ``state_dict()`` of an object.
+        """Compare a live value with a stored one; ``of_object``: the latter is the ``state_dict()`` of an object.
 
-        ``container`` is the live container in which it is replaced; None if that cannot change.
+        ``container`` is the live container in which the live value can be replaced; None if that is immutable.
         """
         found = self.found
         if type(live) is ArrayNode:
@@ -403,7 +403,7 @@ class _Walk:
             self._differs(live, node, path)
 
     def _note_array(self, live: Any, entry: TensorEntry, path: str) -> None:
-        """Keep how a live array differs from the stored one, for the advice of the error."""
+        """Record a live array as resized or castable if it is, for the advice in the error."""
         if is_lazy(live):
             return
         floating = isinstance(live, torch.Tensor) and live.dtype.is_floating_point
@@ -413,7 +413,7 @@ class _Walk:
             self.found.castable[path] = live.dtype
 
     def _fill_parts(self, live: Any, node: ComposedNode, path: str, *, strict: bool) -> None:
-        """Compare a composed tensor with a stored one; its parts are filled in place."""
+        """Compare a composed tensor with a stored one, and plan to fill its parts in place."""
         trouble = f"a {type(live).__qualname__} here, a {node.name} in the checkpoint"
         if is_composed(live) and (type(live).__module__, type(live).__qualname__) == (node.module, node.name):
             own, tensors = take_apart(live, path)
@@ -432,9 +432,9 @@ class _Walk:
         self.found.composed[id(node)] = live
 
     def _sharded(self, live: Any, node: Node, path: str, made_on: torch.device | None = None) -> None:
-        """Compare a tensor that lies, or lay, on several ranks with the stored one; its boxes are compared by ``bind``.
+        """Compare a tensor that lies on several ranks, here or in the checkpoint, with the stored one.
 
-        Nothing can be made in its place, so every difference is a mismatch.
+        ``bind`` compares the boxes. No other tensor can be made in its place, so every difference is a mismatch.
         """
         if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, (torch.Tensor, FlatShard)):
             self._differs(live, node, path)
@@ -448,7 +448,7 @@ class _Walk:
         self.found.fills.append(Fill(path, node, live, made_on=made_on, in_boxes=True))
 
     def _fits(self, live: Any, node: Node) -> bool:
-        """Whether a live array has the shape and dtype of a stored one."""
+        """Return whether a live array has the shape and dtype of a stored one (of a DTensor, only the shape)."""
         if isinstance(node, ShardedNode):
             return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
         if is_sharded(live):
@@ -456,10 +456,11 @@ class _Walk:
         return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._rules.dtype)
 
     def _give(self, node: Node) -> None:
-        """Check that the stored values that are no arrays can be made.
+        """Check that a stored value can be made: its composed and pickled values, and its tensors on several ranks.
 
-        Plain tensors that all ranks had alike are made; others are a mismatch, as there is no live tensor.
-        Raises UnsupportedStateError for a pickled value, or a class that is not imported.
+        A tensor on several ranks that has no live tensor is planned to be made if it was a plain one, equal on all
+        ranks, else recorded as a mismatch. Raises UnsupportedStateError for a refused pickle, or a class that is not
+        imported.
         """
         found = self.found
         for each in nodes.walk(node) if found.is_special else ():
@@ -515,7 +516,7 @@ class _Walk:
         steps.append(Give(child, path, load, value, inference))
 
     def _module(self, live: StatefulNode, known: Live, node: Node) -> Node:
-        """Compare a module; return the stored state to load."""
+        """Compare a module with its stored state; return the stored state to load."""
         found, module, own, path = self.found, known.value, known.state, known.path
         if not isinstance(node, MappingNode):
             self._differs(live, node, path)
@@ -551,7 +552,7 @@ class _Walk:
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept])
 
     def _optimizer(self, live: StatefulNode, known: Live, node: Node) -> Node:
-        """Compare an optimizer; return the stored state to load."""
+        """Compare an optimizer with its stored state; return the stored state to load."""
         found, optimizer, own, path = self.found, known.value, known.state, known.path
         if not isinstance(node, MappingNode):
             self._differs(live, node, path)
@@ -574,7 +575,7 @@ class _Walk:
         return node
 
     def _pair(self, live: Any, node: Node) -> None:
-        """Reuse live arrays wherever the stored tree has an equal array in the same place."""
+        """Plan to fill live arrays in an object's state where the stored state has an equal array in the same place."""
         if type(live) is ArrayNode:
             each = self._tree.leaves
             self._array(each.values[live.index], node, each.paths[live.index], strict=False)
@@ -604,9 +605,9 @@ class _Walk:
     def _common(
         self, live: Any, node: MappingNode, path: str, ignored: tuple[str, ...] = ()
     ) -> list[tuple[Any, Any, Node, str]]:
-        """Return key, live value, stored value and path of each key that both have.
+        """Return key, live value, stored value and path for each key that both mappings have.
 
-        Keys that only one has are added to the missing or unexpected, but for those with a prefix in ``ignored``.
+        Keys that only one has are recorded as missing or unexpected, except those with a prefix in ``ignored``.
         """
         found, prefix = self.found, f"{path}." if path else ""
         keys, items = _entries_of(live)
@@ -644,14 +645,14 @@ def _lies_in_boxes(value: Any) -> bool:
 
 
 def _entries_of(live: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the keys of a live mapping, and the nodes of its values; of anything else, nothing."""
+    """Return the keys of a live mapping, and the nodes of its values; two empty lists for anything else."""
     if isinstance(live, MappingNode):
         return mapping_keys(live), live.values
     return live if isinstance(live, Opaque) else ([], [])
 
 
 def _beside(live: Any, node: Node) -> Iterator[tuple[Any, Node]]:
-    """Return each entry of a stored container with the live one (``_NOWHERE`` if there is none)."""
+    """Return pairs: the live entry (``_NOWHERE`` if there is none) and the stored one, for each stored entry."""
     if isinstance(node, MappingNode):
         if isinstance(live, MappingNode) and live.keys == node.keys and len(live.keys) == len(node.values):
             return zip(live.values, node.values, strict=True)

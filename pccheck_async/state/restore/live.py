@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live state as a tree, to be compared with stored ones: nothing is refused, and every container is known."""
+"""A live state flattened into a tree that is compared with stored ones; unlike for saving, no value is refused."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from pccheck_async.state.save.flatten import Flattener, Visited, check_outermost
 from pccheck_async.state.stateful import is_stateful, live_state, refuse_filling
 
 _ARRAYS: Final = (torch.Tensor, np.ndarray, FlatShard)
-"""Types that a restore fills."""
+"""Types of arrays that a restore can fill."""
 
 
 class Opaque(NamedTuple):
-    """A live value that cannot be saved as it is; of a mapping, its keys and the nodes of what is inside."""
+    """A live value that cannot be saved; for a mapping, with its keys and the nodes of its values."""
 
     keys: Sequence[Any] = ()
     items: Sequence[Any] = ()
 
 
 class Live(NamedTuple):
-    """A live container or object, by its node in a tree."""
+    """A live container or object: its path, the value, and facts about it."""
 
     path: str
     value: Any
     has_parts: bool
-    """Whether there are arrays or objects in it."""
+    """Whether there are arrays or objects inside."""
     is_savable: bool
     state: Any = None
-    """Of an object: the result of its ``state_dict()``."""
+    """For an object, the result of its ``state_dict()``."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveTree:
-    """A live state, flattened to be compared with stored ones."""
+    """A live state, flattened for the comparison with stored ones."""
 
     state: Mapping[str, Any]
     skeleton: (
@@ -59,8 +59,9 @@ class LiveTree:
 def live_tree(state: Mapping[str, Any]) -> LiveTree:
     """Flatten ``state`` to restore into it, on the calling thread, calling ``state_dict()`` of every Stateful in it.
 
-    Called once for all checkpoints that are compared with it. Values that saving would refuse may be replaced by the
-    stored value, or take a part of it. Raises UnsupportedStateError only as :func:`.bind.match` does.
+    One tree serves for all checkpoints that are compared with it. Values that saving would refuse are allowed: they
+    may be replaced by the stored value, or parts of them restored. Raises UnsupportedStateError for a state that
+    :func:`.bind.match` refuses.
     """
     refuse_tracing("restore")
     check_outermost(state)

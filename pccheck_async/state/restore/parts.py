@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several parts of a checkpoint: the entries that only others have, and which bytes of which part are read.
+"""Restoring from several ranks' parts of a checkpoint: entries of other parts, and the bytes to read from each part.
 
 Tensors may lie on other ranks, or in other boxes, than when they were saved. Of each part only the MiBs that hold
 wanted bytes are read, once; the ranges of a pattern are listed for one chunk at a time, never for the whole state.
@@ -37,15 +37,15 @@ _Ranges = tuple[range, ...]
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor as a part has it."""
+    """A box of a tensor in a part of a checkpoint."""
 
     part: int
     mesh: int
-    """A hash of the ranks that the tensor lies on; :func:`private_mesh` for a plain tensor of one rank."""
+    """Hash of the ranks that the tensor lay on; :func:`private_mesh` for a plain tensor of one rank."""
     offsets: tuple[int, ...]
     entry: TensorEntry
     start: int
-    """Byte of the payload at which its storage begins."""
+    """Offset in the payload at which the box's storage begins, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +53,14 @@ class Wanted:
     """A box of a tensor in the live state, and the memory that a restore fills with it.
 
     Attributes:
-        path: In the state, for messages.
-        stored_path: In the checkpoint.
-        mesh: A hash of the ranks that it lay on when it was saved; None for a plain tensor, which is taken from the
-            part that this rank restores, and from no other.
-        box: Of the tensor.
-        local: The tensor to fill, of the box's shape.
-        into: The memory that its bytes are read into: its own, or of a copy (see :meth:`placed`).
+        path: Path of the tensor in the live state, for messages.
+        stored_path: Path of the tensor in the checkpoint.
+        mesh: Hash of the ranks that the tensor lay on when it was saved; None for a plain tensor, which is read only
+            from the part that this rank restores.
+        shape: Shape of the whole tensor.
+        box: The box to fill.
+        local: View of the live tensor that is this box.
+        into: Tensor that the bytes are read into: ``local``, or a temporary copy (see :meth:`placed`).
     """
 
     path: str
@@ -71,14 +72,14 @@ class Wanted:
     into: torch.Tensor
 
     def placed(self, by_address: bool) -> Wanted:
-        """Return it with a copy to read into if its own memory does not take the bytes; see :func:`.bind.match`."""
+        """Return this box, with a new tensor as ``into`` if bytes cannot be read into ``local`` itself."""
         local = self.local
         if (local.is_cpu or (local.is_cuda and by_address)) and not (local.is_neg() or local.is_conj()):
             return self
         return replace(self, into=torch.empty(local.shape, dtype=local.dtype))
 
     def finish(self) -> None:
-        """Copy into a tensor that was not filled in place; raise the version counter of autograd of one that was."""
+        """Copy ``into`` to ``local``; if ``local`` was filled in place, increment its autograd version counter."""
         local = self.local
         if self.into is not local:
             with torch.inference_mode() if local.is_inference() else torch.no_grad():
@@ -88,12 +89,12 @@ class Wanted:
 
 
 def private_mesh(part: int) -> int:
-    """Return a number that no mesh of several ranks has, for plain tensors that one rank saved."""
+    """Return a number in place of a mesh's hash, which none has, for plain tensors saved by the rank of ``part``."""
     return -1 - part
 
 
 def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
-    """Return the boxes in a part by the paths of their tensors; a plain tensor is one box."""
+    """Return the boxes in a part, by the path of the tensor; a plain tensor is one box."""
     found: dict[str, list[StoredBox]] = {}
     for path, node in leaves(manifest.skeleton):
         mesh = private_mesh(part)
@@ -113,12 +114,12 @@ def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
 def reshard(
     wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int
 ) -> tuple[dict[int, Targets], list[str]]:
-    """Return, by part, the memory that is filled from it; and the path of each tensor that cannot be made, with why.
+    """Return for each part the memory that is filled from it; and for each tensor that cannot be filled a message.
 
     Args:
-        wanted: The tensors.
-        stored: The boxes of each part, by path.
-        own: The part that this rank restores. Of boxes that several parts have, its own are taken.
+        wanted: The boxes of tensors to fill.
+        stored: The stored boxes of each part, by path.
+        own: The part that this rank restores. Boxes that several parts have are read from it if it has them.
     """
     troubles: list[str] = []
     tied: dict[tuple[int, int, int], tuple[str, set[tuple[Any, ...]]]] = {}
@@ -146,7 +147,7 @@ def reshard(
 
 
 def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
-    """Why a tensor cannot be made of boxes; empty if it can."""
+    """Return why a wanted box cannot be filled from stored ones; empty if it can."""
     dtype = dtypes.TORCH_NAMES.get(wanted.local.dtype, "")
     there, parts = 0, list[_Ranges]()
     for box in boxes:
@@ -166,12 +167,12 @@ def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
 
 
 def _is_expanded_here_only(stored: int, stored_step: int, size: int, step: int) -> bool:
-    """Whether the elements along a dimension have one place here, but maybe several values in a box of this size."""
+    """Return whether a dimension is expanded (step 0) here, but in the checkpoint may have several values."""
     return size > 1 and step == 0 and (stored < size or stored_step != 0)
 
 
 def _any_overlap(boxes: Sequence[_Ranges]) -> bool:
-    """Return whether two of several boxes have an element in common. Each is compared with its neighbours only."""
+    """Return whether any two boxes have an element in common; only neighbours along one dimension are compared."""
     if len(boxes) < 2:
         return False
     along = max(range(len(boxes[0])), key=lambda dim: len({box[dim].start for box in boxes}))
@@ -217,11 +218,11 @@ def _reach(steps: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> in
 
 
 def merge_parts(own: int, manifests: Mapping[int, Manifest]) -> tuple[Manifest, frozenset[str]]:
-    """Return the manifest of part ``own`` with entries that only others have (the lowest of them); and their paths.
+    """Return the manifest of part ``own``, completed by entries that only other parts have; and the paths of these.
 
-    Of mappings with tensors below, entries are put together by their names. Not so inside an optimizer's state, which
-    numbers its parameters: another stage's number 3 is another parameter. The part being read wins.
-    Tensors of others are nodes without boxes: their bytes are in no storage of this manifest.
+    Mappings with tensors inside are merged by key; part ``own`` takes precedence, then the lowest part. An optimizer's
+    state is not merged, since it numbers its parameters: another stage's number 3 is another parameter.
+    Tensors of other parts become nodes without boxes: their bytes are in no storage of this manifest.
     """
     manifest, added = manifests[own], set[str]()
     skeleton = manifest.skeleton

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a skeleton: the Python value it describes, the names in it, its leaves, and the part that keys select."""
+"""Reading a skeleton: making the value that it describes, listing its entries and leaves, selecting parts by keys."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def rebuild(
 
     Args:
         node: The root of the tree.
-        array: Returns the array with an index in the manifest's table of tensors.
-        stateful: Returns the value in the place of a Stateful; by default, the result of its ``state_dict()``.
-        sharded: Returns the value in the place of a tensor that lies on several ranks; by default, None.
-        pickled: Returns the value in the place of a pickled one; by default, it is refused.
-        composed: Returns the tensor that is composed of other ones, given by their names, with a context; by default,
-            it is refused.
+        array: Returns the array for an index into the manifest's table of tensors.
+        stateful: Returns the value for a Stateful; by default, the saved result of its ``state_dict()``.
+        sharded: Returns the value for a tensor that lies on several ranks; by default, None.
+        pickled: Returns the value for a pickled one; by default, it is refused.
+        composed: Returns the tensor composed of others, given these by name and the class's context; by default, it is
+            refused.
 
     Raises CorruptStoreError if the tree describes no value, UnsupportedStateError for a refused value.
     """
@@ -65,7 +65,7 @@ def rebuild(
 
 @dataclass(slots=True)
 class _Builder:
-    """Makes values of nodes. Closures that refer to each other would keep every array until garbage is collected."""
+    """Makes values of nodes; no closures, whose reference cycles would keep arrays until garbage collection."""
 
     array: Callable[[int], Any]
     stateful: Callable[[StatefulNode], Any] | None
@@ -126,7 +126,7 @@ def _no_array(index: int) -> Any:
 
 
 def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
-    """Return the keys of a mapping, one per value and all different. Raises CorruptStoreError if they are not."""
+    """Return the keys of a stored mapping. Raises CorruptStoreError unless they are all different, one per value."""
     if len(node.keys) != len(node.values):
         raise CorruptStoreError(f"a mapping has {len(node.keys)} keys and {len(node.values)} values")
     keys: list[Any] = node.keys
@@ -149,7 +149,7 @@ def _distinct(items: list[Node], depth: int) -> list[Hashable]:
 
 
 def _key(node: Node, depth: int) -> Hashable:
-    """Return a mapping's key or a set's item: hashable, and never an array."""
+    """Return the mapping key or set item that a node describes; raise CorruptStoreError if it is not hashable."""
     if depth > nodes.MAX_DEPTH:
         raise _too_deep()
     if isinstance(node, TupleNode):
@@ -168,16 +168,16 @@ def _key(node: Node, depth: int) -> Hashable:
 
 
 def opened(node: Node) -> Node:
-    """Return the node; for a Stateful, that of its ``state_dict()``."""
+    """Return the node; for a Stateful, the node of its ``state_dict()``."""
     while isinstance(node, StatefulNode):
         node = node.child
     return node
 
 
 def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
-    """Return key or index, name in paths and node of each entry of a mapping, list or tuple; of other nodes, nothing.
+    """Return key or index, name in paths, and node of each entry of a mapping, list or tuple; empty for other nodes.
 
-    Raises CorruptStoreError for impossible keys.
+    Raises CorruptStoreError for keys that are unhashable or not all different.
     """
     if isinstance(node, MappingNode):
         keys = mapping_keys(node)
@@ -190,7 +190,7 @@ def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
 def paired(
     one: Mapping[Any, Any], other: Mapping[Any, Any]
 ) -> tuple[dict[Any, tuple[Any, Any]], dict[Any, Any], dict[Any, Any]]:
-    """Return the entries that both of two states have, with both values, and those that only one of them has."""
+    """Return the entries that both mappings have, with both values; then those only in ``one``, only in ``other``."""
     both = {key: (value, other[key]) for key, value in one.items() if key in other}
     lone = {key: value for key, value in one.items() if key not in both}
     return both, lone, {key: value for key, value in other.items() if key not in both}
@@ -211,9 +211,9 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def paths_by_node(node: Node) -> dict[int, str]:
-    """Return the path of every leaf by the identities of its node and of those below it.
+    """Return the path of every leaf by the ``id()`` of its node and of all nodes below it.
 
-    Attributes of an OrderedDict, which are no leaves, have the path that flattening gives them.
+    Attributes of an OrderedDict, which are no leaves, are included with the path that flattening gives them.
     """
     found, waiting = dict[int, str](), [("", node)]
     while waiting:
@@ -235,7 +235,7 @@ def check_classes(node: Node) -> None:
 
 
 def refuse_boxes(node: Node, advice: str = "read the group's folder, which has the folders of all ranks in it") -> None:
-    """Raise IncompleteCheckpointError if a tensor lies on several ranks: for readers of one rank's part alone."""
+    """Raise IncompleteCheckpointError if a tensor lies on several ranks, for callers that read one rank's part only."""
     if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
         names = [path or "it" for path, leaf in leaves(node) if isinstance(leaf, ShardedNode)]
         error = IncompleteCheckpointError(
@@ -263,7 +263,7 @@ def count(node: Node) -> int:
 
 
 def has_parts(node: Node) -> bool:
-    """Return whether there is an array or a Stateful in a tree."""
+    """Return whether there is an array or a Stateful in the tree below ``node``, or is ``node`` itself."""
     return not _PARTS.isdisjoint(map(type, nodes.walk(node)))
 
 
@@ -273,16 +273,16 @@ def has_parts(node: Node) -> bool:
 def select(skeleton: Node, keys: Sequence[str]) -> Node:
     r"""Return ``skeleton`` cut down to the leaves and subtrees whose paths ``keys`` name, or match as globs.
 
-    A glob is compared with paths as they are written, and with those of leaves as users see them. A key that is no glob
-    is first compared with paths as they are written: ``a.b`` is not ``a\.b``. A key that matches no path that way is
-    compared with paths without their escapes.
+    A glob is compared with escaped paths, and for leaves also with the paths that users see. A key that is no glob is
+    first compared with escaped paths: ``a.b`` is not ``a\.b``. A key that matches no path that way is compared with
+    paths without their escapes.
 
     A mapping keeps the entries with selected leaves below. A list or tuple of which only some items were
     selected becomes a dict from index to item, so that every item keeps its place.
 
     Raises:
-        StateMismatchError: Some of ``keys`` select nothing (``missing`` lists them), or one that was compared without
-            escapes names several leaves.
+        StateMismatchError: Some of ``keys`` select nothing (``missing`` lists them), or a key that was compared with
+            paths without escapes names several leaves.
     """
     patterns = [keys] if isinstance(keys, str) else list(keys)
     shown: dict[str, str] = {}
@@ -306,7 +306,7 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
 
 
 class _Selection:
-    """The patterns of one :func:`select`, with those that matched no path so far in ``unused``."""
+    """The keys of one :func:`select`; ``unused`` has those that matched no path so far."""
 
     def __init__(self, patterns: Sequence[str], shown: Mapping[str, str], unescaped: Collection[str] = ()) -> None:
         self._shown = shown  # the leaves' names that differ from their paths
@@ -320,7 +320,7 @@ class _Selection:
         self.named: dict[str, list[str]] = {}  # the paths that a pattern without escapes is the name of
 
     def cut(self, node: Node, path: str) -> Node | None:
-        """Return the selected part of the tree below ``node``; None for nothing."""
+        """Return the selected part of the tree below ``node``; None if nothing is selected."""
         if isinstance(node, StatefulNode):
             child = self.cut(node.child, path)
             return None if child is None else StatefulNode(child)

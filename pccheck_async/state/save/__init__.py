@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state on its way into a checkpoint: flattened, split into eager and lazy leaves, and checked for torn captures."""
+"""Preparing a state for a checkpoint: flattening it, splitting it into eager and lazy leaves, finding torn captures."""

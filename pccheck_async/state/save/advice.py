@@ -25,7 +25,7 @@ from pccheck_async.state.boxes import FlatShard
 
 
 def _through(state: str, load: str) -> str:
-    """Return advice for a generator: its state as a value in the app state would be the one of that moment for ever."""
+    """Return advice for a generator: to save it through an object. A plain value in the state would stay unchanged."""
     return f"save an object whose state_dict() returns {state}, and whose load_state_dict(state) does {load}"
 
 
@@ -54,7 +54,7 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (types.CoroutineType, "await it, and save what that gives"),
     (Iterator, "save what it comes from (the loader, the module), not an iterator over it, which reading uses up"),
 )
-"""Advice for values of these types; the first that fits."""
+"""Advice by type of the value; the first type that fits counts."""
 
 
 _COMPOSED: Final = (
@@ -100,7 +100,7 @@ def _advice(value: Any) -> str:
 
 
 def _owner_of_method(value: Any) -> Any:
-    """Return the object with state_dict() whose method this is, else None."""
+    """Return the object of a bound method if it has a ``state_dict``, else None."""
     owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
     return owner if hasattr(owner, "state_dict") else None
 
@@ -110,7 +110,7 @@ def _is_class_with_state(value: Any) -> bool:
 
 
 def unsupported(value: Any, path: str) -> UnsupportedStateError:
-    """Return the error that refuses a value, with advice."""
+    """Return the error, with advice, for a value that cannot be saved."""
     text = f"{path}: {values.with_article(full_name(value))} cannot be saved; {_advice(value)}"
     # A pickled loader would not keep its position, a method would bring a copy of its object, a class has no state.
     whole = isinstance(value, torch.utils.data.DataLoader) or _owner_of_method(value) is not None

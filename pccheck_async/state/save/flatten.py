@@ -30,12 +30,12 @@ from pccheck_async.state.save.owners import Named, Tally
 from pccheck_async.state.stateful import is_stateful, refuse_unstepped
 
 _EXPLICIT = (FlatShard, PlannedBoxes)
-"""Types that determine by themselves which boxes this rank saves."""
+"""Types whose values determine which boxes this rank saves, without a choice among ranks."""
 _OWN_NODES = values.VERBATIM - {int}
 _LEAST, _MOST = values.SMALL_INTS
 
 Visited: TypeAlias = tuple[Node, Pattern]
-"""The node of a value, and the pattern that it matches."""
+"""The node of a value, and the pattern that the value matches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +52,9 @@ class FlatState:
 
 
 def flatten(state: Mapping[str, Any], tally: Tally | None = None, *, allow_pickle: bool = False) -> FlatState:
-    """Flatten ``state`` on the calling thread, calling ``state_dict()`` of every Stateful in it.
+    """Flatten ``state`` on the calling thread, calling ``state_dict()`` of every Stateful in it; check its arrays.
 
-    Plain values are copied; tensors and arrays are the live ones.
+    Plain values are copied; the leaves are the live tensors and arrays.
 
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path, with advice.
@@ -75,10 +75,10 @@ def flatten_unchecked(
 ) -> FlatState:
     """Flatten ``state``; check neither its arrays (:meth:`Leaves.check`) nor its keys (:func:`check_outermost`).
 
-    Values that are as in ``last``, the outline of any earlier state, are not walked again, and modules and optimizers
-    like torch's own are read in place of their ``state_dict()`` (:mod:`.state.cache.patterns`).
-    Of tensors that lie on several ranks ``tally`` chooses the boxes that become leaves; without it they are refused.
-    Values of other types are pickled with ``allow_pickle``, and else refused.
+    Values that match ``last``, the outline of any earlier state, are not walked again. For modules and optimizers that
+    save like torch's own, attributes are read instead of calling ``state_dict()`` (:mod:`.state.cache.patterns`).
+    ``tally`` chooses the boxes of tensors on several ranks that become leaves; without it such tensors are refused.
+    Values of other types are pickled if ``allow_pickle``, else refused.
     """
     flattener = Flattener(tally, allow_pickle=allow_pickle, remembers=remembers and patterns.compare is not None)
     if "param_groups" in state:
@@ -92,9 +92,9 @@ def flatten_unchecked(
 
 
 def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]:
-    """Return the node of a tensor that is composed of others, and these, which are the arrays from 0 on in the node.
+    """Return the node of a composed tensor, and its inner tensors, to which the node refers by numbers from 0 on.
 
-    Raises UnsupportedStateError if they do not describe it.
+    Raises UnsupportedStateError if the tensor cannot be made from them and the plain values of its context.
     """
     kind = type(value)
     with naming_owner("__tensor_flatten__", path, value):
@@ -133,7 +133,7 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
 
 
 def check_outermost(state: object, advice: str = "") -> None:
-    """Raise UnsupportedStateError, with the advice, for anything but a mapping whose keys are strings."""
+    """Raise UnsupportedStateError unless the state is a mapping whose keys are strings; ``advice`` is an example."""
     if not isinstance(state, (dict, Mapping)):  # dict first: it takes no time
         advice = advice or 'state = {"model": model, "optimizer": optimizer}'
         raise UnsupportedStateError(
@@ -146,13 +146,13 @@ def check_outermost(state: object, advice: str = "") -> None:
 
 
 def too_deep() -> UnsupportedStateError:
-    """Return the error for a state that a walk found no end of."""
+    """Return the error for a state so deeply nested that a walk ended in RecursionError."""
     return UnsupportedStateError("the state is nested too deeply for Python's stack")
 
 
 @contextmanager
 def naming_owner(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
-    """Add the call and the object's path as a note to exceptions of a Stateful's own code."""
+    """Add a note with the call, the object's path and the consequence to exceptions of a Stateful's own code."""
     try:
         yield
     except Exception as error:
@@ -163,9 +163,9 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 class Flattener:
     """One walk over a state; used once.
 
-    Each value yields a node, and a pattern that the next save compares the value with. Plain values are listed in the
-    order of the walk. A container without arrays is one plain value, except in optimizers and in the attributes of an
-    OrderedDict, whose content is compared one by one (``_outlined``).
+    Each value is converted to a node, and to a pattern with which the next save compares the value. Plain values are
+    listed in the order of the walk. A container without arrays counts as one plain value, except in optimizers and in
+    the attributes of an OrderedDict, where each value inside is compared (``_outlined``).
     """
 
     def __init__(self, tally: Tally | None = None, *, allow_pickle: bool = False, remembers: bool = False) -> None:
@@ -186,7 +186,7 @@ class Flattener:
         self._classes: dict[type, Depends] = {}
 
     def root(self, state: Mapping[str, Any], last: Outline | None) -> tuple[Node, Outline | None]:
-        """Flatten the outermost mapping, item by item; what matches ``last`` keeps the nodes from there."""
+        """Flatten the outermost mapping; return its node and outline. Nodes of items that match ``last`` are reused."""
         attributes: list[Any] = []
         make: Any = DictNode
         if type(state) is OrderedDict:
@@ -237,7 +237,7 @@ class Flattener:
         return root, new
 
     def _same(self, items: list[Any], last: Outline) -> Node:
-        """Return the node of a state of which at most outermost plain values changed; None for any other."""
+        """Return the node of a state that differs from ``last`` at most in outermost plain values; else None."""
         assert patterns.compare is not None
         leaves, found = self.leaves, list[Any]()
         nodes, root = last.nodes, last.root
@@ -264,7 +264,7 @@ class Flattener:
         return root  # type: ignore[no-any-return]
 
     def _match(self, values: list[Any], last: Outline, at: int, new: Outline) -> int:
-        """Take the items from ``at`` on that match ``last``; return the number of the first that does not."""
+        """Reuse the nodes of items from ``at`` on that match ``last``; return the number of the first that does not."""
         assert patterns.compare is not None
         leaves, found = self.leaves, list[Any]()
         self._answers = []
@@ -303,7 +303,7 @@ class Flattener:
         return stop
 
     def _plain_node(self, value: Any, path: str, depth: int, asked: int) -> tuple[Node, bool]:
-        """Return the node of a value in place of a plain one, and whether it is plain, too."""
+        """Return the node of a value that took the place of a plain one, and whether it is plain as well."""
         convert = values.ATOMS.get(type(value))
         if convert is not None:
             return convert(value), True
@@ -326,12 +326,12 @@ class Flattener:
         self._places.append((path, depth, self.asked))
 
     def node(self, value: Any, path: str, depth: int) -> Visited:
-        """Visit one value."""
+        """Convert one value; collect its leaves and plain values."""
         (node,), (pattern,) = self.each([path], [value], "", depth - 1)
         return node, pattern
 
     def other(self, value: Any, path: str, depth: int) -> Visited:
-        """Visit a value that is neither plain nor an array of this rank alone."""
+        """Convert a value that is neither plain nor an array of this rank alone."""
         kind = type(value)
         if isinstance(value, (np.generic, np.dtype)):
             self._remember(value, path, depth)
@@ -356,7 +356,7 @@ class Flattener:
         )
 
     def _sharded(self, value: Any, path: str) -> Node:
-        """The boxes of a tensor on several ranks that this one saves, each a leaf."""
+        """Return the node of a tensor on several ranks; add each box that this rank saves as a leaf."""
         leaves, tally, holders = self.leaves, self._tally, self._replicas(value, path)
         assert tally is not None
         plain, explicit = not is_sharded(value), isinstance(value, _EXPLICIT)
@@ -382,7 +382,7 @@ class Flattener:
         return patterns.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
 
     def container(self, value: Any, path: str, depth: int) -> Visited:
-        """Visit a container, an object, or a value that is refused."""
+        """Convert a container, an object, or a composed tensor; pickle or refuse any other value."""
         kind = type(value)
         if depth > skeleton.MAX_DEPTH:
             raise UnsupportedStateError(f"{path}: nested more than {skeleton.MAX_DEPTH} levels deep; flatten it")
@@ -424,7 +424,7 @@ class Flattener:
             self.open.discard(id(value))
 
     def _composed(self, value: torch.Tensor, path: str) -> Node:
-        """The tensors that it is composed of, each a leaf; it counts their changes."""
+        """Return the node of a composed tensor; add its inner tensors as leaves, with the tensor as their wrapper."""
         node, tensors = take_apart(value, path)
         if value.requires_grad or isinstance(value, torch.nn.Parameter):
             raise UnsupportedStateError(
@@ -460,7 +460,7 @@ class Flattener:
         return make(nodes), self._pattern(below, partial(patterns.sequence, type(value)))
 
     def mapping(self, value: Any, path: str, depth: int, make: Any, *metadata: list[Node]) -> Visited:
-        """Visit a mapping, of which ``make`` makes the node."""
+        """Convert a mapping; ``make`` makes its node of key nodes, value nodes and ``metadata``."""
         keys = [*value]
         key_nodes, names = values.key_nodes(keys, path, depth), paths.components(keys)
         nodes, below = self.each(names, [*value.values()], path + "." if path else "", depth)
@@ -476,7 +476,7 @@ class Flattener:
     def each(
         self, names: Iterable[str], items: Iterable[Any], prefix: str, depth: int
     ) -> tuple[list[Node], list[Pattern]]:
-        """Visit the items of a container at ``depth``; ``prefix`` is its path with a dot."""
+        """Convert the items of a container at ``depth``; ``prefix`` is the container's path with a dot."""
         nodes: list[Node] = []
         below: list[Pattern] = []
         atoms, arrays, known, tally = values.ATOMS, self.leaves.values, self.leaves.paths, self._tally
@@ -500,7 +500,7 @@ class Flattener:
         return nodes, below
 
     def object(self, value: Any, path: str, depth: int) -> Visited:
-        """Visit an object with a state of its own."""
+        """Convert a Stateful: call its ``state_dict()``, unless that was called before in this walk."""
         state = self._ask(value, path)
         leaves, plain, outer = len(self.leaves), len(self._plain), self._outlined
         reads = self._remembers and self._tally is None and patterns.readable(type(value)) is not None
@@ -527,9 +527,10 @@ class Flattener:
         return state
 
     def _read(self, value: Any, state: Any, below: Pattern, leaves: int, plain: int) -> Pattern:
-        """Return the pattern of an object that is read from now on; None if that does not give its ``state`` exactly.
+        """Return the pattern by which later saves read an object; None if reading does not give its ``state`` exactly.
 
-        ``leaves`` and ``plain`` are the numbers of its first ones.
+        ``leaves`` and ``plain`` are the numbers of the object's first leaf and plain value; the collected ones are
+        replaced by those that were read.
         """
         reader, found, plain_found = patterns.Reader(), list[Any](), list[Any]()
         fixed: list[int] = []
@@ -566,7 +567,7 @@ class Flattener:
 
 
 def _is_detached(one: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what ``tensor.detach()`` returns."""
+    """Return whether a tensor equals the result of ``tensor.detach()``: the same memory, type and no gradient."""
     try:
         return type(one) is torch.Tensor and not one.requires_grad and one.is_set_to(tensor)
     except (RuntimeError, NotImplementedError):  # sparse
@@ -574,7 +575,7 @@ def _is_detached(one: Any, tensor: torch.Tensor) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """Return the object the next save compares with a plain value: ``CHANGING``, equal to none, if it can change."""
+    """Return the object to compare with a plain value at the next save: the value, or ``CHANGING`` if it is mutable."""
     kind = type(value)
     if kind in values.ATOMS:
         return patterns.CHANGING if kind is bytearray else value

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the rank that saves a box that several ranks have alike: each box once per storage domain.
+"""The choice of the rank that saves a box of which several ranks have equal copies: once per filesystem.
 
-Ranks exchange no messages for it. All that have a box walk over the same tensors in the same order, and the one with
-the fewest bytes to save by then saves it. Whether they did is checked before a checkpoint is committed: each rank adds
-numbers up, and over all ranks they make 0 if every box has one owner and no rank lacks a tensor.
+Ranks exchange no messages for the choice. All ranks that have a box walk over the same tensors in the same order, and
+the rank with the fewest bytes to save so far saves the box. A check before the commit shows whether they agreed: each
+rank adds up numbers, and the sum over all ranks is 0 if every box has one owner and no rank lacks a tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULUS: Final = 1 << 64
 
 
 class Named(NamedTuple):
-    """A tensor as a checkpoint names it."""
+    """Path, dtype and whole shape of a tensor: its identity, equal on all ranks."""
 
     path: str
     dtype: str
@@ -41,15 +41,15 @@ class Named(NamedTuple):
 
 
 class Owners:
-    """Decides for one rank of a group. May be used from several threads.
+    """Decides for one rank of a group which tensors it saves. May be used from several threads.
 
     Args:
-        rank: This one.
-        domains: The filesystem of each rank of the group.
-        members: The ranks of the group in the world of torch.distributed, in their order.
-        replicated: Globs over the paths of plain tensors that all ranks have alike.
-        trusted: Globs over the paths of those of which no samples are compared.
-        differing: Returns hashes of the ranks whose replicas were found to differ: each saves its own.
+        rank: Number of this rank in the group.
+        domains: Number of the filesystem of each rank of the group.
+        members: Global ranks of the group's members, in the group's order.
+        replicated: Globs over the paths of plain tensors that are equal on all ranks.
+        trusted: Globs over the paths of such tensors of which no samples are compared.
+        differing: Returns hashes of sets of ranks whose replicas were found to differ: each of them saves its own.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Owners:
         self._differing = differing
 
     def begin(self, state: Mapping[str, Any], memo: Memo | None = None) -> Tally:
-        """Return the tally of one state, whose methods are called in the order in which the state is walked.
+        """Return a new tally for a walk over ``state``: call its methods in the order of the walk.
 
-        ``memo`` is that of the state.
+        ``memo``: the memo of the state, in which the replicas found in it are kept for the next save.
         """
         objects = [(path, part) for path, part in containers_and_objects(state) if isinstance(part, _REPLICATED)]
         key = [(path, _ids(part)) for path, part in objects]
@@ -86,7 +86,7 @@ class Owners:
         return Tally(self, replicas, trained, self._differing())
 
     def saved_apart(self, state: Mapping[str, Any], manifest: Manifest) -> dict[str, int]:
-        """Return the paths of replicas that a part has for itself, each with a hash of the ranks that share it."""
+        """Return the paths of replicas that this part stores as plain arrays, each with the hash of its ranks."""
         tally, found = self.begin(state), dict[str, int]()
         for path, node in leaves(manifest.skeleton):
             holders = tally.holders_of_replica(path) if isinstance(node, ArrayNode) else None
@@ -95,15 +95,15 @@ class Owners:
         return found
 
     def named(self, path: str) -> Holders | None:
-        """Return ``everyone`` for a plain tensor that the user declared to be alike on all ranks; else None."""
+        """Return ``everyone`` for a plain tensor that the user declared to be equal on all ranks; else None."""
         return self.everyone if any(matches(path) for matches in self._named) else None
 
     def trusts(self, path: str) -> bool:
-        """Whether the user excluded a replica from the comparison."""
+        """Return whether the user excluded a replica from the comparison of samples."""
         return any(matches(path) for matches in self._trusted)
 
     def _places(self, holders: Holders) -> Places:
-        """Return the places of a tensor. Raises ValueError: some of it lies on no rank of the group."""
+        """Return the places of a tensor. Raises ValueError if a part of it lies on no rank of the group."""
         in_group = [[*self._in_group(alike)] for alike in holders.by_boxes]
         if not all(in_group):
             raise ValueError("parts of this tensor lie on ranks that are not in the engine's group")
@@ -120,27 +120,27 @@ class Owners:
 
 
 class Places(NamedTuple):
-    """The ranks of the group that can save a tensor."""
+    """The ranks of the group that hold a tensor."""
 
     beside: tuple[int, ...]
-    """Those that have the same boxes, and share this rank's filesystem."""
+    """Ranks that have the same boxes as this rank, and the same filesystem; this rank included."""
     holders: int
-    """How many have some of it,"""
+    """Number of ranks that have any box of the tensor."""
     is_first: bool
-    """and whether this rank is the first of them."""
+    """Whether this rank is the first of the ranks that have any box of the tensor."""
     domain: int
-    """This rank's filesystem."""
+    """Number of this rank's filesystem."""
 
 
 class Tally:
-    """The bytes that fall to each rank, while one state is walked.
+    """Counts the bytes assigned to each rank during one walk over a state.
 
     Attributes:
         everyone: All ranks of the group.
-        sums: By the outermost names in the state, numbers modulo 2**64: over all ranks each adds up to 0, unless a
-            tensor has no owner or several, or a rank lacks one that lies on it, too.
-        replicas: Plain tensors that other ranks are believed to have alike, to be compared.
-        differing: Hashes of the ranks that are not believed to have any alike.
+        sums: A number modulo 2**64 for each outermost name in the state. Its sum over all ranks is 0, unless a tensor
+            has no owner or several, or a rank that should hold a tensor lacks it.
+        replicas: Plain tensors assumed to be equal on other ranks, recorded for the comparison of samples.
+        differing: Hashes of sets of ranks whose plain tensors are not assumed to be equal.
     """
 
     def __init__(self, owners: Owners, replicas: _Replicas, trained: frozenset[str], differing: frozenset[int]) -> None:
@@ -157,21 +157,21 @@ class Tally:
         self._decided: dict[tuple[tuple[int, ...], int, int], tuple[bool, torch.Tensor]] = {}
 
     def holders_of_replica(self, path: str) -> Holders | None:
-        """Return the ranks that have a plain tensor alike; None if it is this rank's own."""
+        """Return the ranks that have equal copies of a plain tensor; None if each rank saves its own."""
         holders = self._holders_of(path) or self._owners.named(path)
         if self.differing and holders is not None and hash_of(holders.alike) in self.differing:
             return holders if self._owners.trusts(path) else None
         return holders
 
     def note_replica(self, path: str, tensor: torch.Tensor, holders: Holders) -> None:
-        """Record a plain tensor that other ranks are believed to have alike, for the comparison of samples."""
+        """Record a plain tensor assumed to be equal on other ranks, for the comparison of samples, unless trusted."""
         if len(holders.alike) > 1 and not self._owners.trusts(path):
             self.replicas.append(Replica(path, tensor, holders, path in self._trained))
 
     def owns(self, tensor: Named, holders: Holders, local: torch.Tensor) -> bool:
-        """Return whether it falls to this rank to save the boxes of a tensor that it holds, all in ``local``.
+        """Decide whether this rank saves its boxes of a tensor, all in ``local``; count their bytes, add to ``sums``.
 
-        Raises UnsupportedStateError: some of it lies on no rank of the group.
+        Raises UnsupportedStateError if a part of the tensor lies on no rank of the group.
         """
         places = self._places(tensor, holders)
         # n times the one that is meant, less one of each: 0 if all n are there. Each box of each domain by itself.
@@ -183,9 +183,9 @@ class Tally:
         return owns
 
     def note_range(self, tensor: Named, holders: Holders, start: int, count: int) -> None:
-        """Count the elements of a flattened tensor that this rank has: over all its ranks they have to be all of it.
+        """Add this rank's range of a flattened tensor to ``sums``, which check that all ranges cover the tensor once.
 
-        Raises UnsupportedStateError: a rank that should have some of it is not in the group.
+        Raises UnsupportedStateError if a rank that should hold a part is not in the group.
         """
         end = prod(tensor.shape)
         is_first = count > 0 and start == 0
@@ -218,20 +218,20 @@ class Tally:
 
 @lru_cache(1 << 16)
 def _number(tensor: Named, what: object) -> int:
-    """Return a number that nothing else has, the same in every process."""
+    """Return a hash of a tensor and a subject that is the same in every process."""
     return int.from_bytes(blake2b(repr((*tensor, what)).encode(errors="surrogatepass"), digest_size=8).digest())
 
 
 _Replicas: TypeAlias = Callable[[str], Holders | None]
-"""Returns the ranks that have the plain tensor of a path alike."""
+"""Function that returns the ranks with equal copies of the plain tensor at a path, or None."""
 
 _REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.optim.Optimizer)
 
 
 def _replicas_in(objects: Sequence[tuple[str, Any]]) -> tuple[_Replicas, frozenset[str]]:
-    """Return the holders by path, for parameters under DistributedDataParallel and their optimizers' states.
+    """Return a function from paths to holders, for parameters in DistributedDataParallel and their optimizers' states.
 
-    Beside it the paths of those parameters that have gradients. Buffers are each rank's own.
+    Also returns the paths of the parameters that require gradients. Buffers are not replicas: each rank saves its own.
     """
     trained: set[str] = set()
     named: dict[str, Holders] = {}
@@ -264,7 +264,7 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> tuple[_Replicas, frozens
 
 
 def broadcast_buffers(state: Mapping[str, Any]) -> set[str]:
-    """Return the paths of buffers that DistributedDataParallel sets to those of its first rank, before each forward."""
+    """Return the paths of buffers that DistributedDataParallel broadcasts from its first rank before each forward."""
     return {
         paths.child(path, paths.escape(f"module.{name}"))
         for path, model in containers_and_objects(state)
@@ -275,6 +275,6 @@ def broadcast_buffers(state: Mapping[str, Any]) -> set[str]:
 
 
 def _ids(part: Any) -> list[int]:
-    """Return the identities of an optimizer's parameters: it may be given more of them; of a module, nothing."""
+    """Return the ``id()`` of each parameter of an optimizer, to which some may be added; empty for a module."""
     groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
     return [*map(id, chain.from_iterable(group["params"] for group in groups))]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of replicas: tensors that ranks believe to have alike are saved by one rank, and restored by all.
+"""The comparison of replicas: tensors assumed to be equal on several ranks, saved by one rank and restored by all.
 
-At every save each rank takes a sample of its replicas as they are captured, the same ranges on all that share them: a
-sixteenth of their bytes, another one at each save, and under each outermost name of the state the smallest of the
-parameters that are trained and of the others, such as moments. Local steps change every parameter, so that they show at
-once; a difference in some bytes shows within sixteen saves, and if a sixteenth is more than 64 MiB, within as many as
-these take to come round.
+At every save each rank takes a sample of its replicas as they are captured; ranks that share replicas take the same
+ranges: a sixteenth of the bytes (at most 64 MiB), another part at each save; and under each outermost name of the state
+the smallest trained parameter and the smallest other tensor, such as a moment. Local steps change every parameter, so
+that they show at once. A difference in some bytes shows within as many saves as there are parts: 16, or more if
+a part is limited to 64 MiB.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MODULUS: Final = 1 << 64
 
 
 class Replica(NamedTuple):
-    """A plain tensor that several ranks have alike."""
+    """A plain tensor that is assumed to be equal on several ranks."""
 
     path: str
     tensor: torch.Tensor
     holders: Holders
     is_trained: bool
-    """It is a parameter that has gradients."""
+    """Whether the tensor is a parameter that requires gradients."""
 
 
 class _Piece(NamedTuple):
@@ -47,22 +47,22 @@ class _Piece(NamedTuple):
 
     path: str
     ranks: int
-    """A hash of those that have it."""
+    """Hash of the ranks that share the tensor."""
     low: int
     bits: torch.Tensor | None
-    """A copy on a device,"""
+    """Copy of the bytes on their CUDA device; None for tensors elsewhere."""
     checksum: int
-    """else the checksum."""
+    """CRC-32 of the bytes if ``bits`` is None, else 0."""
 
 
 class ReplicaSample:
-    """A rank's bytes in the compared ranges, as they were when this was made.
+    """A rank's bytes in the compared ranges, as they were when the sample was made.
 
-    Bytes in host memory are read then. Those on devices are copied on the current streams, and read by :meth:`digest`.
+    Bytes in host memory are read at once. Bytes on devices are copied on the current streams for :meth:`digest`.
 
     Args:
-        replicas: Of one state.
-        number: Of the checkpoint; determines the ranges.
+        replicas: Replicas in one state.
+        number: Number of the checkpoint; determines the ranges.
     """
 
     def __init__(self, replicas: Sequence[Replica], number: int) -> None:
@@ -81,9 +81,9 @@ class ReplicaSample:
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def digest(self) -> tuple[dict[int, tuple[int, int]], dict[str, int]]:
-        """Return by a hash of the ranks which part was sampled, with its digest; and the digests of the paths in it.
+        """Return the sampled part and its digest, by the hash of the ranks; and the digest of each sampled path.
 
-        Waits for devices.
+        Blocks until devices have copied the bytes; drops the sample.
         """
         for event in self._copied:
             event.synchronize()
@@ -99,7 +99,7 @@ class ReplicaSample:
 
 
 def _ranges(replicas: Sequence[Replica], number: int) -> tuple[int, list[tuple[Replica, int, int]]]:
-    """Return the number of a part of all bytes, and the ranges to compare: those in that part, and the smallest."""
+    """Return the part that checkpoint ``number`` samples, and the ranges to compare: that part's, and the smallest."""
     sizes = [one.tensor.nbytes for one in replicas]
     total = sum(sizes)
     size = max(1, min(-(-total // _PARTS), _MOST_BYTES))
@@ -111,7 +111,7 @@ def _ranges(replicas: Sequence[Replica], number: int) -> tuple[int, list[tuple[R
 def _between(
     replicas: Sequence[Replica], ends: Sequence[int], low: int, high: int
 ) -> Iterator[tuple[Replica, int, int]]:
-    """Yield the whole elements between two bytes of all tensors, which lie one behind the other up to these ends."""
+    """Yield the ranges of whole elements between two bytes of all tensors, laid end to end; ``ends`` are their ends."""
     for number in range(bisect_right(ends, low), min(bisect_left(ends, high) + 1, len(replicas))):
         tensor = replicas[number].tensor
         start, itemsize = ends[number] - tensor.nbytes, tensor.element_size()
@@ -121,10 +121,10 @@ def _between(
 
 
 def _smallest(replicas: Sequence[Replica], sizes: Sequence[int]) -> Iterator[tuple[Replica, int, int]]:
-    """Yield the smallest tensor that is trained, and the smallest other one, under each outermost name.
+    """Yield the first MiB at most of the smallest trained tensor and the smallest other one under each outermost name.
 
-    Of large ones the beginning. Tensors with enough elements for different gradients to show are preferred: a count of
-    steps has one, a bias may have two.
+    Tensors with enough elements for different gradients to show are preferred: a step count has one element, a bias
+    may have two. Without such tensors, the largest is taken.
     """
     kinds: dict[tuple[str, bool], list[tuple[int, Replica]]] = {}
     for nbytes, one in zip(sizes, replicas, strict=True):
@@ -137,7 +137,7 @@ def _smallest(replicas: Sequence[Replica], sizes: Sequence[int]) -> Iterator[tup
 
 
 def _piece(one: Replica, ranks: int, low: int, high: int) -> _Piece:
-    """Return the piece from ``low`` to ``high`` bytes. Raises UnsupportedStateError if the tensor's memory is gone."""
+    """Return bytes ``[low, high)`` of a replica. Raises UnsupportedStateError if the tensor's memory is gone."""
     tensor = one.tensor
     view_of(0, ArrayLeaf(one.path, tensor, "tensor"))
     if tensor.is_cuda:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When each source of a state is captured: before the call returns (eager), or while training goes on (lazy).
 
-Lazy are those in memory that only the step of an attached optimizer changes, and large ones without an owner that were
-the same in the last two checkpoints (:mod:`.state.cache.constants`). All others are eager. Small eager ones are copied
-here, on the caller's thread; for the large ones the caller waits.
+Sources are lazy if only the step of an attached optimizer changes their memory, or if they are large, no optimizer owns
+them, and they were the same in the last two checkpoints (:mod:`.state.cache.constants`). All others are eager. Small
+eager sources are copied here, on the caller's thread; the caller waits for the capture of the large ones.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _nbytes: Final = attrgetter("nbytes")
 _requires_grad: Final = attrgetter("requires_grad")
 
 LARGEST_COPY: Final = 1 << 20
-"""Bytes of a source up to which it is copied on the caller's thread."""
+"""Most bytes of a source that is copied on the caller's thread."""
 _MOST_COPIED: Final = 16 << 20
-"""Bytes that are copied there in all."""
+"""Most bytes that are copied on the caller's thread in all."""
 _ALIGNMENT: Final = 16
 
 
 class LazyPart:
-    """The part of a state that is captured while training goes on, and the checks whether it changed meanwhile."""
+    """The lazy part of a state, captured while training goes on, and the checks for changes meanwhile."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LazyPart:
         self._learn = memo.constants.learn
 
     def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
-        """Raise TornCaptureError if the bytes of a captured chunk, or their checksum, show a change of a lazy leaf.
+        """Raise TornCaptureError if the bytes or the checksum of a captured chunk show that a lazy leaf changed.
 
         ``table`` has a row per part of the chunk: source, offset in the source, offset in the chunk, length.
         """
@@ -77,7 +77,7 @@ class LazyPart:
             self._constants.check(number, table, checksum)
 
     def note_captured(self, tables: Iterable[npt.NDArray[np.uint64]], checksums: Sequence[int]) -> None:
-        """Remember the checksums of all chunks: leaves that keep them are lazy in later captures."""
+        """Remember the checksums of all chunks: leaves whose checksums do not change are lazy in later captures."""
         if self._constants is not None:
             self._learn(self._constants, tables, checksums)
 
@@ -91,16 +91,16 @@ def split(
     check_bytes: bool = False,
     fenced: bool = False,
 ) -> LazyPart:
-    """Decide for every source when it is captured, and copy the small eager ones.
+    """Decide for every source when it is captured, copy the small eager ones, and return the lazy part.
 
     Args:
-        flat: The state.
-        layout: Of its bytes; its sources that are copied here are replaced by the copies.
-        optimizers: The attached ones: their steps wait for the capture.
-        memo: Of the state.
-        check_bytes: Keep a copy of the lazy sources, to compare it with the captured bytes.
-        fenced: Devices may wait for the capture in place of the training thread. Sources on the host are
-            copied then, too: a step changes them at once (step counts), and no stream delays that.
+        flat: The flattened state.
+        layout: Layout of the state; modified: sources that are copied are replaced by the copies, ``breaks`` is set.
+        optimizers: The attached optimizers, whose steps wait for the capture.
+        memo: Memo of the state.
+        check_bytes: Whether to keep a copy of the lazy sources, to compare it with the captured bytes.
+        fenced: Whether devices may wait for the capture in place of the training thread. If so, small lazy sources on
+            the host are copied, too: a step changes them at once (step counts), and no stream delays that.
     """
     values, paths = flat.leaves.values, flat.leaves.paths
     sources = layout.sources
@@ -142,14 +142,17 @@ def split(
 
 
 def _note_end(memo: Memo, constants: Choice | None, error: Exception | None) -> None:
-    """Remember which leaves were torn: those that were repeatedly are captured eagerly from then on."""
+    """Record which leaves a capture found torn (none if ``error`` is None): repeatedly torn ones become eager.
+
+    Does nothing if the checkpoint failed for another reason.
+    """
     if error is None or isinstance(error, TornCaptureError):
         paths = () if constants is None else constants.paths.values()
         memo.torn.note(() if error is None else error.paths, paths)
 
 
 class _LazyTensors:
-    """The tensors of the lazy sources: the same while the same sources are lazy, at the same addresses."""
+    """The leaves that are tensors in lazy sources; reused while the same sources, at the same addresses, are lazy."""
 
     def __init__(self, lazy: _Which, layout: Layout, values: Sequence[Any]) -> None:
         is_lazy = [*lazy.tolist(), False]  # the last one stands for leaves without a source
@@ -163,9 +166,10 @@ class _LazyTensors:
 
 
 def copy_small(sources: Sources, wanted: _Which) -> tuple[Sources, _Which]:
-    """Copy the small ones of ``wanted``, those on a device into memory of that device.
+    """Copy the small sources among ``wanted``, those on a device into memory of that device.
 
-    Returns the sources to capture instead, and which of ``wanted`` were too large (1 MiB each, 16 MiB in all).
+    Returns the sources with the copies in place, and which of ``wanted`` were not copied: a source of more than 1 MiB,
+    or small ones beyond 16 MiB in all.
     """
     lengths = sources.lengths
     small = wanted & (lengths <= LARGEST_COPY)
@@ -202,7 +206,7 @@ def _copied_on_host(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
 
 
 def _copied_on_device(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
-    """In one piece, on the device's current stream: later work on it comes after."""
+    """Copy sources of one device into one piece of its memory, on the current stream, before later work on that."""
     originals = [source for source in map(sources.__getitem__, index.tolist()) if isinstance(source, RawSource)]
     parts = [device_bytes(*source) for source in originals]
     padding = parts[0].new_zeros(_ALIGNMENT)
@@ -213,7 +217,7 @@ def _copied_on_device(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
 
 
 def _ends(sources: Sources, index: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """The end of each of these sources, padding included, if they lie one after the other."""
+    """Return the end of each of these sources, padding included, when laid end to end."""
     return np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)
 
 
@@ -221,16 +225,16 @@ def _ends(sources: Sources, index: npt.NDArray[np.intp]) -> npt.NDArray[np.int64
 
 
 def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Return the parameters that ``optimizers`` change, and the tensors they keep for them (moments, step counts).
+    """Return the parameters that ``optimizers`` change, and the tensors in their state (moments, step counts).
 
-    Frozen parameters are none of them: other code may change those (the key encoder of MoCo follows by hand).
+    Frozen parameters are not included: other code may change them (MoCo's key encoder is updated by hand).
     """
     parameters, kept = _held(optimizers)
     return local_tensors([*filter(_requires_grad, parameters), *kept])
 
 
 def _held(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all parameters of ``optimizers``, and the tensors they keep for them."""
+    """Return all parameters of ``optimizers``, and the tensors in their state."""
     parameters: list[torch.Tensor] = []
     states: list[dict[Any, Any]] = []
     for optimizer in optimizers:
@@ -244,7 +248,7 @@ def _held(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[list[torch.Tenso
 
 
 def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of ``tensors`` that share no storage with ``others``: two parameters may have the same memory."""
+    """Return the ``tensors`` that share no storage with ``others``; tied parameters have the same memory."""
     shared = {*map(storage_address, others)} - {0}
     return [tensor for tensor in tensors if storage_address(tensor) not in shared]
 
@@ -264,10 +268,10 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
 def lazy_sources(
     layout: Layout, optimizers: Sequence[torch.optim.Optimizer], leaves: Sequence[Any], objects: Sequence[Any] = ()
 ) -> _Which:
-    """Return which sources lie in memory that only steps of ``optimizers`` change. The array is not to be changed.
+    """Return which sources lie in memory that only steps of ``optimizers`` change. Do not modify the returned array.
 
-    Parameters that the forward of modules among ``objects`` changes are none of them. The answer is remembered if all
-    tensors of the optimizers are ``leaves`` themselves: it follows from which ones are meant, while none moves.
+    Parameters that the forward of modules among ``objects`` changes are excluded. The result is remembered if all
+    tensors of the optimizers are ``leaves`` themselves, and reused for the same tensors while no source moves.
     """
     changing = changed_by_forward(objects) if objects else []
     held = [*chain.from_iterable(_held(optimizers))]
@@ -285,9 +289,9 @@ def lazy_sources(
 
 
 def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:
-    """Return which of ``sources`` lie with all their bytes in memory that ``tensors`` take; packed ones do not.
+    """Return which ``sources`` lie entirely in the memory of ``tensors``; packed sources do not.
 
-    Tensors with holes in them, and those without plain memory, are left out.
+    Tensors with holes between their elements, and tensors without plain memory, are left out.
     """
     lows, highs = _ranges(tensors)
     if not len(lows):
@@ -324,6 +328,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_run(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are one run, in any order."""
+    """Return whether the elements of a tensor fill one range of memory without holes, in any order."""
     shape, stride = tensor.shape, tensor.stride()
     return is_dense(shape, stride, 1) and span(shape, stride)[1] + 1 == tensor.numel()

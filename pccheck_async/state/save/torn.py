@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How torn captures are found out: leaves that changed while they were captured.
+"""Detection of torn captures, in which leaves changed while they were captured.
 
-A leaf is torn by code that changes it outside the steps of attached optimizers. Those steps are watched by
-:mod:`pccheck_async.engine.overlap`.
+Code that changes a leaf outside the steps of attached optimizers tears it. :mod:`pccheck_async.engine.overlap` makes
+these steps wait.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _version: Final = attrgetter("_version")
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 _RECENT: Final = 8
-"""Captures among which a leaf must be torn twice: evaluations, for example, tear every second or third."""
+"""Number of recent captures among which a leaf torn twice becomes eager: evaluations tear every second or third."""
 _EAGER: Final = 100
-"""Captures for which a leaf that was torn repeatedly is eager; then it is tried again."""
+"""Number of captures for which a repeatedly torn leaf is eager, before lazy capture is tried again."""
 _NAMED: Final = 3
-"""Leaves that the warning names."""
+"""Most leaves that the warning names."""
 
 
 class Versions:
-    """Version counters and storages of tensors, as they are when this is made. Holds the tensors and their memory.
+    """Version counters and storages of tensors at the time of construction. Keeps the tensors and their memory alive.
 
-    A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
-    through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
-    has the addresses and sizes of the storages, if they are known already.
-    A DTensor, or a tensor subclass that is saved as several inner tensors, counts changes on the outer object alone:
-    ``wrappers`` maps the index of a tensor to that object.
+    A difference proves a change; equality proves nothing. Fused optimizers, batch normalisation and writes through
+    ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory`` has the
+    addresses and sizes of the storages, if they are known already.
+    Changes of a DTensor or a composed tensor raise the counter of the outer tensor only: ``wrappers`` maps the index
+    of a local or inner tensor to the outer one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Versions:
         self.memory: Final = self._memory() if memory is None else memory
 
     def changed(self) -> list[str]:
-        """Return the paths of the tensors that are known to have changed since."""
+        """Return the paths of the tensors that are known to have changed since construction."""
         counts, memory = self._counts(), self._memory()
         if counts == self._counts_then and memory == self.memory:
             return []
@@ -73,7 +73,7 @@ class Versions:
         return [path for path, before, after in pairs if before != after]
 
     def paths_of(self, others: Iterable[torch.Tensor]) -> list[str]:
-        """Return the paths of the tensors that lie in the memory of one of ``others``."""
+        """Return the paths of the tensors that share a storage with one of ``others``."""
         storages = {*map(storage_address, others)} - {0}
         return [path for path, address in zip(self._paths, self.memory[0], strict=True) if address in storages]
 
@@ -91,9 +91,9 @@ class Versions:
 
 
 class ByteCheck:
-    """A copy of the ``wanted`` sources, compared with their later capture; ``paths`` name their leaves.
+    """A copy of the ``wanted`` sources in host memory, compared with their later capture.
 
-    It takes their size in host memory again.
+    ``paths``: path of a leaf of each source, for messages.
     """
 
     def __init__(self, sources: Sources, wanted: npt.NDArray[np.bool_], paths: Mapping[int, str]) -> None:
@@ -101,7 +101,7 @@ class ByteCheck:
         self._bytes = {int(number): _copy(sources, int(number)) for number in np.flatnonzero(wanted)}
 
     def compare(self, table: npt.NDArray[np.uint64], captured: memoryview) -> None:
-        """Raise TornCaptureError if ``captured``, a chunk with the parts of ``table``, differs; names the leaf."""
+        """Raise TornCaptureError, naming the leaf, if a captured chunk with the parts of ``table`` differs."""
         for number, source_offset, offset, length in table.tolist():
             then = self._bytes.get(number)
             if then is None:
@@ -131,10 +131,10 @@ def _copy(sources: Sources, number: int) -> npt.NDArray[np.uint8]:
 class TornLeaves:
     """Leaves that changed in the middle of recent captures. May be used from several threads.
 
-    A leaf that was torn in the last capture is captured eagerly in the next one, which is then saved; it may have been
-    by chance. Leaves that are torn in two captures in a row, and one that is torn twice among eight, are eager for
-    longer: a loop that changes weights by hand (sharpness-aware minimisation) would lose every other checkpoint. That
-    code may end, so after 100 captures overlap is tried again; a leaf that is torn then is eager at once.
+    A leaf that was torn in the last capture is eager in the next one, so that this succeeds. If two captures in a row
+    have torn leaves, all of these, and any leaf torn twice among eight captures, are eager for longer: a loop that
+    changes weights by hand (sharpness-aware minimisation) would lose every other checkpoint. Such code may stop, so
+    after 100 captures lazy capture is tried again; a leaf that is torn then is eager at once for another 100.
 
     Leaves are told apart by their paths without escapes, as a TornCaptureError names them.
     """
@@ -146,9 +146,10 @@ class TornLeaves:
         self._recent: deque[frozenset[str]] = deque([frozenset()], maxlen=_RECENT)
 
     def note(self, torn: Collection[str], constants: Iterable[str]) -> None:
-        """Record the paths of the leaves that changed in the middle of a capture: none if it ended well.
+        """Record the paths of the leaves that changed in the middle of a capture, none if it succeeded.
 
-        Those of ``constants`` were lazy only because they had not changed so far: once is enough for them.
+        Leaves in ``constants`` were lazy only because they had not changed so far: one change makes them eager.
+        Warns in the log about leaves that become eager for longer.
         """
         self._ended += 1
         now, last = frozenset(map(plain, torn)), self._recent[-1]
@@ -168,9 +169,9 @@ class TornLeaves:
                 write("captured_eagerly", text, names, _EAGER)
 
     def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
-        """Return the sources of the leaves that have to be captured before the call returns.
+        """Return the sources of the leaves that have to be captured eagerly now.
 
-        A leaf without a source has a negative number in ``source_of``.
+        ``source_of`` has the source of each leaf, negative for none.
         """
         eager = self._eager() | self._recent[-1]
         if not eager:
@@ -178,7 +179,7 @@ class TornLeaves:
         return [source for path, source in zip(paths, source_of, strict=True) if source >= 0 and plain(path) in eager]
 
     def _eager(self) -> set[str]:
-        """Return the paths of the leaves that are captured eagerly now."""
+        """Return the paths of the leaves that are eager for longer: those torn repeatedly."""
         if not self._eager_since:
             return set()
         return {path for path, since in self._eager_since.items() if self._ended < since + _EAGER}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy backends: from live state memory, on the host or on CUDA devices, into staging buffers, and back.
 
-:func:`make_backend` returns the one for this machine. Only ``cupy_runtime.py`` imports CuPy. May import: state's
-descriptions of memory, the log, and the other files of this room.
+:func:`make_backend` returns the backend for this machine. Only ``cupy_runtime.py`` imports CuPy. This package may
+import state's descriptions of memory, the log, and the rest of ``transfer``.
 """
 
 from __future__ import annotations

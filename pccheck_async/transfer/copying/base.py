@@ -23,7 +23,7 @@ __all__ = ["CopyBackend", "CopyStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """Device memory that a backend holds now and held at most, its snapshots, and how it captured last, and why."""
+    """Device memory that a backend holds and held at most, its number of snapshots, the reason for its last choice."""
 
     device_bytes: int
     device_peak_bytes: int
@@ -32,15 +32,15 @@ class CopyStatistics:
 
 
 class CopyBackend:
-    """Copies host memory by address; torch copies tensors without a plain address, and all memory of devices.
+    """Copies host memory by address; tensors without a plain address, and all device memory, are copied by torch.
 
     Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then. ``reason``
-    is the reason why torch copies device memory, if there is any.
+    says why torch copies device memory.
 
     Attributes:
-        by_address: Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices`
-            first.
-        pinning: Pins staging memory, if that is of use.
+        by_address: Whether the backend copies the memory of CUDA devices by address. If not, call
+            :meth:`Sources.pack_devices` first.
+        pinning: Pins staging memory; None if that has no use.
     """
 
     by_address = False
@@ -51,25 +51,25 @@ class CopyBackend:
         self._reason = reason
 
     def mark_queued_work(self, devices: Collection[int]) -> Any:
-        """Mark the work that comes before a capture or a restore: all that is queued on the devices' current streams.
+        """Mark the work that copies have to wait for: all that is queued on the devices' current streams.
 
-        Called on the caller's thread. Work on other streams counts only if the current one was made to wait for it
-        (``wait_stream``), as for any use of a tensor in torch. Torch copies on streams that it chooses: where torch
-        copies, this waits for the queued work.
+        Called on the thread that begins a capture or a restore. Work on other streams is included only if the current
+        stream was made to wait for it (``wait_stream``), as for any use of a tensor in torch. Where torch copies, on
+        streams that it chooses, this method blocks until the queued work has ended.
 
         Returns:
-            The marks, for :meth:`begin` or :meth:`order_after`; false if nothing has to be waited for.
+            The marks, for :meth:`begin` or :meth:`order_after`; false if copies have to wait for nothing.
         """
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
     async def begin(self, marks: Any, sources: Sources, on_fence: Fenced | None = None) -> Sources:
-        """Order the copies of a capture after the marked work; take device snapshots where that pays.
+        """Order the copies of a capture after the marked work; take device snapshots where the backend decides so.
 
-        ``on_fence`` is called with the fence behind the snapshots, if these are all that the capture reads on devices.
+        ``on_fence`` is called with the fence after the snapshots if the capture reads nothing else on devices.
 
         Returns:
-            The sources to copy from: ``sources``, or others that in part are snapshots of the backend, which are freed
+            The sources to copy from: ``sources``, or new ones, some of which are copies owned by the backend, freed
             with their last reference.
         """
         return sources
@@ -80,10 +80,10 @@ class CopyBackend:
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, on_fence: Fenced | None = None
     ) -> bytes:
-        """Fill a staging buffer: segments of memory by address, packed pieces by their own copy, zeros between.
+        """Fill a staging buffer: segments of memory by address, packed pieces by :meth:`PackedSource.copy`, else zeros.
 
-        ``on_fence`` is called with the fence behind the copies from devices once they are queued, if that is before
-        they have ended; in the order in which copies are queued.
+        ``on_fence`` is called with the fence after the copies from devices when they are queued, in the order in which
+        they are; not if they block, and so end before.
 
         Returns:
             The CRC-32 of each MiB of ``into``, computed from the buffer and not from the source (I8).
@@ -100,18 +100,21 @@ class CopyBackend:
     def scatter(
         self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None
     ) -> Awaitable[object]:
-        """Verify ``checksum`` over ``source`` and only then copy its segments to memory. Raises OSError (EBADMSG)."""
+        """Verify ``checksum`` over ``source``, and only then copy its segments to memory.
+
+        Raises OSError (EBADMSG) if the checksum differs.
+        """
         return self.operations.scatter(source, checksum, segments.host, keepalive)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
-        """Called when ``nbytes`` of a state have reached staging buffers, after ``seconds``."""
+        """Take a measurement: a capture took ``seconds`` to copy ``nbytes`` of a state to staging buffers."""
 
     def statistics(self) -> CopyStatistics:
-        """Return the current state."""
+        """Return the current statistics."""
         return CopyStatistics(0, 0, 0, self._reason)
 
     def close(self) -> None:
-        """End the backend's own threads; nothing is being copied any more. Idempotent."""
+        """End the backend's own threads; no copy may be in progress. Idempotent."""
 
 
 def _copy_packed(packed: Sequence[PackedPiece], into: memoryview) -> None:

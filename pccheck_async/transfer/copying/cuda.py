@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend: its own streams copy device memory by address, as the base class copies that of the host.
+"""The CUDA backend: copies device memory by address on streams of its own; the base class copies host memory.
 
 ``examples/guide/training.md`` has the consequences for training (the work that a capture contains, snapshots, overlap,
 CUDA graphs). (Invariants, such as I9: :mod:`pccheck_async.store`.)
@@ -33,20 +33,20 @@ __all__ = ["CudaCopy"]
 T = TypeVar("T")
 
 _WAITERS: Final = 4
-"""Threads that wait for devices: for the start of captures, and for chunks."""
+"""Number of threads that wait for devices: for snapshots, and for the copies of chunks."""
 
 _SMALL_HOST: Final = 1 << 20
 """Most bytes of host tensors (step counts of an optimizer) that are copied together with a snapshot."""
 
 _Marks: TypeAlias = Mapping[int, Any]
-"""By device, the event behind the work that comes before a copy."""
+"""The event, by index of the device, after the work that copies have to wait for."""
 
 
 class CudaCopy(CopyBackend):
-    """Copies device memory by address. Created on the engine's loop; touches no device yet.
+    """Copies device memory by address. Created on the engine's loop; the constructor touches no device.
 
-    ``open_device`` creates the :class:`Device` of an index without touching the device; ``prepare`` is slow preparation
-    that needs no device (imports), called at once, on the thread that launches copies.
+    ``open_device`` creates the :class:`Device` of an index without touching the device. ``prepare`` does slow
+    preparation that needs no device (imports); it is called at once on the thread that launches copies.
     """
 
     by_address = True
@@ -151,7 +151,7 @@ class CudaCopy(CopyBackend):
             threads.close()
 
     async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, on_fence: Fenced | None) -> Ranges:
-        """Copy the devices' segments into a buffer, on the devices. Returns the ranges written, in order."""
+        """Fill a buffer with the devices' segments, and wait until it is. Returns the ranges written, in order."""
         filled: list[Ranges] = []
         last: dict[Lane, tuple[Device, DeviceEvent]] = {}
 
@@ -176,7 +176,7 @@ class CudaCopy(CopyBackend):
     ) -> None:
         """Start copies to or from the buffer at ``base``, and wait until they ended, cancelled or not.
 
-        If the copies do not block, ``queued`` is called when all of them are queued.
+        ``queued`` is called when all copies are queued, unless the buffer is unregistered, so that copies block.
         """
 
         def start_and_wait() -> None:
@@ -200,7 +200,7 @@ class CudaCopy(CopyBackend):
                     await self._waiting.call(_synchronize, ends)
 
     def _choose(self, sources: Sources) -> list[int]:
-        """Decide on which devices to take a snapshot."""
+        """Return the devices on which to take a snapshot; keep the reasons for :meth:`statistics`."""
         where = sources.device_of
         chosen, reasons = [], []
         for index in sorted(set() if where is None else sources.devices):
@@ -224,7 +224,10 @@ class CudaCopy(CopyBackend):
     def _snapshot(
         self, marks: _Marks, sources: Sources, chosen: Sequence[int], on_fence: Fenced | None
     ) -> tuple[Sources, set[int]]:
-        """Copy sources on their devices, on a waiting thread. Returns the copies, and the devices that had memory."""
+        """Copy the sources on ``chosen`` devices within these, and block until that ended. Called on a waiting thread.
+
+        Returns the sources with the copies in place, and the devices that had memory for them.
+        """
         where = sources.device_of
         assert where is not None
         started: dict[int, tuple[Snapshot, Any]] = {}
@@ -251,7 +254,7 @@ class CudaCopy(CopyBackend):
         return sources, set(started)
 
     async def _copy_small_host(self, sources: Sources) -> Sources:
-        """Copy a few bytes of host tensors, so that the capture has ended as soon as the snapshots have."""
+        """Copy all sources on the host if they are small in all: then the capture ends when the snapshots end."""
         where = sources.device_of
         assert where is not None
         rows = np.flatnonzero((where == HOST) & ~sources.packed)
@@ -266,9 +269,9 @@ class CudaCopy(CopyBackend):
 
 
 class _Pinning:
-    """Registers staging memory (see :class:`pccheck_async.transfer.pool.Pinning`) once there is a device to do it with.
+    """Registers staging memory with CUDA (see :class:`pccheck_async.transfer.pool.Pinning`), once a device is known.
 
-    If the driver refuses, copies go through buffers of the driver, slower.
+    If the driver refuses, copies go through the driver's own buffers, which is slower.
     """
 
     def __init__(self) -> None:
@@ -278,20 +281,20 @@ class _Pinning:
         self._slabs: list[range] = []
 
     def activate(self, device: Device, waiting: _Waiting) -> None:
-        """Register from now on, with ``device`` on behalf of all devices."""
+        """Begin to register buffers: with ``device``, which registers for all, on the threads of ``waiting``."""
         self._device, self._waiting = device, waiting
         self.active = True
 
     def holds(self, address: int) -> bool:
-        """Whether the buffer that begins at ``address`` is registered."""
+        """Return whether the buffer that begins at ``address`` is registered."""
         return any(address in slab for slab in self._slabs)
 
     async def pin(self, view: memoryview) -> None:
-        """Register buffers. Cancellation: raised once that has ended."""
+        """Register the memory of buffers. Cancellation: raised once the registration has ended."""
         await self._waiting.call(self._register, address_of(view), view.nbytes)
 
     def unpin_all(self) -> None:
-        """Unregister all memory. Called when no device copies any more."""
+        """Unregister all memory; no copy may be in progress."""
         slabs, self._slabs = self._slabs, []
         self.active = False
         for slab in slabs:
@@ -316,7 +319,7 @@ class _Pinning:
 
 
 class _Waiting(WorkerThreads):
-    """Calls functions that block on a device, on threads of its own: loop and I/O threads stay free."""
+    """Threads for calls that block on a device, so that the loop and the I/O threads stay free."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
         super().__init__(loop, _end, count=count, name="pccheck-device")
@@ -335,7 +338,7 @@ class _Waiting(WorkerThreads):
         return result.pop()
 
     def start(self, function: Callable[[], object]) -> asyncio.Future[None]:
-        """Call ``function`` on a thread, after the functions of earlier calls."""
+        """Queue ``function`` for a thread, after earlier calls; the future is done when it has returned or raised."""
         future = self._loop.create_future()
         self.submit([(future, function, ())])
         return future
@@ -349,7 +352,7 @@ def _end(future: asyncio.Future[Any], result: object, error: BaseException | Non
 
 
 def _synchronize(events: Sequence[DeviceEvent]) -> None:
-    """Wait for all events even if one fails; raise the first failure at the end."""
+    """Block until all events have passed, even if one fails; then raise the first failure."""
     failure: Exception | None = None
     for event in events:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA device: memory, events and the trainer's streams by torch; streams and copies of its own by CuPy or torch."""
+"""A CUDA device: memory, events and training's streams by torch; the engine's streams and copies by CuPy or torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALLEST_TABLE: Final = 64 << 10
 
 
 class CudaDevice:
-    """One CUDA device. Creating it touches no device.
+    """One CUDA device. The constructor does not touch it.
 
     All methods but :meth:`current` and :meth:`order_after_copies` are called on threads of the engine only. They set
     the current device there and leave it set: setting it back would create a context on device 0, which takes memory
@@ -72,15 +72,15 @@ class CudaDevice:
 
 _thread = threading.local()
 _idle: dict[tuple[TorchRuntime, int], list[torch.cuda.Stream]] = {}
-"""Streams of closed engines, for the next engines. None is ever destroyed: torch's allocator keeps memory for each
-stream, and waits for the stream before it returns that memory to the driver."""
+"""Streams of closed engines, reused by later engines. Streams are never destroyed: torch's allocator keeps memory for
+each stream, and waits for the stream before it returns that memory to the driver."""
 
 
 def _use(index: int) -> TorchRuntime:
-    """Make a device the current one of the calling thread, which is the engine's.
+    """Make a device the current one of the calling thread, which must be the engine's; return the runtime.
 
-    While training records a CUDA graph, other threads must not register or allocate memory: that fails, and ends the
-    recording. A thread that records nothing itself is exempt once it has called :func:`relax`.
+    Also calls :func:`relax` once per thread: while training records a CUDA graph, registering or allocating memory on
+    another thread fails and ends the recording, unless that thread has called it.
     """
     runtime = load()
     runtime.use(index)
@@ -91,7 +91,7 @@ def _use(index: int) -> TorchRuntime:
 
 
 class CudaEvent:
-    """An event on a stream, the trainer's or the engine's."""
+    """An event on a stream of training or of the engine; keeps memory that the work before it uses."""
 
     def __init__(self, index: int, stream: torch.cuda.Stream, timed: bool = False, kept: Sequence[Any] = ()) -> None:
         self._index = index
@@ -123,14 +123,14 @@ class CudaBlock:
 
 
 class _Rows(NamedTuple):
-    """Rows of (destination, source, length), and the block that holds them for the kernel; None: copied one by one."""
+    """Rows of (destination, source, length), and their copy in device memory for the kernel; None: copy one by one."""
 
     rows: Table
     table: Block | None
 
 
 class CudaStream:
-    """A stream of the engine, and the device memory for the tables of its kernels."""
+    """A stream of the engine, and device memory for the tables of rows that its kernels read."""
 
     def __init__(self, index: int) -> None:
         self._runtime = runtime = _use(index)
@@ -197,7 +197,10 @@ class CudaStream:
         self._kept = []
 
     def _current(self) -> torch.cuda.Stream:
-        """Make the stream the current one of the calling thread, which is the engine's, and leave it set."""
+        """Make the stream the current one of the calling thread, which must be the engine's; return it.
+
+        Raises RuntimeError if a CUDA graph is being recorded on the stream.
+        """
         _use(self._index)
         torch.cuda.set_stream(self._stream)
         if torch.cuda.is_current_stream_capturing():  # a stream of torch's pool: copies would become part of that graph
@@ -206,7 +209,7 @@ class CudaStream:
         return self._stream
 
     def table_of(self, nbytes: int) -> Block:
-        """Return memory for the kernel's table of ``nbytes``."""
+        """Return device memory for a table of ``nbytes`` for the kernel. Raises MemoryError."""
         return self._table.of(self, max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
 
 
@@ -214,7 +217,7 @@ _loading = threading.Lock()
 
 
 def load() -> TorchRuntime:
-    """Return CuPy's functions, or torch's if CuPy cannot be imported; decided once.
+    """Return the runtime with CuPy's functions, or torch's if CuPy cannot be imported; decided on the first call.
 
     The import takes up to seconds, and creates nothing on a device.
     """
@@ -224,7 +227,7 @@ def load() -> TorchRuntime:
 
 @cache
 def choose_runtime() -> TorchRuntime:
-    """Load the runtime of :func:`load`; its caller holds the lock."""
+    """Import CuPy, and return the runtime for :func:`load`, which holds the lock."""
     relax()
     try:
         from pccheck_async.transfer.copying.cupy_runtime import CupyRuntime

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA runtime by CuPy. The only module that imports CuPy."""
+"""The CUDA runtime with CuPy's functions. No other module imports CuPy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, PORTABLE, Gather
 __all__ = ["CupyRuntime"]
 
 _THREADS: Final = 256
-"""Of one block of the kernel."""
+"""Number of threads in one block of the kernel."""
 
 try:
     runtime.getDeviceCount()
@@ -69,7 +69,7 @@ class CupyRuntime(TorchRuntime):
 
 @cache
 def _compiled(index: int) -> bool:
-    """Compile the kernel for the current device, ``index``; False if that fails (no NVRTC)."""
+    """Compile the kernel for the current device, ``index``; return whether that succeeded (it needs NVRTC)."""
     # CuPy before 14 does not search for the compiler that torch from PyPI depends on, but uses it once it is loaded.
     for library in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"):
         with suppress(OSError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices of the CUDA backend: streams of copies, memory, events; and fences made of these events."""
+"""The interface of devices for the CUDA backend: streams for copies, memory, events; and fences made of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Block until all work before it ended. Called on the engine's threads. Raises the error of that work."""
+        """Block until all work before the event has ended; raise its error. Called on the engine's threads."""
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
         """Return the time between two events that were recorded with ``timed`` and have passed."""
@@ -25,7 +25,7 @@ class DeviceEvent(Protocol):
 class Block(Protocol):
     """Device memory, aligned to 16 bytes.
 
-    It is freed with the last reference, which must be dropped after all work on it has ended.
+    The memory is freed with the last reference, which must not be dropped before all work on the memory has ended.
     """
 
     address: int
@@ -33,7 +33,10 @@ class Block(Protocol):
 
 
 class Stream(Protocol):
-    """Work that a device does in order, beside other streams. Called on the engine's threads, by one at a time."""
+    """A queue of device work that runs in order, concurrently with other streams.
+
+    Called on the engine's threads, by one thread at a time.
+    """
 
     def wait(self, event: Any) -> None:
         """Order later work after an event of :meth:`Device.current`."""
@@ -42,78 +45,78 @@ class Stream(Protocol):
         """Allocate device memory that later work of this stream may use without a wait. Raises MemoryError."""
 
     def to_host(self, into: int, source: int, nbytes: int) -> None:
-        """Copy to host memory; returns only when the copy has ended if that memory was not registered."""
+        """Queue a copy to host memory; if that is not registered, block until the copy has ended."""
 
     def to_device(self, into: int, source: int, nbytes: int) -> None:
-        """Copy from host memory; returns only when it was read if that memory was not registered."""
+        """Queue a copy from host memory; if that is not registered, block until it was read."""
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Zero device memory."""
+        """Queue zeroing device memory."""
 
     def prepare(self, rows: Table) -> Any:
-        """Make rows of (destination, source, length) ready for :meth:`move`, which is called next."""
+        """Return rows of (destination, source, length) in the form for :meth:`move`, which has to be called next."""
 
     def move(self, prepared: Any) -> None:
-        """Copy the rows of :meth:`prepare` within the device."""
+        """Queue the copies of the rows from :meth:`prepare`, within the device."""
 
     def keep(self, memory: Any) -> None:
-        """Keep a reference to memory until the work so far has ended."""
+        """Keep a reference to memory until the work queued so far has ended."""
 
     def record(self, *, timed: bool = False) -> DeviceEvent:
-        """Return an event behind all work so far, which holds the references of :meth:`keep`."""
+        """Return an event after all work so far; it takes over the references of :meth:`keep`."""
 
     def synchronize(self) -> None:
-        """Block until all work ended."""
+        """Block until all work of the stream has ended."""
 
 
 class Device(Protocol):
-    """One device."""
+    """A device: a factory of streams and events."""
 
     index: int
 
     def current(self) -> Any:
-        """Return an event behind all work that is queued on the calling thread's current stream of this device.
+        """Return an event after all work that is queued on the calling thread's current stream of this device.
 
-        Raises RuntimeError if that stream is being recorded as a graph.
+        Raises RuntimeError if a CUDA graph is being recorded on the stream.
         """
 
     def order_after_copies(self, events: Sequence[Any]) -> bool:
-        """Order later work of the calling thread's current stream after events of streams of this device.
+        """Make later work on the calling thread's current stream of this device wait for events of other streams.
 
-        False if that cannot be done (the stream is being recorded as a graph).
+        Return False if that is impossible (a CUDA graph is being recorded on the stream).
         """
 
     def stream(self) -> Stream:
-        """Make a stream."""
+        """Return a new stream."""
 
     def memory(self) -> DeviceMemory:
-        """Return how much memory there is."""
+        """Return the sizes of the device's memory."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock host memory for direct copies with every device. Raises RuntimeError if that is refused."""
+        """Page-lock host memory for direct copies to and from all devices. Raises RuntimeError if refused."""
 
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`."""
+        """Unlock host memory that was given to :meth:`register`."""
 
 
 class Fence:
-    """The end of a capture's copies from devices, all of which are queued: later device work can wait for it.
+    """The end of copies from devices that a capture has queued: later device work can wait for it.
 
-    Immutable; may be used by any thread. ``ends`` has, for each stream that copies (or a key that stands for it), its
-    device and an event behind the last copy.
+    Immutable; may be used by any thread. ``ends`` has, by stream (or a key that stands for it), the device and an event
+    after the last copy.
     """
 
     def __init__(self, ends: Mapping[Any, tuple[Device, DeviceEvent]]) -> None:
         self._ends = dict(ends)
 
     def before(self, later: Fence) -> Fence:
-        """Return a fence behind both; on streams that both contain, the copies of ``later`` were queued later."""
+        """Return a fence after the copies of both; on streams of both, those of ``later`` must be queued after ours."""
         return Fence(self._ends | later._ends)
 
     def order_after_copies(self) -> bool:
-        """Order later work on the calling thread's current stream of each device after the copies.
+        """Make later work on the calling thread's current stream of each device wait for the copies.
 
-        False if a stream cannot wait: then reads are known to have ended only when the capture has ended.
+        Return False if a stream cannot wait: then the caller has to wait until the capture has ended.
         """
         events: dict[int, tuple[Device, list[DeviceEvent]]] = {}
         for device, event in self._ends.values():
@@ -122,4 +125,4 @@ class Fence:
 
 
 Fenced: TypeAlias = Callable[[Fence], None]
-"""Called with a fence as soon as there is one, on any thread of the engine."""
+"""Function that is called with a fence once its copies are queued, on any thread of the engine."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One device's share of the copying: lanes (streams with a scratch image each), snapshots, and their tables.
+"""Copies of one device: lanes (streams with a scratch image each), snapshots, and the tables for both.
 
-Large segments of a chunk are copied one by one. Small ones the device gathers into a scratch image of the chunk, and
-one copy moves each run of them between the image and the staging buffer; a restore goes the other way. The functions
-that decide this are plain arithmetic on tables, at the end of the file. (Invariants, such as I9:
-:mod:`pccheck_async.store`.)
+Large segments of a chunk are copied one by one. The device gathers small segments into a scratch image of the chunk,
+from which one copy moves each run of them to the staging buffer; a restore goes the other way. The functions at the
+end of the file decide this by plain arithmetic on tables. (Invariants, such as I9: :mod:`pccheck_async.store`.)
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pccheck_async.transfer.plan import Table
 __all__ = ["Copier", "Lane", "Memory", "Ranges", "Snapshot", "compacted", "gaps", "joined", "merged", "moves", "split"]
 
 _LANES: Final = 2
-"""While one lane copies to the host, the other one gathers."""
+"""Number of lanes: while one copies to the host, the other one gathers."""
 
 _SMALL_MOVE: Final = 16 << 10
 """Most bytes that one block of GPU threads moves for a chunk: few, so that there are enough blocks for the device."""
@@ -39,24 +38,24 @@ _REFUSED_SECONDS: Final = 1.0, 600.0
 """Pause after a failed allocation: the first, and the longest; each is twice the one before."""
 
 _LARGE: Final = 256 << 10
-"""Bytes from which a segment is copied by itself: the copy then takes longer than launching it."""
+"""Bytes from which a segment counts as large, and is copied by itself: its copy takes longer than the launch."""
 
 _APART: Final = 64 << 10
-"""Gap in bytes between two small segments from which they are not copied in one run."""
+"""Largest gap in bytes between two small segments of one run."""
 
 _ALIGNMENT: Final = 16
 """Bytes that a GPU thread moves at a time if source and destination are aligned alike."""
 
 Ranges = npt.NDArray[np.int64]
-"""Rows of (start, end) in bytes of a chunk's buffer."""
+"""Rows of (start, end): ranges of a chunk's buffer, in bytes."""
 
 _NO_OFFSETS: Final = np.empty(0, np.uint64)
 
 
 class Snapshot(NamedTuple):
-    """Sources copied to device memory of the engine: at ``addresses`` in ``memory``, freed with its last reference.
+    """Copies of sources in device memory of the engine: at ``addresses`` in ``memory``, freed with its last reference.
 
-    ``copied`` is the event behind the copying, until which the sources have to be kept; ``started`` the one before it.
+    ``started`` and ``copied`` are events before and after the copies; keep the sources until ``copied`` has passed.
     """
 
     addresses: Table
@@ -66,7 +65,7 @@ class Snapshot(NamedTuple):
 
 
 class Copier:
-    """Copies between one device and the host, and within the device. Used by one thread at a time per lane."""
+    """Copies between one device and the host, and within the device. May be used from several threads."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -79,13 +78,13 @@ class Copier:
         self._own: Stream | None = None  # for snapshots: they wait for training, and the lanes must not
 
     def lane(self) -> Lane:
-        """Return the lanes in turn. They are created on first use, so on a thread of the engine."""
+        """Return the next lane, in turn. Lanes are created on first use, which is on a thread of the engine."""
         with self._guard:
             self._turn += 1
             return self._made_lanes()[self._turn % _LANES]
 
     def wait(self, event: Any) -> None:
-        """Order later copies of all lanes after an event."""
+        """Make later copies of all lanes wait for an event."""
         with self._guard:
             lanes = self._made_lanes()
         for lane in lanes:
@@ -106,7 +105,7 @@ class Copier:
             return Snapshot(places, memory, stream.record(timed=True), started)
 
     def close(self) -> None:
-        """Drop streams and scratch images; nothing is being copied any more."""
+        """Drop streams and scratch images; no copy may be in progress."""
         with self._guard:
             self._lanes.clear()
             self._own = None
@@ -127,15 +126,17 @@ class Lane:
         self._guard = threading.Lock()
 
     def wait(self, event: Any) -> None:
-        """Order later copies after an event."""
+        """Make later copies of this lane wait for an event."""
         with self._guard:
             self._stream.wait(event)
 
     def gather(self, table: Table, foreign: Table | None, base: int, nbytes: int) -> tuple[DeviceEvent, Ranges]:
-        """Start to fill the buffer of ``nbytes`` at ``base``; ``foreign`` are segments of other devices in the chunk.
+        """Start to fill a host buffer of ``nbytes`` at ``base`` with the segments in ``table``.
+
+        ``foreign`` are other devices' segments in the same chunk.
 
         Returns:
-            The event behind the copies, and the ranges of the buffer that they write.
+            The event after the copies, and the ranges of the buffer that they write.
         """
         with self._guard, _whole(self._stream) as stream:
             found, scratch = self._split(table, foreign, nbytes)
@@ -152,7 +153,7 @@ class Lane:
             return stream.record(), found.filled
 
     def scatter(self, table: Table, base: int, nbytes: int) -> DeviceEvent:
-        """Start to copy a buffer's segments to the device (see :meth:`gather`). Returns the event behind the copies."""
+        """Start to copy segments of a host buffer to the device (see :meth:`gather`). Returns the event after them."""
         with self._guard, _whole(self._stream) as stream:
             found, scratch = self._split(table, None, nbytes)
             if scratch:
@@ -166,7 +167,10 @@ class Lane:
             return stream.record()
 
     def _split(self, table: Table, foreign: Table | None, nbytes: int) -> tuple[LaneSplit, int]:
-        """Split the segments; all count as large if the device has no memory for a scratch image."""
+        """Split the segments by size; return them and the scratch image's address, 0 if it is not needed.
+
+        If the device has no memory for a scratch image, all segments count as large.
+        """
         found = split(table, foreign, _LARGE)
         if not len(found.small):
             return found, 0
@@ -179,11 +183,11 @@ class Lane:
 
 
 class Memory:
-    """Allocates device memory for one purpose; after a failure it pauses, longer each time.
+    """Allocates device memory for one purpose; after a failure it refuses for a while, longer each time.
 
     Every failed attempt makes torch's allocator return its cache to the driver, and training then has to allocate anew.
 
-    ``account`` counts the memory as held; None if it is too little to count.
+    ``account`` counts the allocated memory; None if it is too little to count.
     """
 
     def __init__(self, account: Account | None = None) -> None:
@@ -193,7 +197,7 @@ class Memory:
         self._until = 0.0
 
     def of(self, stream: Stream, nbytes: int) -> Block:
-        """Return the stream's one block, of at least ``nbytes``, which is used again and again. Raises MemoryError."""
+        """Return one block of at least ``nbytes``, reused by all calls for the stream. Raises MemoryError."""
         if self._block is None or self._block.nbytes < nbytes:
             block = self.allocate(stream, nbytes)
             if self._block is not None:
@@ -202,7 +206,7 @@ class Memory:
         return self._block
 
     def allocate(self, stream: Stream, nbytes: int) -> Block:
-        """Allocate memory for a stream. Raises MemoryError."""
+        """Allocate a new block for a stream. Raises MemoryError if there is no memory, and in the pause after that."""
         now = time.monotonic()
         if now < self._until:
             raise MemoryError(f"there was none; asked again in {self._until - now:.0f} s")
@@ -222,7 +226,7 @@ class Memory:
 
 @contextmanager
 def _whole(stream: Stream) -> Iterator[Stream]:
-    """If not all work could be started, wait for the part that was (I9)."""
+    """Wait for the work on a stream if the block raises, so that no part of it is left running (I9)."""
     try:
         yield stream
     except BaseException:
@@ -231,10 +235,10 @@ def _whole(stream: Stream) -> Iterator[Stream]:
 
 
 class LaneSplit(NamedTuple):
-    """The segments of one device in one chunk, by how they are copied.
+    """The segments of one device in one chunk, divided by the way in which they are copied.
 
-    Large ones are copied one by one, small ones through the scratch image: ``runs`` are the ranges copied between image
-    and buffer, and every small segment lies in one run.
+    Large segments are copied one by one, small ones through the scratch image. ``runs`` are the ranges copied between
+    image and buffer; every small segment lies in one run.
     """
 
     large: Table
@@ -243,7 +247,7 @@ class LaneSplit(NamedTuple):
 
     @property
     def filled(self) -> Ranges:
-        """Ranges of the buffer that a gather writes, in order."""
+        """Return the ranges of the buffer that a gather writes, in order."""
         offsets, lengths = self.large[:, 1].astype(np.int64), self.large[:, 2].astype(np.int64)
         ranges = np.concatenate((np.stack((offsets, offsets + lengths), axis=1), self.runs))
         return ranges[np.argsort(ranges[:, 0], kind="stable")]
@@ -252,7 +256,7 @@ class LaneSplit(NamedTuple):
 def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> LaneSplit:
     """Split the segments of one device, in any order; those of ``large`` bytes or more are copied by themselves.
 
-    No run covers ``foreign`` segments, those of other devices in the same chunk: devices copy concurrently.
+    No run covers ``foreign`` segments (of other devices in the same chunk), since devices copy concurrently.
     """
     is_large = table[:, 2] >= large
     alone, small = table[is_large], table[~is_large]
@@ -272,7 +276,7 @@ def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> La
 def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:
     """Cut copies into rows of (destination, source, length), one for each block of GPU threads.
 
-    No row has more than ``most`` bytes. That has to be a multiple of 16: then the cuts keep the alignment.
+    No row has more than ``most`` bytes, a multiple of 16, so that the cuts keep the alignment.
     """
     counts = ((lengths + np.uint64(most - 1)) // np.uint64(most)).astype(np.int64)
     row = np.repeat(np.arange(len(lengths)), counts)
@@ -282,7 +286,7 @@ def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:
 
 
 def joined(rows: Table) -> Table:
-    """Return rows of :func:`moves`, adjacent ones joined to one row again."""
+    """Return rows of :func:`moves` with adjacent rows joined into one."""
     if not len(rows):
         return rows
     ends = rows[:-1, :2] + rows[:-1, 2:]
@@ -293,7 +297,10 @@ def joined(rows: Table) -> Table:
 
 
 def compacted(addresses: Table, lengths: npt.NDArray[np.int64]) -> tuple[Table, int]:
-    """Lay pieces of memory out back to back, aligned to 16 bytes as they are; return their offsets and all bytes."""
+    """Lay out pieces of memory back to back; return their offsets and the size of all.
+
+    The offsets equal the addresses modulo 16.
+    """
     shift = (addresses % np.uint64(_ALIGNMENT)).astype(np.int64)
     room = -(-(shift + lengths) // _ALIGNMENT) * _ALIGNMENT
     ends = np.cumsum(room)
@@ -301,17 +308,17 @@ def compacted(addresses: Table, lengths: npt.NDArray[np.int64]) -> tuple[Table, 
 
 
 def gaps(filled: Ranges, nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges of a buffer between ``filled``, which is in order and does not overlap."""
+    """Return the ranges of a buffer outside ``filled``, whose ranges are in order and do not overlap."""
     bounds = [0, *filled.ravel().tolist(), nbytes]
     return [(low, high) for low, high in zip(bounds[::2], bounds[1::2], strict=True) if low < high]
 
 
 def merged(host: bytes, filled: Ranges, address: int) -> bytes:
-    """Return the table that gathers segments of the host into a buffer that devices have filled in part.
+    """Return the table for gathering host segments into a buffer at ``address`` that devices have filled in part.
 
-    The filled ranges are gathered from the buffer itself, so they stay as they are: one pass then writes the rest,
-    zeros the gaps and computes the checksum. A host segment inside a filled range overwrites it. Segments and ranges
-    are in order and do not overlap; ``address`` is the buffer's.
+    Filled ranges are gathered from the buffer itself, so that they keep their bytes: one pass then writes the rest,
+    zeros the gaps and computes the checksum. A host segment inside a filled range overwrites that part. The segments,
+    and the ranges, are in order and do not overlap each other.
     """
     rows = np.frombuffer(host, np.uint64).reshape(-1, 3)
     lows, highs = rows[:, 1].astype(np.int64), (rows[:, 1] + rows[:, 2]).astype(np.int64)
@@ -324,7 +331,7 @@ def merged(host: bytes, filled: Ranges, address: int) -> bytes:
 
 
 def _within(points: Ranges, lows: Ranges, highs: Ranges) -> npt.NDArray[np.bool_]:
-    """Whether each point lies in one of the ranges, which are in order and do not overlap."""
+    """Return for each point whether it lies in one of the ranges, which are in order and do not overlap."""
     if not len(lows):
         return np.zeros(len(points), np.bool_)
     at = np.searchsorted(lows, points, "right") - 1

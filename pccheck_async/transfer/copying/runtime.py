@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA runtime as devices need it, by torch's functions (``cupy_runtime.py``: CuPy's), and the one kernel."""
+"""The CUDA runtime functions that devices need, by torch (``cupy_runtime.py``: by CuPy), and the kernel's source."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 __all__ = ["MOVE_SOURCE", "PORTABLE", "Gather", "Side", "TorchRuntime", "relax"]
 
 PORTABLE: Final = 1
-"""cudaHostRegisterPortable: locked for every device."""
+"""cudaHostRegisterPortable: host memory is page-locked for every device."""
 
 Side = Literal["into", "source"]
-"""Which end of a copy is on the host."""
+"""The end of a copy that is on the host."""
 
 Gather = Callable[[torch.cuda.Stream, int, int], None]
-"""Copies rows of (destination, source, length) within a device: (stream, address of the rows there, their number)."""
+"""Copies rows of (destination, source, length) within a device: (stream, device address of the rows, their number)."""
 
 MOVE_SOURCE: Final = r"""
 /* Block b copies row b of (destination, source, length): 16 bytes per thread and turn where both are aligned alike. */
@@ -50,13 +50,14 @@ extern "C" __global__ void pccheck_move(const unsigned long long *table)
         into[i] = from[i];
 }
 """
-"""The one kernel: it copies many pieces of device memory at once."""
+"""Source of the only kernel, which copies many pieces of device memory at once."""
 
 
 def relax() -> None:
     """Allow the calling thread to register and allocate memory while another one records a CUDA graph.
 
-    The thread records no graph itself. Only NVIDIA's bindings can do that, which torch for CUDA needs from 2.11 on.
+    The calling thread must not record a graph itself. Does nothing without NVIDIA's Python bindings, which torch for
+    CUDA requires from 2.11 on.
     """
     with suppress(ImportError, RuntimeError):  # not installed, or without that function of the driver
         from cuda.bindings import driver
@@ -67,7 +68,8 @@ def relax() -> None:
 class TorchRuntime:
     """Torch's streams and copies.
 
-    All methods raise RuntimeError. A stream that is passed, and its device, are torch's current ones.
+    All methods raise RuntimeError for an error of CUDA. A stream that is passed must be torch's current stream, and its
+    device the current device.
     """
 
     def use(self, index: int) -> None:
@@ -77,34 +79,34 @@ class TorchRuntime:
     def stream(self, index: int) -> torch.cuda.Stream:
         """Create a stream of the current device, ``index``, that does not wait for the default stream.
 
-        Torch's pool has 32 streams per device and hands them out in turn: training may hold the same one. Its work and
-        the copies then wait for each other, which is correct, but slower.
+        Torch's pool has 32 streams per device and returns them in turn: training may get the same one. Training's work
+        and the copies then wait for each other, which is correct, but slower.
         """
         return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
     def kernel(self, index: int) -> Gather | None:
-        """Return the kernel for the current device, ``index``; None if there is none."""
+        """Return the kernel for the current device, ``index``; None if this runtime has none."""
         return None
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        """Copy within the device, or from or to the host; wait only if host memory is not registered.
+        """Queue a copy within the device, or from or to the host; block only if the host memory is not registered.
 
-        The driver finds out itself whether it is.
+        The driver itself finds out whether it is registered.
         """
         target = _on_host(into, nbytes) if host == "into" else _on_device(into, nbytes, stream.device)
         origin = _on_host(source, nbytes) if host == "source" else _on_device(source, nbytes, stream.device)
         target.copy_(origin, non_blocking=True)
 
     def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
-        """Zero device memory."""
+        """Queue zeroing device memory."""
         _on_device(address, nbytes, stream.device).zero_()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock host memory for every device."""
+        """Page-lock host memory for every device."""
         _call("cudaHostRegister", address, nbytes, PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`."""
+        """Unlock host memory that was given to :meth:`register`."""
         _call("cudaHostUnregister", address)
 
 
@@ -116,7 +118,7 @@ def _call(function: str, *arguments: int) -> None:
 
 
 class _Bytes:
-    """Memory by address, as NumPy (host) and torch (devices) can import it."""
+    """Memory at an address, with the interface through which NumPy (host) or torch (devices) makes a view of it."""
 
     def __init__(self, interface: str, address: int, nbytes: int) -> None:
         setattr(self, interface, {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a state is first copied on its device (CheckFreq, Algorithm 1), and accounting of the device memory."""
+"""The decision whether a state is first copied within its device (CheckFreq, Algorithm 1), and its inputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ __all__ = ["Account", "DeviceMemory", "DeviceMode", "Pace", "SnapshotDecision", 
 DeviceMode = Literal["auto", "snapshot", "stream"]
 
 _RESERVED_SHARE = 20
-"""A snapshot leaves 1 / 20 of the device's memory free."""
+"""Fraction of the device's memory, as 1 / n, that a snapshot must leave free."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device in bytes; the last two are torch's allocator's in this process, ``peak`` the most in use."""
+    """Memory of one device in bytes.
+
+    ``reserved`` and ``peak`` (the most memory in use) are those of torch's allocator in this process.
+    """
 
     total: int
     free: int
@@ -26,14 +29,14 @@ class DeviceMemory:
 
 
 class SnapshotDecision(NamedTuple):
-    """Whether to take a snapshot on the device, and why, in one sentence."""
+    """The decision whether to take a snapshot on the device, and the reason in one sentence."""
 
     snapshot: bool
     reason: str
 
 
 class Account:
-    """On one device: memory that the backend holds, and the most that training uses beside it. Thread-safe."""
+    """Account of one device's memory: bytes that the backend holds, and the most that training uses. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()  # garbage collection on this thread may call give_back() meanwhile
@@ -42,21 +45,21 @@ class Account:
         self.peak = 0
 
     def take(self, nbytes: int) -> None:
-        """Count memory as held."""
+        """Count ``nbytes`` as held by the backend."""
         with self._guard:
             self.held += nbytes
             self.peak = max(self.peak, self.held)
 
     def give_back(self, nbytes: int) -> None:
-        """Count memory as freed."""
+        """Count ``nbytes`` as freed by the backend."""
         with self._guard:
             self.held -= nbytes
 
     def training_peak(self, peak: int) -> int:
-        """Return the most that training uses, given the peak of all memory in use.
+        """Return the most bytes that training used, given the ``peak`` of all memory in use.
 
-        That peak includes memory of the backend; its share then is unknown, at most the backend's own peak. The
-        result is never less than the peak before the backend held anything.
+        The peak includes memory of the backend, at most the backend's own peak, which is subtracted. The result is
+        never less than in earlier calls, such as those before the backend held anything.
         """
         with self._guard:
             self._training_peak = max(self._training_peak, peak - self.peak)
@@ -64,7 +67,7 @@ class Account:
 
 
 class Pace:
-    """Seconds per byte, as last measured."""
+    """The last measurement of a copy's seconds per byte."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: float | None = None
@@ -75,7 +78,7 @@ class Pace:
             self._seconds_per_byte = seconds / nbytes
 
     def seconds(self, nbytes: int) -> float | None:
-        """Return how long ``nbytes`` take, None if nothing was measured yet."""
+        """Return the estimated seconds for ``nbytes``; None if nothing was measured yet."""
         return None if self._seconds_per_byte is None else self._seconds_per_byte * nbytes
 
 
@@ -96,13 +99,13 @@ def decide(
     """Decide by CheckFreq's rule: a snapshot if Mmax - M > m and Tog <= Toc.
 
     Args:
-        mode: "auto" for the rule; "snapshot" if there is memory, "stream" never.
+        mode: "auto": by the rule; "snapshot": whenever there is memory; "stream": never.
         state_bytes: Bytes of the state on this device (m).
         spare_bytes: Memory that training does not need (Mmax - M).
         total_bytes: Memory of the device; a part of it stays in reserve.
         device_seconds: Time of the copy on the device (Tg = Tog); None if not measured yet.
-        host_seconds: Time of the copy to the host (Tc), all of which counts as Toc: the trainer
-            may wait for it. None if not measured yet.
+        host_seconds: Time of the copy to the host (Tc), all of which is taken as Toc, since training may wait for it.
+            None if not measured yet; then no snapshot is taken in mode "auto".
     """
     needed = f"a snapshot takes {_mib(state_bytes)}, and training leaves {_mib(spare_bytes)} of the device's memory"
     if mode == "stream":

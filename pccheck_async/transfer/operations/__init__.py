@@ -10,9 +10,9 @@
 ================  ========================================================================  =========================
 
 Both write the same bytes, so a store may be used with either. ``engine.statistics().io`` names the backend and the
-reason for it. A third one on io_uring was removed: it was never faster.
+reason for it. A third backend on io_uring was removed: it was never faster.
 
-May import: the format's checksum, and state's marks for threads that touch tensors.
+This package may import the format's checksum, and :func:`.tensor_access.exempt_this_thread`.
 """
 
 from pccheck_async.transfer.operations.base import (

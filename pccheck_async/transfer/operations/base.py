@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on bytes, submitted in batches: the base of both backends, and the backend in C.
 
-A call puts an operation into the batch of the current loop iteration, which is submitted at once. A cancelled
-operation is stopped if possible, and then *waited for*: when the await ends, cancelled or not, nothing of it runs
-any more, so its buffer may be reused (invariant I9 of :mod:`pccheck_async.store`).
+A call adds an operation to the batch of the current loop iteration, which is submitted as a whole. A cancelled
+operation is stopped if possible, and then *waited for*: when the await ends, cancelled or not, no part of the operation
+is running, so that its buffer may be reused (invariant I9 of :mod:`pccheck_async.store`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["MOST_BYTES_ON_LOOP", "ChainStep", "Kind", "NativeOperations", "Opera
 
 T = TypeVar("T")
 MOST_BYTES_ON_LOOP = 256 << 10
-"""Bytes that are copied on the loop's thread: sooner than another thread would wake up, and then this one again."""
+"""Most bytes that are copied on the loop's thread: faster than waking up another thread, and then this one again."""
 
 
 class Kind(IntEnum):
-    """Kinds of operations, numbered as in the extension."""
+    """Kinds of operations and of steps in a chain, numbered as in the extension."""
 
     WRITE = 0
     READ = 1
@@ -49,17 +49,17 @@ class Kind(IntEnum):
 ChainStep: TypeAlias = tuple[Any, ...]
 """A step of a chain: ``(Kind.WRITE, fd, offset, data)``; ``(Kind.FLUSH, fd)``; ``(Kind.UNLOCK, fd)``, which releases
 the lock (``flock``) of an open file; ``(Kind.LINKED, fd)``, which fails with ENOENT if the open file has no name any
-more. Plain tuples, as the extension takes them: a small checkpoint waits for every object made here."""
+more. Plain tuples, as the extension takes them: making other objects would delay a small checkpoint."""
 Step: TypeAlias = tuple[int, float]
-"""How a step of a chain ended: its result, negative (-errno) if it failed and so ended the chain; and when, as
+"""The end of a step of a chain: its result, negative (-errno) if it failed, which ended the chain; and the time, as
 ``time.perf_counter()``. A plain pair, as the extension returns it."""
 
 
 class _Completion(asyncio.Future[Any]):
-    """The end of an operation. Cancelling it only requests a stop; the awaiter resumes once the operation has ended.
+    """The future of an operation. ``cancel()`` only requests a stop; the awaiter resumes once the operation has ended.
 
-    ``operation`` is its kind and its arguments, for the batch of this iteration of the loop; or nothing: the caller
-    starts it. Raises OSError if the backend is closed.
+    ``operation`` is the kind and the arguments, added to the batch of this loop iteration; if empty, the caller starts
+    the operation. Raises OSError if the backend is closed.
     """
 
     def __init__(self, operations: Operations, *operation: Any, may_stop: bool = True) -> None:
@@ -75,7 +75,7 @@ class _Completion(asyncio.Future[Any]):
             operations._batch.append((self.token, *operation))
 
     def cancel(self, msg: Any = None) -> bool:
-        """Return False: asyncio then raises CancelledError in the awaiting task when the completion is there."""
+        """Request a stop; return False, so that asyncio raises CancelledError in the awaiting task after completion."""
         if self._ask_to_stop is not None and not self.done():
             self._ask_to_stop(self.token)
         return False
@@ -84,17 +84,17 @@ class _Completion(asyncio.Future[Any]):
 class Operations(abc.ABC):
     """Base of the backends: batches submissions, matches completions to awaiters. Belongs to one event loop.
 
-    A backend has the members declared here without a body, and ends operations on the loop's thread. To it an
-    operation is the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
+    A backend defines the members declared here without a body, and completes operations on the loop's thread. It
+    receives an operation as the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
     """
 
     name: str
     gather_at_once: Callable[[bytes, memoryview], bytes]
-    """:meth:`gather`, performed at once on the calling thread: for copies faster than waking up a thread."""
+    """Perform :meth:`gather` on the calling thread, for copies that take less time than waking up a thread."""
     _submit: Callable[[list[tuple[Any, ...]]], object]
-    """Starts the operations of a batch; all or none."""
+    """Start the operations of a batch: all of them, or none and raise an error."""
     _cancel: Callable[[int], object]
-    """Requests a stop: completes the operation with ECANCELED if it has not started, else lets it end."""
+    """Request a stop: an operation that has not started is completed with ECANCELED; any other one runs to its end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -120,10 +120,10 @@ class Operations(abc.ABC):
     def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> Awaitable[bytes]:
         """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of each MiB of the buffer.
 
-        That is a table as of :func:`pccheck_async.format.piece_sums`; it combines to the checksum of all of the buffer.
+        The result is a table as of :func:`pccheck_async.format.piece_sums`; it combines to the buffer's checksum.
 
         ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length),
-        in growing order of offset, not overlapping; ``keepalive`` owns the addresses.
+        in ascending order of offset, not overlapping; ``keepalive`` is kept alive meanwhile, and owns the memory.
         """
         return _Completion(self, Kind.GATHER, segments, into, keepalive)
 
@@ -131,7 +131,7 @@ class Operations(abc.ABC):
         """Verify ``checksum`` over all of ``source``, and only then copy pieces of it to memory.
 
         ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order. Raises OSError
-        where the checksum differs (EBADMSG); nothing was copied.
+        (EBADMSG) if the checksum differs; then nothing was copied.
         """
         return _Completion(self, Kind.SCATTER, source, checksum, segments, keepalive)
 
@@ -140,12 +140,12 @@ class Operations(abc.ABC):
         return _Completion(self, Kind.CHECKSUM, data)
 
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
-        """Perform ``steps`` on one thread, each after the one before it succeeded.
+        """Perform ``steps`` on one thread, in order, until one fails; append how each one ended to ``ended``.
 
-        For short writes with a waiting caller: as an operation of its own, each step would wake up a thread and then
-        the loop, which takes longer than a small write.
+        Used for small writes that a caller waits for: as separate operations, each step would wake up a thread and
+        then the loop, which takes longer than a small write.
 
-        ``ended`` receives how each performed step ended; the last of them failed if not all were performed.
+        A failed step raises no error; it is the last one in ``ended``.
 
         Cancellation: stops nothing, and is raised once the chain has ended and ``ended`` is filled.
 
@@ -167,9 +167,9 @@ class Operations(abc.ABC):
         return await self.obtain(lambda _: None, function, *arguments)
 
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
-        """Call a blocking ``function`` on a helper thread, for a result that has to be given back.
+        """Call a blocking ``function`` on a helper thread and return its result, a resource that has to be released.
 
-        Cancellation: raised once the call has ended and ``undo`` was called with its result.
+        Cancellation: raised once the call has ended; if it returned a result, ``undo`` is called with it first.
         """
         completion = _Completion(self)
         try:
@@ -188,7 +188,7 @@ class Operations(abc.ABC):
     async def close(self) -> None:
         """Wait until every submitted operation ended, then stop the threads. Idempotent.
 
-        Cancellation: stops the waiting; no more operations are accepted, and another call finishes the work.
+        Cancellation: stops the waiting; no more operations are accepted, and another call has to end the threads.
         """
         self._closed = True
         while self._waiting:
@@ -200,7 +200,7 @@ class Operations(abc.ABC):
 
     @property
     def running(self) -> int:
-        """Operations submitted and not completed."""
+        """Number of operations submitted and not completed."""
         return len(self._waiting)
 
     def _ask_to_stop(self, token: int) -> None:
@@ -235,15 +235,16 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def _shutdown(self) -> None:
-        """Stop the backend's threads; nothing is running any more."""
+        """Stop the backend's threads, on which no operation is running."""
 
 
 class NativeOperations(Operations):
-    """Operations on threads of the extension: for write, read, flush and chain, and for gather, scatter and checksum.
+    """Operations on threads of the extension, which never wait for the GIL.
 
-    They never wait for the GIL, and completions reach the loop through one eventfd.
+    ``io_threads`` write, read, flush and perform chains; ``copy_threads`` gather, scatter and compute checksums.
+    Completions reach the loop through one eventfd.
 
-    Raises RuntimeError if the extension was not built, or the system has no room for that many threads.
+    Raises RuntimeError if the extension was not built, or the system cannot start so many threads.
     """
 
     name = "threads"

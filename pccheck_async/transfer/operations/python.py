@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend in pure Python: ``os.pwrite`` and the like on threads. Works where nothing compiles."""
+"""The backend in pure Python: ``os.pwrite`` and the like on threads, for systems without a C compiler."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SEGMENT = struct.Struct("=QQQ")
 _LAST_ADDRESS = ctypes.c_size_t(-1).value
 _LAST_OFFSET = 2**63 - 1
 _SMALLEST_SECTOR = 512
-"""No direct I/O is aligned to less."""
+"""Smallest alignment of direct I/O, in bytes."""
 _MOST_PER_CALL = 1 << 30
-"""Linux moves at most 2 GiB - 4 KiB per call; a power of two keeps direct I/O aligned."""
+"""Most bytes per system call: Linux moves at most 2 GiB - 4 KiB; a power of two keeps direct I/O aligned."""
 _MOST_RETRIES = 1000
-"""Busy answers in a row, a millisecond apart, before they are reported."""
+"""Most retries in a row, a millisecond apart, after EAGAIN; then the error is raised."""
 
 
 class PythonOperations(Operations):
@@ -69,27 +69,27 @@ class PythonOperations(Operations):
 
 
 class OperationsAtOnce(PythonOperations):
-    """Operations on the calling thread: no other thread, no loop, and awaiting one never suspends.
+    """Reads and calls on the calling thread: no other thread, no loop, and awaiting one never suspends.
 
-    For a few small reads, which take less time than starting threads.
+    Used for a few small reads, which take less time than starting threads.
     """
 
     def __init__(self) -> None: ...
 
     async def read(self, fd: int, offset: int, into: memoryview) -> int:
-        """Read on this thread."""
+        """Fill ``into`` from ``offset`` on the calling thread; return the bytes read."""
         return read_all(fd, offset, into)
 
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function, which nobody can interrupt, on this thread."""
+        """Call ``function`` on the calling thread and return its result; nothing can be cancelled and undone."""
         return function(*arguments)
 
     async def close(self) -> None:
-        """Nothing is running."""
+        """Do nothing: no operation can be running."""
 
 
 def chain(steps: Sequence[ChainStep]) -> list[Step]:
-    """Perform ``steps`` until one fails; none of them if one is impossible."""
+    """Perform ``steps`` until one fails; return how they ended. Raises ValueError, before any, if one is impossible."""
     if not steps:
         raise ValueError("a chain has at least one step")
     for kind, *arguments in steps:
@@ -112,7 +112,7 @@ def chain(steps: Sequence[ChainStep]) -> list[Step]:
 
 
 def _check_linked(fd: int) -> None:
-    """Raise FileNotFoundError if the open file has no name any more; other errors are left to the next step."""
+    """Raise FileNotFoundError if the open file has no name any more; ignore other errors, which the next step meets."""
     try:
         links = os.fstat(fd).st_nlink
     except OSError:
@@ -155,7 +155,10 @@ def read_all(fd: int, offset: int, into: memoryview) -> int:
 
 
 def _patiently(move: Callable[..., int], *arguments: Any) -> int:
-    """Call again where a filesystem or a driver is out of requests for a moment: files always poll as ready."""
+    """Call ``move``, and retry after EAGAIN, where a filesystem or driver is out of requests for a moment.
+
+    Polling does not help: files always poll as ready.
+    """
     for _ in range(_MOST_RETRIES):
         try:
             return move(*arguments)
@@ -180,7 +183,7 @@ def gather(segments: bytes, into: memoryview, keepalive: object = None) -> bytes
 
 
 def scatter(source: memoryview, checksum: int, segments: bytes, keepalive: object = None) -> None:
-    """Verify ``checksum`` over ``source``, then copy ``segments`` of it out."""
+    """Verify ``checksum`` over ``source``, then copy ``segments`` of it to memory. Raises OSError (EBADMSG)."""
     checked = _checked(segments, source.nbytes, ordered=False)
     if crc32(source) != checksum:
         raise OSError(errno.EBADMSG, "checksum mismatch")

@@ -16,16 +16,17 @@ from pccheck_async.state.tensor_access import exempt_this_thread
 __all__ = ["Job", "WorkerThreads"]
 
 Job: TypeAlias = tuple[Any, Callable[..., Any], tuple[Any, ...]]
-"""Token, function, its arguments."""
+"""A call: its token, the function, the arguments."""
 
 
 class WorkerThreads:
-    """Calls functions on a few daemon threads; completions reach the loop in one wake-up for as many as are ready.
+    """Calls functions on a few daemon threads; one wake-up of the loop reports all completions that are ready.
 
     Unlike :mod:`concurrent.futures` these threads still work in ``atexit`` handlers, where an unclosed engine drains.
 
-    All are started at once, since none can be started while the interpreter exits; RuntimeError where the system has no
-    room for as many. ``complete`` is called on the loop with (token, result, error) for every job.
+    All threads are started by the constructor, since none can be started while the interpreter exits; it raises
+    RuntimeError if the system cannot start so many. ``complete(token, result, error)`` is called on the loop for every
+    job.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class WorkerThreads:
             self._ready.notify(len(self._jobs))
 
     def cancel(self, token: Any) -> bool:
-        """Drop a job that has not started; its completion is reported as cancelled. True if it was found."""
+        """Drop a job that has not started, and report it as completed with ECANCELED; return whether it was found."""
         with self._ready:
             job = next((job for job in self._jobs if job[0] == token), None)
             if job is None:
@@ -73,7 +74,7 @@ class WorkerThreads:
         return True
 
     def close(self) -> None:
-        """End the threads once the queue is empty and wait for them."""
+        """End the threads once the queue is empty; block until they have ended. Does nothing in a forked child."""
         if os.getpid() != self._pid:
             return  # a thread may have held the lock at the fork, and does not exist here to release it
         with self._ready:
