@@ -81,7 +81,7 @@ class Queue:
 
     @property
     def running(self) -> int:
-        """Operations submitted and not reaped."""
+        """The number of operations that were submitted and not reaped yet."""
 
 def crc32(data: Buffer, value: int = 0, /) -> int:
     """Return the CRC-32 of ``data``, continuing from ``value``, as ``zlib.crc32`` does."""

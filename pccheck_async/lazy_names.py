@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a module that are imported at their first use: ``--help`` need not wait a second for torch."""
+"""Imports of a module's public names at their first use, so that ``--help`` need not wait a second for torch."""
 
 from __future__ import annotations
 
