@@ -201,7 +201,7 @@ class BucketMedium(Medium):
         return len(data)
 
     def objects_of(self, file: File) -> tuple[tuple[str, int], ...]:
-        """Return the names of the data objects of an open commit, with their bytes."""
+        """Return name and size in bytes of each data object of an open commit."""
         return self._slots[file][0].objects
 
     async def lost(self, file: File, why: str) -> DamagedError | ReadError:

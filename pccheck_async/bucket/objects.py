@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface to an object store: seven requests, whose deadlines and retries are here and nowhere else.
+"""The interface to an object store: six requests, with all their deadlines and retries.
 
 :class:`Objects` is the interface. :class:`.obstore_objects.ObstoreObjects` sends one request for each call;
-:class:`Patient`, around it, repeats those that failed and may succeed, and ends each within its deadline.
+:class:`Patient`, which wraps it, repeats failed requests that may succeed, and ends each call within its deadline.
 """
 
 from __future__ import annotations

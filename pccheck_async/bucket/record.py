@@ -125,7 +125,7 @@ def encode_index(index: PartIndex) -> bytes:
 
 
 def decode_commit(data: bytes, number: int) -> CommitRecord:
-    """Decode and check the record of a commit. Raises CorruptStoreError; NewerFormatError: of a newer version."""
+    """Decode and check the record of a commit. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the record of commit {number} in the bucket"
     record = _decode(_COMMIT_MAGIC, _commits, data, what)
     if trouble := _trouble(record, number):
@@ -134,7 +134,7 @@ def decode_commit(data: bytes, number: int) -> CommitRecord:
 
 
 def decode_index(data: bytes, part: PartName) -> PartIndex:
-    """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: of a newer version."""
+    """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the object {part.key} in the bucket"
     index, entry = _decode(_INDEX_MAGIC, _indexes, data, what), part.entry
     sizes = [nbytes for _, nbytes in index.objects]
@@ -163,7 +163,7 @@ def _decode(magic: bytes, decoder: msgspec.msgpack.Decoder[T], data: bytes, what
 
 
 def _trouble(record: CommitRecord, number: int) -> str:
-    """Return why no writer can have made this record; empty if one can."""
+    """Return the reason why no writer can have made this record; empty if one can."""
     ids: list[Any] = [record.owner, record.put, record.store, *(kept.put for kept in record.keep)]
     numbers = [number, *(kept.number for kept in record.keep)]
     if any(len(each) != 16 for each in ids):
