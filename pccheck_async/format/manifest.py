@@ -213,7 +213,7 @@ def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and highest element that a non-empty view covers, relative to its first."""
+    """Return the offsets of the lowest and highest element of a non-empty view, in elements from its first one."""
     low = high = 0
     for size, step in zip(shape, stride, strict=True):
         if size > 1:

@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
     number: int
     nonce: int
-    """Random, 64 bits."""
+    """Random number of 64 bits."""
     members: int
     """Digest of the stores that its ranks write to, 64 bits."""
 
