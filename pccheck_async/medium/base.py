@@ -22,7 +22,7 @@ __all__ = [
 _NONE = Stage()
 
 LOCK_POLL_SECONDS = 0.01
-"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
+"""Seconds between attempts to get a lock: it can only be polled, as ``flock`` does not report when it becomes free."""
 MOST_SMALL_BYTES = 1 << 20
 """Most bytes of a file that is read as a whole; those of a store have some hundreds."""
 Piece: TypeAlias = tuple[int, memoryview]
@@ -156,7 +156,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        """Write all of ``data``; offset, length and address are aligned by :class:`MediumFacts`. Volatile."""
+        """Write ``data``, with the alignment that :class:`MediumFacts` gives; volatile until :meth:`make_durable`."""
 
     @abc.abstractmethod
     async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:

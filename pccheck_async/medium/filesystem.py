@@ -36,7 +36,7 @@ def direct_alignment(fd: int) -> tuple[int, int]:
     """Return (memory alignment, offset and length alignment) in bytes for direct I/O on an open file.
 
     If the kernel does not report it (before Linux 6.1, some filesystems), the larger of page and preferred block size
-    is assumed: every filesystem known to do direct I/O accepts it. Raises OSError if the kernel reports none.
+    is assumed: every filesystem known to do direct I/O accepts it. Raises OSError if the file takes no direct I/O.
     """
     told = dio_alignment(fd)
     if told == (0, 0):
