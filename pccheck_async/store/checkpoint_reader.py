@@ -267,7 +267,7 @@ class CheckpointReader:
             await part.close()
 
     def release(self) -> None:
-        """Close all parts without waiting. Idempotent."""
+        """Start to close all parts without waiting for it. Idempotent."""
         for part in self.parts.values():
             part.release()
 

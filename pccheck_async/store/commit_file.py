@@ -194,7 +194,7 @@ class CommitFile:
     file: File
     identity: Identity
     is_new: bool
-    """Whether this process made it, and flushed its contents."""
+    """Whether this process made the file, and flushed its contents."""
     _buffer: memoryview = field(default_factory=partial(aligned_buffer, REGION_NBYTES))
 
     def part(self, record: Record) -> Part:
@@ -358,7 +358,7 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
 
 
 async def _create(medium: Medium, file: File, block_bytes: int, version: int, path: str | os.PathLike[str]) -> Identity:
-    """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
+    """Make the folder a store, with ``store.json`` as the last file, so that a crash leaves no store or a whole one."""
     view = aligned_buffer(COMMIT_NBYTES)
     found = bytes(view[: await medium.read(file, 0, view)])
     if file.nbytes > COMMIT_NBYTES or is_foreign(found):

@@ -40,7 +40,7 @@ class _Tensor(NamedTuple):
     """Dtype and shape, and for plain tensors also type and reversed dimensions: tensors of different kinds differ."""
     itemsize: int
     part: int
-    """The lowest rank whose part has boxes of the tensor."""
+    """The lowest rank whose part has any of the tensor."""
     is_plain: bool
     """Whether it is a plain tensor of that part alone."""
 

@@ -146,7 +146,7 @@ class Fallback:
         return error
 
     def _warn_damaged(self, entry: Entry, error: Exception, older: Entry) -> None:
-        """Warn that a checkpoint is passed over for an older one."""
+        """Warn that a checkpoint is passed over for an older one, and set :attr:`warned`."""
         self.warned = True
         which = f" (counters {entry.counter} and {older.counter})" if older.step == entry.step else ""
         what = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}{which}"

@@ -233,7 +233,7 @@ class Slots:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that is held while a slot is chosen, created or removed."""
     reader_waits: int = 0
-    """Times that a checkpoint waited for other processes' readers."""
+    """Number of times that a checkpoint waited for other processes' readers."""
     _reserved: bool = False
 
     async def lease(self, nbytes: int) -> SlotLease:

@@ -102,7 +102,7 @@ class StoreStatistics:
     superseded: int
     """Number of checkpoints that were superseded by newer ones before they were committed."""
     reader_waits: int
-    """Times that a checkpoint waited for other processes' readers."""
+    """Number of times that a checkpoint waited for other processes' readers."""
     unchanged_bytes: int
     """Bytes that were not written, as their slot still held them."""
 
