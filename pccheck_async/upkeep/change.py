@@ -74,7 +74,7 @@ def remove_checkpoints(
         name: A name, or several, likewise.
         counter: A counter, or several, likewise; it distinguishes two checkpoints of one step.
         force: Drop them even if no checkpoint is left then, or a slot holds a newer one that no record names.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names or counters.
@@ -172,7 +172,7 @@ def unpin_checkpoint(
         path: Folder of a store.
         step: The step of the checkpoints.
         name: The name of the checkpoint, instead of a step.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is none of this step, or with this name.
@@ -197,7 +197,7 @@ def pin_checkpoint(
         path: Folder of a store.
         step: Pin the newest checkpoint of this step.
         name: Pin the checkpoint with this name instead.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is none of this step, or with this name.
@@ -234,7 +234,7 @@ def reject_checkpoints(
         path: Folder of a store, or of a group.
         step: The first bad step.
         name: The name of the first bad checkpoint, instead of a step.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Returns:
         The rejected checkpoints, newest first.

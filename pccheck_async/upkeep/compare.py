@@ -142,7 +142,7 @@ def compare_checkpoints(
         rank: Rank whose part of the first is read, in the folder of a group; by default 0.
         other_rank: Rank whose part of the second is read; in a group by default ``rank``.
         progress: Called with the bytes compared (:data:`Progress`).
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: one of the checkpoints does not exist.

@@ -92,7 +92,7 @@ def copy_checkpoint(
         pinned: Whether the copy is pinned; by default as it is in ``source``. A copy that is not pinned is dropped when
             a trainer that opens ``target`` commits, unless its rules keep it.
         progress: Called with the bytes copied (:data:`Progress`).
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Returns:
         The checkpoint as ``target`` has it.

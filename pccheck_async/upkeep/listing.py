@@ -72,7 +72,7 @@ class StoredLeaf:
 
     @property
     def path(self) -> str:
-        """The path, as for ``load(keys=...)``: without its escapes, unless another one would be like it."""
+        """The path, as for ``load(keys=...)``: without its escapes, unless another leaf's would be equal."""
         return self.key if self.shown is None else self.shown
 
     @property
@@ -138,7 +138,7 @@ class ShardedLeaf:
 
     @property
     def path(self) -> str:
-        """The path, as for ``load(keys=...)``: without its escapes, unless another one would be like it."""
+        """The path, as for ``load(keys=...)``: without its escapes, unless another leaf's would be equal."""
         return self.key if self.shown is None else self.shown
 
     @property

@@ -189,7 +189,7 @@ def recover_store(
             may be another run's: captured before one with a lower counter, of a smaller step, or one of two with one
             counter.
         progress: Called with bytes searched, and then bytes checked, of one slot after another.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Durability: the written files survive power loss when this returns. A crash in between leaves a store that can be
     recovered by another call.

@@ -152,7 +152,7 @@ def verify_checkpoints(
         name: Check the checkpoint with this name instead.
         every: Check all committed checkpoints. Checkpoints that a running writer drops meanwhile are left out.
         progress: Called with the bytes checked (:data:`Progress`).
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is none to check; of a group, none that is complete (IncompleteCheckpointError).
